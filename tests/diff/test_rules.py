@@ -42,7 +42,7 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
     def check(row: dict[str, Any]) -> None:
         # In the golden rows of Gemma, the rope is that of the last kind of layer.
         [*_, (config_rope, _)] = ropes_for_engines(row["config"])[1]
-        answer = engine.answer(config_rope)
+        answer = engine.apply_rule(config_rope)
         seen.add("default" if config_rope.rope.scaling is None else config_rope.rope.scaling.rope_type)
         rope = answer.at(row["sequence"], row["setting"])
         if "refused" in row:
@@ -98,7 +98,7 @@ def test_exactly_the_keys_without_effect_are_noted_as_ignored(name: str) -> None
     for case, keys in KEYS.items():
         row, plain = rows[case], rows[PLAIN[case[:4]]]
         [*_, (config_rope, _)] = ropes_for_engines(row["config"])[1]
-        notes = " ".join(ENGINES[name].answer(config_rope).notes)
+        notes = " ".join(ENGINES[name].apply_rule(config_rope).notes)
         said = all(key in notes for key in keys) and "ignores" in notes
         same = (row["attention_factor"], row["inv_freq"]) == (plain["attention_factor"], plain["inv_freq"])
         if row["config"]["model_type"] == plain["config"]["model_type"]:

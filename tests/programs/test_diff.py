@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import ropewalk
 from ropewalk import diff
+from ropewalk.engines import ENGINES
 from ropewalk.programs import cli
 
 PNG = b"\x89PNG"
@@ -46,8 +48,28 @@ def config(tmp_path: Path) -> Path:
 
 def test_one_config(config: Path) -> None:
     ran = run(config)
-    assert ran.exit_code == 0
+    assert ran.exit_code == 1  # mlx-lm reads mscale alone
     assert ran.stdout.rstrip("\n") == diff.engines(config).text()
+
+
+def test_the_exit_status(config: Path, tmp_path: Path) -> None:
+    """0: identical, 1: different or rejected, 2: not judged."""
+    arcee = written(tmp_path, "arcee", model_type="arcee")
+    assert run(config, "--engine", "vllm", "--engine", "sglang").exit_code == 0
+    assert run(config, "--engine", "vllm", "--engine", "mlx-lm").exit_code == 1
+    assert run(arcee).exit_code == 0  # mlx-lm does not have the model, and others do
+    assert run(arcee, "--engine", "vllm", "--engine", "mlx-lm").exit_code == 2
+    linear = written(tmp_path, "linear", rope_scaling={"rope_type": "linear", "factor": 4})
+    assert run(linear, "--engine", "vllm").exit_code == 1  # a factor must be a float there
+    assert run(config, config).exit_code == 0
+    assert run(config, arcee).exit_code == 1
+    assert run(tmp_path / "missing.json").exit_code == 2
+
+
+def test_the_help_lists_the_engines_and_the_exit_status() -> None:
+    text = " ".join(run("--help").stdout.split())
+    assert f"only this engine: {', '.join([*ENGINES][:-1])} or {[*ENGINES][-1]}." in text
+    assert "The exit status is 0 if" in text
 
 
 def test_one_config_as_json(config: Path) -> None:
@@ -58,7 +80,7 @@ def test_one_config_as_json(config: Path) -> None:
 def test_two_configs(config: Path, tmp_path: Path) -> None:
     other = written(tmp_path, "other", rope_theta=20_000.0, rope_scaling=YARN)
     ran = run(config, other, "--length", 100)
-    assert ran.exit_code == 0
+    assert ran.exit_code == 1
     assert ran.stdout.rstrip("\n") == diff.configs(config, other, length=100).text()
     assert json.loads(run(config, other, "--json").stdout) == diff.configs(config, other).facts
 
@@ -80,7 +102,7 @@ def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
     gemma = {"model_type": "gemma3_text", "head_dim": 16, "rope_local_base_freq": 1e4, "num_hidden_layers": 6}
     pattern = {"sliding_window_pattern": 6, "rope_theta": 1e6}
     first = written(tmp_path, "first", **gemma, **pattern)
-    assert run(first, "--plot", tmp_path / "kinds.png").exit_code == 0
+    assert run(first, "--plot", tmp_path / "kinds.png").exit_code == 0, run(first).stdout
     assert {path.name for path in tmp_path.glob("*.png")} == {"kinds-1.png", "kinds-2.png"}
 
 
@@ -94,7 +116,7 @@ def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
 )
 def test_errors_are_one_line(config: Path, arguments: tuple[str, ...], message: str) -> None:
     ran = run(config, *arguments)
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert ran.stdout == ""
     assert message in ran.stderr
     assert ran.stderr.count("\n") == 1
@@ -108,20 +130,35 @@ def test_what_cannot_be_combined(config: Path) -> None:
 
 def test_nothing_to_draw(config: Path, tmp_path: Path) -> None:
     ran = run(config, config, "--plot", tmp_path / "same.png")
-    assert ran.exit_code == 1
-    assert "no ropes can be drawn in the same axes" in ran.stderr
+    assert ran.exit_code == 2
+    assert "--plot needs ropes that can be drawn in the same axes, got none. Omit it." in ran.stderr
+
+
+def test_a_picture_reaches_the_length_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines differ at 8,192 and at 32,768 tokens. The picture is of the length for which the text says most."""
+    dynamic = written(tmp_path, "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    drawn: list[tuple[dict[str, Any], int]] = []
+    monkeypatch.setattr(ropewalk.plots, "differences", lambda ropes, *, longest: drawn.append((ropes, longest)))
+    monkeypatch.setattr(ropewalk.plots, "save", lambda *_: None)
+    ran = run(dynamic, "--length", 32_768, "--plot", tmp_path / "dynamic.png")
+    assert "a sequence of 32,768 tokens" in ran.stdout
+    [(ropes, longest)] = drawn
+    assert longest == 32_768
+    assert ropes["SGLang"] == ropes["transformers"] != ropes["vLLM"]  # at 8,192 tokens SGLang is the one that differs
 
 
 def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
     path = written(tmp_path, "mine", model_type="mine", rope_theta=None)
     assert "model_type" in run(path).stderr
-    assert run(path, "--pairing", "half", "--base", 1e4).exit_code == 0
+    ran = run(path, "--pairing", "half", "--base", 1e4)
+    assert ran.exit_code == 2
+    assert "were not judged" in ran.stdout
 
 
 def test_starts_without_torch(config: Path) -> None:
     program = (
         "import sys; from click.testing import CliRunner; from ropewalk.programs.cli import main\n"
-        f"assert CliRunner().invoke(main, ['diff', {str(config)!r}]).exit_code == 0\n"
+        f"assert CliRunner().invoke(main, ['diff', {str(config)!r}]).exit_code == 1\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
@@ -136,5 +173,5 @@ def test_the_commands_of_the_page(config: Path, tmp_path: Path, monkeypatch: pyt
     files = {"path/to/config.json": config, "path/to/base": config, "path/to/fine-tune": written(tmp_path, "tuned")}
     for command in commands:
         ran = run(*(files.get(word, word) for word in command))
-        assert ran.exit_code == 0, ran.output
+        assert ran.exit_code in (0, 1), ran.output
     assert (tmp_path / "engines.png").read_bytes().startswith(PNG)

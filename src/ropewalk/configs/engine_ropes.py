@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import error
+from ropewalk.configs.hf import text_path
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
@@ -14,6 +15,7 @@ from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
 from ropewalk.rope import Rope
 
 _MAX_DEPTH = 4
+_HOW = {"read": "read, not run", "not recorded": "not recorded for this model"}
 _LENGTH_NOTES = {
     "nothing": "",
     "the call": "It uses the length of the sequences in each call: pass that length to at_length.",
@@ -21,7 +23,7 @@ _LENGTH_NOTES = {
 }
 
 
-def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
+def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> tuple[str, ...]:
     """Find the keys that only inference engines read in `rope_scaling` and `rope_parameters`, also in nested configs.
 
     Args:
@@ -29,40 +31,61 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
         path, depth: the path of this object in the config, e.g. "text_config.rope_scaling", and its depth.
 
     Returns:
-        A dict from the paths of the keys, e.g. "rope_scaling.attn_factor", to their values.
+        The paths of the keys, e.g. "rope_scaling.attn_factor".
     """
-    engine_keys = {}
+    found: list[str] = []
     inside = any(section in path.split(".") for section in SECTIONS)
     for key, value in values.items():
         here = f"{path}.{key}".strip(".")
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            engine_keys.update(find_engine_keys(value, here, depth + 1))
+            found += find_engine_keys(value, here, depth + 1)
         elif inside and key in ENGINE_KEYS:
-            engine_keys[here] = value
-    return engine_keys
+            found.append(here)
+    return tuple(found)
 
 
-def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[ConfigRope, list[int]]]:
+def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine) -> list[tuple[ConfigRope, list[int]]]:
     """Return each distinct rope with the config keys for it and the indices of its layers. Omit unrotated layers.
+
+    Layers to which an engine assigns different kinds are apart, even if their ropes in the config are equal.
 
     Args:
         ropes: the ropes of a config.
-        engine_keys: the result of `find_engine_keys` for the config.
+        values: the config, with the keys that only engines read.
+        chosen: the engines.
     """
     kinds = ropes.layer_kinds or ("",) * len(ropes.layers)
-    layers_of: dict[tuple[Rope, str], list[int]] = {}
+    found: dict[tuple[object, ...], tuple[ConfigRope, list[int]]] = {}
+    shared = _whole(ropes, values)
     for index, (rope, kind) in enumerate(zip(ropes.layers, kinds, strict=True)):
         if rope is not None:
-            layers_of.setdefault((rope, kind), []).append(index)
-    return [(_config_rope(ropes, rope, kind, engine_keys), layers) for (rope, kind), layers in layers_of.items()]
+            config_rope = _config_rope(shared, ropes, rope, kind, index)
+            key = (rope, kind, *(engine.kind_of_layer(config_rope, index) for engine in chosen))
+            found.setdefault(key, (config_rope, []))[1].append(index)
+    return list(found.values())
 
 
-def _config_rope(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> ConfigRope:
-    section_keys, nested = ({}, False) if rope.scaling is None else _section_keys(ropes, kind)
-    if rope.scaling is not None:
-        of_kind = {*SECTIONS, _section_name(ropes.model_type, kind)}
-        section_keys.update({key.split(".")[-1]: v for key, v in engine_keys.items() if key.split(".")[-2] in of_kind})
-    return ConfigRope(rope, ropes.model_type, ropes.max_position_embeddings, section_keys, nested)
+def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ConfigRope` that all ropes of a config share."""
+    path, text = text_path(values), values
+    for key in path:
+        text = text[key]
+    return {
+        "model_type": ropes.model_type,
+        "longest": ropes.max_position_embeddings,
+        "model": "/".join((str(values.get("model_type")), *([ropes.model_type] if path else []))),
+        "known": ropes.model_type in ARCHITECTURES,
+        "whole": values,
+        "values": text,
+        "layers": len(ropes.layers),
+        "ropes": dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True)),
+    }
+
+
+def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind: str, layer: int) -> ConfigRope:
+    name = _section_name(ropes.model_type, kind)
+    section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
+    return ConfigRope(rope, section=section, nested=nested, kind=kind, section_name=name, layer=layer, **shared)
 
 
 def _section_name(model_type: str, kind: str) -> str:
@@ -71,42 +94,37 @@ def _section_name(model_type: str, kind: str) -> str:
     return kind if row_kind is None or not row_kind.section else row_kind.section
 
 
-def _section_keys(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
-    """Return the keys of `rope_scaling` and `rope_parameters` that apply to a kind of layer.
+def _section_keys(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], bool]:
+    """Return the keys of `rope_scaling` and `rope_parameters` that apply to the kind of layer called `name` there.
 
     Also return whether one of these two objects contains an object for this kind.
     """
     keys: dict[str, Any] = {}
     nested = False
-    for name in SECTIONS:
-        section = (ropes.config or {}).get(name)
+    for section in (values.get(name) for name in SECTIONS):
         if not isinstance(section, Mapping):
             continue
-        own = section.get(_section_name(ropes.model_type, kind))
+        own = section.get(name)
         nested = nested or isinstance(own, Mapping)
         keys.update({key: value for key, value in section.items() if not isinstance(value, Mapping)})
         keys.update(own if isinstance(own, Mapping) else {})
     return keys, nested
 
 
-def apply_engine(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
+def apply_engine(engine: Engine, ropes: ModelRopes, values: Mapping[str, Any]) -> ModelRopes:
     """Return a copy of `ropes` with the ropes that the engine computes, and with its notes as further warnings.
 
     Raises:
-        RopeError: the engine cannot run the config.
+        RopeError: the engine cannot run the config, does not have the model, or was not recorded.
     """
     layers, notes = list(ropes.layers), list(ropes.warnings)
-    for config_rope, indices in distinct_ropes(ropes, engine_keys):
+    for config_rope, indices in distinct_ropes(ropes, values, engine):
         rope = _engine_rope(engine, config_rope, ropes.source, notes)
         for index in indices:
             layers[index] = rope
+    kind, shared = ropes.layer_kinds[0] if ropes.layer_kinds else "", _whole(ropes, values)
     extra_ropes = {
-        name: _engine_rope(
-            engine,
-            _config_rope(ropes, rope, ropes.layer_kinds[0] if ropes.layer_kinds else "", engine_keys),
-            ropes.source,
-            notes,
-        )
+        name: _engine_rope(engine, _config_rope(shared, ropes, rope, kind, 0), ropes.source, notes, by_rule=True)
         for name, rope in ropes.extra_ropes.items()
     }
     scale = ropes.query_scale
@@ -118,13 +136,19 @@ def apply_engine(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, An
     )
 
 
-def _engine_rope(engine: Engine, config_rope: ConfigRope, source: str, notes: list[str]) -> Rope:
-    answer: Answer = engine.answer(config_rope)
+def _engine_rope(
+    engine: Engine, config_rope: ConfigRope, source: str, notes: list[str], *, by_rule: bool = False
+) -> Rope:
+    """Return the rope of an engine, and add its notes.
+
+    The keys that a model's file reads for a further rope of its layers were not recorded, so `by_rule` omits them.
+    """
+    answer: Answer = engine.apply_rule(config_rope) if by_rule else engine.answer(config_rope)
     if answer.rope is None:
         must = f"{engine.name} {engine.version} must run the config"
         source_code = f"Its code: {answer.source}. " if answer.source else ""
         raise error(source, must, answer.refusal, f"{source_code}Choose another engine, or change the config.")
     new = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH_NOTES[answer.decided_by]])]
-    how = "" if answer.evidence == "run" else " (read, not run)"
+    how = "" if answer.evidence == "run" else f" ({_HOW[answer.evidence]})"
     notes += [f"{engine.name} {engine.version}{how}: {note}" for note in new if note]
     return answer.rope

@@ -48,6 +48,14 @@ def read(
     return dataclasses.replace(ropes, vision=tower, warnings=(*ropes.warnings, *warnings))
 
 
+def text_path(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys that lead to the config of the text model inside a config that can be read."""
+    fields = Fields(config, "config")
+    while (inner := text_part(fields, ARCHITECTURES, False)) is not None:
+        fields = Fields(inner.config, inner.source, inner.path)
+    return fields.path.split(".")[:-1]
+
+
 def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
     """Read the ropes of a text model, or of the text model inside the config of a multimodal model."""
     inner = text_part(fields, ARCHITECTURES, pairing is not None)

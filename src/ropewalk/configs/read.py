@@ -12,7 +12,7 @@ from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.engines import ConfigRope
+from ropewalk.engines import ConfigRope, Engine
 from ropewalk.engines import engine as engine_named
 
 
@@ -56,17 +56,18 @@ def from_config(
             not know and that the model's own code does not read. "a.b" is the key b inside a. A warning names each
             ignored key.
         download: whether to download the config.json of a hub id that is not in the cache.
-        engine: the name of an inference engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3".
-            The ropes then have the numbers that this engine computes from a Hugging Face config, even if the model's
-            own code computes others, and the warnings list the keys that the engine ignores. The pairing is that of the
-            original weights, which llama.cpp's converter permutes for some models. With None, the ropes have the
-            numbers of the model's own code.
+        engine: the name of an inference engine, from `ropewalk.diff.ENGINES`, such as "vllm". The ropes then have the
+            numbers that this engine computes from a Hugging Face config, even if the model's own code computes others.
+            The warnings list the keys that the engine ignores, and say so if it was not recorded what the engine reads
+            for this model. The pairing is that of the original weights, which llama.cpp's converter permutes for some
+            models. With None, the ropes have the numbers of the model's own code.
 
     Returns:
         `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.
 
     Raises:
-        RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` cannot run it.
+        RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` cannot run it or does not have the
+            model.
 
     Example:
         >>> ropes = from_config(
@@ -125,36 +126,36 @@ def read_config(
     else:
         selected = engine_named("from_config", engine)
         _refuse_factor(factor)
-        ropes, engine_keys = _read_for_engines(config, pairing, base, text_only, ignored, download)
-        ropes = engine_ropes.apply_engine(selected, ropes, engine_keys)
+        ropes, values = _read_for_engines(config, pairing, base, text_only, ignored, download)
+        ropes = engine_ropes.apply_engine(selected, ropes, values)
     notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *notes)) if ignored else ropes
 
 
 def ropes_for_engines(
     config: Any,
-    *,
+    *chosen: Engine,
     pairing: str | None = None,
     base: float | None = None,
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
-    """Read the text ropes of a Hugging Face config, and the config keys that engines read for each rope.
+    """Read the text ropes of a Hugging Face config, and the config keys that the `chosen` engines read for each rope.
 
-    Arguments and errors are those of `from_config`.
+    The other arguments and the errors are those of `from_config`.
 
     Returns:
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
         `engines`, and the indices of the layers that have this rope.
     """
-    ropes, engine_keys = _read_for_engines(config, pairing, base, True, _check_ignore(ignore), download)
-    return ropes, engine_ropes.distinct_ropes(ropes, engine_keys)
+    ropes, values = _read_for_engines(config, pairing, base, True, _check_ignore(ignore), download)
+    return ropes, engine_ropes.distinct_ropes(ropes, values, *chosen)
 
 
 def _read_for_engines(
     config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
 ) -> tuple[ModelRopes, dict[str, Any]]:
-    """Read the ropes of a config without the keys that only engines read. Return both."""
+    """Read the ropes of a config without the keys that only engines read. Return them and the whole config."""
     who, must = "from_config", "engine needs a Hugging Face config"
     if source.gguf_path(config) is not None:
         raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
@@ -162,9 +163,8 @@ def _read_for_engines(
     values = source.without_keys(values, ignore, name)
     if diffusers.is_denoiser(values) or meta.is_params(values):
         raise error(name, must, "another format", "Pass the config.json of the model.")
-    engine_keys = engine_ropes.find_engine_keys(values)
-    values = source.without_keys(values, tuple(engine_keys), name)
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only), engine_keys
+    known = source.without_keys(values, engine_ropes.find_engine_keys(values), name)
+    return hf.read(known, name, pairing=pairing, base=base, text_only=text_only), values
 
 
 def _check_ignore(ignore: object) -> tuple[str, ...]:

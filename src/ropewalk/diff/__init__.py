@@ -9,3 +9,4 @@ from ropewalk.diff.between_configs import ConfigDiff as ConfigDiff
 from ropewalk.diff.between_configs import configs as configs
 from ropewalk.diff.between_engines import EngineDiff as EngineDiff
 from ropewalk.diff.between_engines import engines as engines
+from ropewalk.engines import ENGINES as ENGINES

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import ropes_for_engines
 from ropewalk.diff.engines_text import engines_text
-from ropewalk.diff.rope_difference import compare_ropes
+from ropewalk.diff.rope_difference import difference
 from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
 from ropewalk.rope import Rope
 
@@ -22,17 +22,28 @@ class EngineDiff:
     Args:
         facts: the whole comparison as a dict of JSON values.
         ropes: for each entry of `facts["ropes"]`, a dict from the engines to their static ropes for sequences of
-            `entry["drawn_at"]` tokens. This is the shortest compared length at which the engines differ, or the longest
-            compared length if they agree. Engines that cannot run the config are omitted.
+            `entry["drawn_at"]` tokens. This is the longest compared length at which the engines differ, or the longest
+            compared length if they agree. Engines without a rope for the config are omitted, and engines that rotate
+            another number of channels than the first one.
     """
 
     facts: Mapping[str, Any]
     ropes: tuple[Mapping[str, Rope], ...] = field(repr=False)
 
     @property
+    def verdict(self) -> Literal["agree", "differ", "not judged"]:
+        """The result in one word.
+
+        "differ": an engine rotates differently from the first one, or rejects the config. "agree": at least two engines
+        were judged, and they rotate identically; or the only selected engine runs the config. "not judged": neither, or
+        an engine that `names` selects could not be judged.
+        """
+        return self.facts["verdict"]  # type: ignore[no-any-return]
+
+    @property
     def agree(self) -> bool:
-        """Whether every engine runs the config, and all rotate identically."""
-        return bool(self.facts["agree"])
+        """Whether the verdict is "agree"."""
+        return self.verdict == "agree"
 
     def text(self) -> str:
         """Return the comparison as text for a terminal."""
@@ -51,17 +62,19 @@ def engines(
 ) -> EngineDiff:
     """Compare how inference engines rotate for one config of Hugging Face.
 
-    No engine is run. For each engine, ropewalk has rules that reproduce its functions for computing frequencies, at the
-    version that the result names. The rules do not say whether the engine supports the model. If tokens have several
-    positions (M-RoPE), the rotation of text tokens is compared.
+    No engine is run. For each engine, at the version that the result names, ropewalk has rules that reproduce its
+    functions for computing frequencies, and a table of its models and of the keys that the file of each model reads.
+    The result says which parts were recorded from the running engine. An engine is not judged if it does not have the
+    model, or if what it reads for the model was not recorded. If tokens have several positions (M-RoPE), the rotation
+    of text tokens is compared.
 
     Args:
         source: as in `from_config`, except for GGUF files and Meta's params.json.
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
             that is compared. None means the length that the config states, or twice that length if the frequencies
             change only beyond it.
-        names: the engines to compare: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3". An empty
-            collection means all. The first one that can run the config is the reference for the others.
+        names: the engines to compare, from `ropewalk.engines.ENGINES`, such as "vllm". An empty collection means all.
+            The first one that was judged and runs the config is the reference for the others.
         pairing, base, ignore, download: as in `from_config`.
 
     Returns:
@@ -74,7 +87,9 @@ def engines(
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
-    ropes, config_ropes = ropes_for_engines(source, pairing=pairing, base=base, ignore=ignore, download=download)
+    ropes, config_ropes = ropes_for_engines(
+        source, *chosen, pairing=pairing, base=base, ignore=ignore, download=download
+    )
     setting = _setting(ropes, length)
     rows, static_ropes = [], []
     for config, layers in config_ropes:
@@ -85,6 +100,7 @@ def engines(
     facts = {
         "source": ropes.source,
         "model_type": ropes.model_type,
+        "model": config_ropes[0][0].model.partition("/")[0] if config_ropes else ropes.model_type,
         "layers": len(ropes.layers),
         "max_position_embeddings": ropes.max_position_embeddings,
         "trained_length": ropes.trained_length,
@@ -92,10 +108,36 @@ def engines(
         "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
         "ropes": rows,
         "query_scale": _query_scale(ropes, chosen),
-        "agree": all(row["agree"] for row in rows) and not _query_scale(ropes, chosen),
         "warnings": list(ropes.warnings),
     }
-    return EngineDiff(facts, tuple(static_ropes))
+    states = {entry.name: _state(entry.name, facts) for entry in chosen}
+    return EngineDiff(
+        {**facts, "states": states, "verdict": _verdict(states, selected=bool(names))}, tuple(static_ropes)
+    )
+
+
+def _state(name: str, facts: Mapping[str, Any]) -> str:
+    """Return what the comparison found about an engine: "same", "differs", "refused", "absent" or "unknown"."""
+    entries = [entry for row in facts["ropes"] for entry in row["engines"] if entry["name"] == name]
+    compared = [
+        at["engines"][name]["apart"]["same"] for row in facts["ropes"] for at in row["at"] if name in at["engines"]
+    ]
+    for why in ("absent", "refused", "unknown"):
+        if any(entry["why"] == why for entry in entries):
+            return why
+    if not all(entry["judged"] for entry in entries):
+        return "unknown"
+    return "same" if all(compared) and name not in facts["query_scale"] else "differs"
+
+
+def _verdict(states: Mapping[str, str], *, selected: bool) -> str:
+    found = list(states.values())
+    if "differs" in found or "refused" in found:
+        return "differ"
+    unjudged = found.count("absent") + found.count("unknown")
+    if unjudged and (selected or len(found) - unjudged < 2):
+        return "not judged"
+    return "agree"
 
 
 def _setting(ropes: ModelRopes, length: int | None) -> int:
@@ -121,9 +163,9 @@ def _compare_rope(
     changing = any(not rope.is_static for rope in ropes_compared)
     short = min(ropes.trained_length or setting, setting)
     sequences = sorted({short, setting}) if changing else [setting]
-    reference = next((name for name, answer in answers.items() if answer.rope is not None), None)
+    running = [name for name, answer in answers.items() if answer.rope is not None]
+    reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
     compared = [_compare_at_length(answers, reference, sequence, setting) for sequence in sequences]
-    refused = [name for name, answer in answers.items() if answer.rope is None]
     row: dict[str, Any] = {
         "layers": layers,
         "scheme": "default" if config.rope.scaling is None else config.rope.scaling.rope_type,
@@ -132,6 +174,8 @@ def _compare_rope(
             {
                 "name": name,
                 "refused": answer.refusal or None,
+                "why": answer.why or None,
+                "judged": answer.is_judged,
                 "decided_by": answer.decided_by,
                 "seen": answer.evidence,
                 "source": answer.source,
@@ -140,16 +184,17 @@ def _compare_rope(
             for name, answer in answers.items()
         ],
         "at": [{"sequence": n, "engines": found} for n, found in zip(sequences, compared, strict=True)],
-        "agree": not refused and all(entry["apart"]["same"] for found in compared for entry in found.values()),
     }
-    differ = (
+    differ = [
         n
         for n, found in zip(sequences, compared, strict=True)
         if any(not entry["apart"]["same"] for entry in found.values())
-    )
-    row["drawn_at"] = next(differ, setting)
+    ]
+    row["drawn_at"] = max(differ, default=setting)
     static = {name: answer.at(row["drawn_at"], setting) for name, answer in answers.items()}
-    return row, {name: rope for name, rope in static.items() if rope is not None}
+    first = None if reference is None else static[reference]
+    count = 0 if first is None else first.rotary_dim
+    return row, {name: rope for name, rope in static.items() if rope is not None and rope.rotary_dim == count}
 
 
 def _compare_at_length(
@@ -166,7 +211,7 @@ def _compare_at_length(
         if rope is None or first is None:
             continue
         if rope not in known:
-            known[rope] = compare_ropes(first, rope, sequence).facts()
+            known[rope] = difference(first, rope, sequence)
         found[name] = {
             "attention_factor": rope.attention_factor,
             "inv_freq": rope.inv_freq.tolist(),

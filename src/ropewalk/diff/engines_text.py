@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
 
+_WIDTH = 100
+
 
 def engines_text(facts: Mapping[str, Any]) -> str:
-    """Format the facts of a comparison of engines for a terminal."""
-    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", _verdict(facts)]
+    """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
+    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *_wrap(_verdict(facts), "")]
     for row in facts["ropes"]:
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
         lines += [line for at in row["at"] for line in _table(at, row, facts)]
-        lines += _refusals(row)
+        lines += _refusals(row, facts)
         lines += _notes(row, facts)
     if facts["query_scale"]:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
-        lines += [f"  {name} does not apply it: {why}" for name, why in facts["query_scale"].items()]
+        lines += _list(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
     lines += ["", "how cos and sin are computed"]
-    width = max(len(_name_and_version(entry)) for entry in facts["engines"])
-    lines += [f"  {_name_and_version(entry):<{width}}  {entry['table']}" for entry in facts["engines"]]
+    lines += _list(f"{_name_and_version(entry)}: {entry['table']}" for entry in facts["engines"])
     if facts["warnings"]:
-        lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
+        lines += ["", "warnings", *_list(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    inner = f"{indent}  " if indent else ""
+    found = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=inner, break_long_words=False)
+    return found or [""]
+
+
+def _list(items: Iterable[str]) -> list[str]:
+    return [line for item in items for line in _wrap(item, "  ")]
 
 
 def layers(numbers: list[int], count: int) -> str:
@@ -40,31 +52,34 @@ def _name_and_version(entry: Mapping[str, Any]) -> str:
 def _verdict(facts: Mapping[str, Any]) -> str:
     if not facts["ropes"]:
         return "No layer rotates, so there is nothing to compare."
-    if facts["agree"] and len(facts["engines"]) == 1:
-        return f"{facts['engines'][0]['name']} runs this config. No other engine was selected."
-    if facts["agree"]:
-        return f"All {len(facts['engines'])} engines rotate identically, up to {facts['length']:,} tokens."
     by_state: dict[str, list[str]] = {}
-    for engine in facts["engines"]:
-        by_state.setdefault(_state(engine["name"], facts), []).append(engine["name"])
+    for name, state in facts["states"].items():
+        by_state.setdefault(state, []).append(name)
+    same, count = by_state.get("same", []), len(facts["states"])
     first = next((row["compared_with"] for row in facts["ropes"] if row["compared_with"]), None)
+    up_to = f"up to {facts['length']:,} tokens"
     sentences = []
-    if same := [name for name in by_state.get("same", []) if name != first]:
-        sentences.append(f"{_join_names(same)} agree{'s' if len(same) == 1 else ''} with {first}.")
+    if len(same) == count == 1:
+        return f"{same[0]} runs this config. No other engine was selected."
+    if len(same) == count:
+        return f"All {count} engines rotate identically, {up_to}."
+    if len(same) > 1 and not by_state.keys() & {"differs", "refused"}:
+        sentences.append(f"{_join_names(same)} rotate identically, {up_to}.")
+    elif others := [name for name in same if name != first]:
+        sentences.append(f"{_join_names(others)} agree{_s(others)} with {first}.")
     if differ := by_state.get("differs"):
-        sentences.append(f"{_join_names(differ)} differ{'s' if len(differ) == 1 else ''} from {first}.")
-    if refuse := by_state.get("refuses"):
+        sentences.append(f"{_join_names(differ)} differ{_s(differ)} from {first}.")
+    if refuse := by_state.get("refused"):
         sentences.append(f"{_join_names(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config.")
+    if absent := by_state.get("absent"):
+        sentences.append(f"{_join_names(absent)} {'has' if len(absent) == 1 else 'have'} no model {facts['model']}.")
+    if unknown := by_state.get("unknown"):
+        sentences.append(f"{_join_names(unknown)} {'was' if len(unknown) == 1 else 'were'} not judged.")
     return f"{' '.join(sentences)} The engines are configured for {facts['length']:,} tokens."
 
 
-def _state(name: str, facts: Mapping[str, Any]) -> str:
-    if any(entry["name"] == name and entry["refused"] for row in facts["ropes"] for entry in row["engines"]):
-        return "refuses"
-    compared = [at["engines"][name] for row in facts["ropes"] for at in row["at"]]
-    return (
-        "same" if all(entry["apart"]["same"] for entry in compared) and name not in facts["query_scale"] else "differs"
-    )
+def _s(names: list[str]) -> str:
+    return "s" if len(names) == 1 else ""
 
 
 def _join_names(names: list[str]) -> str:
@@ -95,6 +110,8 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
 
 def frequencies(apart: Mapping[str, Any]) -> str:
     """Describe how the frequencies of two ropes differ."""
+    if apart.get("channels"):
+        return str(apart["channels"])
     found = apart["inv_freq"]
     if not found["pairs_that_differ"]:
         return "same"
@@ -110,18 +127,23 @@ def _times(ratio: float) -> str:
 
 def scores(apart: Mapping[str, Any]) -> str:
     """Describe how the attention scores of two ropes differ."""
-    if apart["same"]:
-        return "same"
+    if apart["same"] or apart.get("channels"):
+        return "same" if apart["same"] else ""
     found, ratio = apart["scores"], apart["attention_factor_ratio"] ** 2
     if not apart["inv_freq"]["pairs_that_differ"]:
         return f"{ratio:.4g} times"
     return f"{found['largest_change']:.3g} at distance {found['at_distance']:,}"
 
 
-def _refusals(row: Mapping[str, Any]) -> list[str]:
-    return [f"  {entry['name']} does not run it: {entry['refused']}." for entry in row["engines"] if entry["refused"]]
+def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
+    words = {"refused": "does not run it:", "absent": "", "unknown": "was not judged:"}
+    stopped = [entry for entry in row["engines"] if entry["refused"]]
+    lines = (f"{version[entry['name']]} {words[entry['why']]} {entry['refused']}." for entry in stopped)
+    return _list(" ".join(line.split()) for line in lines)
 
 
+_SEEN = {"run": "run", "read": "read, not run", "not recorded": "not recorded for this model"}
 _DECIDED = {
     "nothing": "",
     "the call": " The length of each call decides.",
@@ -135,9 +157,7 @@ def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     for entry in row["engines"]:
         if entry["refused"]:
             continue
-        seen = "run" if entry["seen"] == "run" else "read, not run"
         notes = " ".join(entry["notes"]) + _DECIDED[entry["decided_by"]]
-        lines.append(
-            f"  {version[entry['name']]} ({entry['source']}; {seen}): {notes.strip() or 'It follows the config.'}"
-        )
-    return ["", "  what each engine does", *lines] if lines else []
+        where = f"{version[entry['name']]} ({entry['source']}; {_SEEN[entry['seen']]})"
+        lines.append(f"{where}: {notes.strip() or 'It follows the config.'}")
+    return ["", "  what each engine does", *_list(lines)] if lines else []

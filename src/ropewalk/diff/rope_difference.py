@@ -64,6 +64,18 @@ class RopeDifference:
         }
 
 
+def difference(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
+    """Return how rope b differs from rope a, as a dict of JSON values.
+
+    If they rotate other channels, `channels` says so in words, and nothing else is compared.
+    """
+    if (a.rotary_dim, a.pairing) == (b.rotary_dim, b.pairing):
+        return {"channels": None, **compare_ropes(a, b, longest).facts()}
+    count = f"{b.rotary_dim} channels, not {a.rotary_dim}" if a.rotary_dim != b.rotary_dim else ""
+    pairing = f"pairing {b.pairing}, not {a.pairing}" if a.pairing != b.pairing else ""
+    return {"same": False, "channels": "; ".join(filter(None, (count, pairing)))}
+
+
 def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
     """Measure how rope b differs from rope a.
 

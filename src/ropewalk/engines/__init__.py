@@ -1,15 +1,16 @@
 """Compute the ropes that inference engines use for a config. Each engine has a file, with a rule for each scheme.
 
-A rule reproduces the function of the engine that computes frequencies, and names its source file. It does not say
-whether the engine supports a model, or which layers rotate: the ropes of the layers come from `from_config`.
+A rule reproduces the function of the engine that computes frequencies, and names its source file. A table says which
+models the engine has, and which keys of a config the file of each model reads. Which layers rotate comes from
+`from_config`.
 """
 
 from __future__ import annotations
 
 from ropewalk import _checks
+from ropewalk.engines._config import ConfigRope as ConfigRope
 from ropewalk.engines._engine import ENGINE_KEYS as ENGINE_KEYS
 from ropewalk.engines._engine import Answer as Answer
-from ropewalk.engines._engine import ConfigRope as ConfigRope
 from ropewalk.engines._engine import Engine as Engine
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP

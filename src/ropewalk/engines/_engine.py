@@ -1,19 +1,24 @@
 """`Engine`: an inference engine at one version, with a `Rule` for each scheme that computes the rope of the engine.
 
-The function of a rule gets a `ConfigRope`, one rope of a config with its keys. It returns an `Answer`: a `Rope` with
-the numbers of the engine, or the reason why the engine cannot run the config. Rules read no files and import no engine.
+What an engine computes depends on two parts of its code: the file of the model decides which keys are read
+(`_model_files`), and a function for rotary embeddings computes frequencies from them. A rule reproduces this function.
+It gets a `ConfigRope`, one rope of a config as the file reads it. It returns an `Answer`: a `Rope` with the numbers of
+the engine, or the reason why the engine cannot run the config. Rules read no files and import no engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ropewalk._checks import RopeError
+from ropewalk.engines import _model_files
+from ropewalk.engines._config import ConfigRope, to_finite
+from ropewalk.engines._model_files import Evidence
 from ropewalk.rope import Rope
-from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, Scaling, YaRN
+from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, YaRN
 
 ENGINE_KEYS = frozenset({"attn_factor", "extrapolation_factor", "max_trained_positions"})
 """Keys of a scaling that some engine reads, but that no scheme of ropewalk has."""
@@ -50,54 +55,34 @@ DecidingLength = Literal["nothing", "the call", "the setting"]
 
 
 @dataclass(frozen=True)
-class ConfigRope:
-    """One rope of a config, with the keys that the rules of engines read.
-
-    Args:
-        rope: the rope that `from_config` returns.
-        model_type: the model_type of the config.
-        longest: the max_position_embeddings of the config, in tokens, or None.
-        section: the keys and values of `rope_scaling` or `rope_parameters` for this rope.
-        nested: whether `rope_parameters` has an object for each kind of layer.
-    """
-
-    rope: Rope
-    model_type: str = ""
-    longest: int | None = None
-    section: Mapping[str, Any] = field(default_factory=dict)
-    nested: bool = False
-
-    @property
-    def several_axes(self) -> bool:
-        """Whether tokens have several positions (M-RoPE)."""
-        return self.rope.axes is not None or "mrope_section" in self.section
-
-    def with_scaling(self, scaling: Scaling | None) -> Rope:
-        """Return the rope with `scaling` as its scheme, or the rope itself if it already has this scheme."""
-        return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)
-
-
-@dataclass(frozen=True)
 class Answer:
-    """The result of a rule: the rope that an engine uses in place of one rope of a config.
+    """The rope that an engine uses in place of one rope of a config.
 
     Args:
-        rope: the rope with the numbers of the engine. None if the engine cannot run the config.
+        rope: the rope with the numbers of the engine. None if there is a `refusal`.
         decided_by: the length on which the frequencies depend: "the call" for the length of the sequences in each call,
             "the setting" for the length that the engine is configured for, or "nothing".
         notes: what the user should know, in whole sentences.
-        refusal: why the engine cannot run the config. "" if it can.
-        source: the file of the engine from which the rule was taken.
-        evidence: "run" if tests compare the rule with values recorded from the running engine, "read" if it was only
-            taken from the engine's code.
+        refusal: why the engine has no rope for the config. "" if it has one.
+        why: the kind of refusal: "refused" if the engine rejects the config, "absent" if it has no such model, and
+            "unknown" if ropewalk cannot judge what it does.
+        source: the files of the engine from which this answer was taken.
+        evidence: "run" if it was recorded from the running engine, and tests compare both. "read" if a part was only
+            taken from the engine's code. "not recorded" if only the rule is known, and not what the model's file reads.
     """
 
     rope: Rope | None
     decided_by: DecidingLength = "nothing"
     notes: tuple[str, ...] = ()
     refusal: str = ""
+    why: Literal["", "refused", "absent", "unknown"] = ""
     source: str = ""
-    evidence: Literal["run", "read"] = "read"
+    evidence: Evidence = "read"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether this answer says what the engine does with the config: a rope that was recorded, or a rejection."""
+        return self.why == "refused" or (self.rope is not None and self.evidence != "not recorded")
 
     def at(self, sequence: int, setting: int) -> Rope | None:
         """Return the static rope that the engine uses at one length, or None if it cannot run the config.
@@ -138,7 +123,9 @@ class Engine:
         table: how the engine computes cos and sin, in whole sentences.
         rules: maps the `rope_type` of a scheme, or "default" for no scheme, to its rule.
         unknown: why the engine cannot run a scheme that `rules` does not contain.
+        files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
+        lender: the engine whose code this engine uses for models without a file of their own.
     """
 
     name: str
@@ -146,20 +133,43 @@ class Engine:
     table: str
     rules: Mapping[str, Rule]
     unknown: str
+    files: str
     query_scale: str = ""
+    lender: Engine | None = None
+
+    def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
+        """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
+        return _model_files.kind_of_layer(self.files, config, layer)
 
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
+        found = _model_files.read(self.files, config)
+        source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
+        if found.config is None:
+            return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)
+        lent = found.file is not None and found.file.as_transformers and self.lender is not None
+        ruled = (self.lender if self.lender is not None and lent else self).apply_rule(found.config)
+        factor = None if found.file is None else found.file.attention_factor
+        if factor is not None and ruled.rope is not None and isinstance(ruled.rope.scaling, YaRN):
+            ruled = replace(ruled, rope=found.config.with_scaling(with_attention_factor(ruled.rope.scaling, factor)))
+        weakest = max((evidence, ruled.evidence), key=("run", "read", "not recorded").index)
+        sources = ", ".join(filter(None, ("" if lent else source, ruled.source)))
+        return replace(ruled, notes=(*found.notes, *ruled.notes), source=sources, evidence=weakest)
+
+    def apply_rule(self, config: ConfigRope) -> Answer:
+        """Return the rope that the function of this engine computes for a rope of a config, for any model."""
         scaling = config.rope.scaling
         if scaling is not None and not config.section.keys() & {"rope_type", "type"}:
-            return Answer(None, refusal=_OWN_CODE)
+            return Answer(None, refusal=_OWN_CODE, why="unknown")
         rule = self.rules.get("default" if scaling is None else scaling.rope_type)
         if rule is None:
-            return Answer(None, refusal=self.unknown)
+            return Answer(None, refusal=self.unknown, why="refused", evidence="run")
         try:
             found = rule.answer(config, scaling)
         except RopeError as e:
-            found = Answer(None, refusal=f"its numbers are not a valid rope ({e})")
+            found = Answer(None, refusal=f"its numbers are not a valid rope ({e})", why="unknown")
+        if found.refusal and not found.why:
+            found = replace(found, why="refused")
         ignored = sorted(key for key in config.section if key in _KEYS - rule.reads and config.section[key] is not None)
         notes = (
             (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
@@ -173,23 +183,6 @@ class Engine:
 def same_as_config(config: ConfigRope, scaling: object) -> Answer:
     """Return the rope of the config, for a scheme for which the engine computes the same numbers as ropewalk."""
     return Answer(config.rope)
-
-
-def to_finite(value: object, default: float | None = None) -> float | None:
-    """Convert a value of a config, which was not checked, to a finite float.
-
-    Returns:
-        The float, `default` if the value is None, or None if the value is not a finite number.
-    """
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def dynamic_by_factor(config: ConfigRope) -> Answer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     longrope_from_lengths,
@@ -28,7 +28,11 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     trained = scaling.original_max_position_embeddings
     factor = config.longest / trained
     if factor < 1.0:
-        return Answer(None, refusal="max_position_embeddings is below the trained length, which is not described here")
+        return Answer(
+            None,
+            refusal="max_position_embeddings is below the trained length, which is not described here",
+            why="unknown",
+        )
     if factor != scaling.factor:
         computed = f"The factor is max_position_embeddings / original_max_position_embeddings = {factor:g}"
         notes = (f"{computed}. The config's factor {scaling.factor:g} is ignored.",)
@@ -76,5 +80,6 @@ EXLLAMAV3 = Engine(
         "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
         "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
+    files="exllamav3",
     unknown="Unknown rope_type (ValueError)",
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     HUNYUAN,
     NO_LENGTH,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     longrope_from_lengths,
@@ -141,5 +141,6 @@ LLAMA_CPP = Engine(
         # For Gemma 4 the code was only read. For other models it was run, and does not scale them.
         "proportional": Rule("conversion/gemma.py", frozenset(), _proportional, "read"),
     },
+    files="llama_cpp",
     unknown="the converter knows no such rope type",
 )

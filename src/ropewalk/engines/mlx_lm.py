@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     dynamic_by_factor,
@@ -20,7 +20,6 @@ from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, PerPair, YaRN
 
 _FILE = "models/rope_utils.py"
 _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
-_ACCEPTS_SU = ("phi3", "phimoe", "minicpm3")
 
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
@@ -53,8 +52,6 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if factor is None:
         return Answer(None, refusal=NO_LENGTH)
     rope = config.with_scaling(PerPair(factors=scaling.long_factor, attention_factor=factor))
-    if config.section.get("type", config.section.get("rope_type")) == "su" and config.model_type not in _ACCEPTS_SU:
-        return Answer(None, refusal="Unsupported RoPE type su (ValueError)")
     if config.rope.pairing != "half":
         return Answer(None, refusal="its class supports only the pairing half")
     return Answer(rope, notes=("It uses the long list at every length and ignores short_factor.",))
@@ -76,5 +73,6 @@ MLX_LM = Engine(
         "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
         "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
+    files="mlx_lm",
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
 )

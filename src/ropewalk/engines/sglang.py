@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     DEEPSEEK,
     NO_LENGTH,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
     same_as_config,
-    to_finite,
     with_attention_factor,
     yarn_magnitude,
     yarn_with_extrapolation,
 )
+from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.engines.vllm import linear, proportional
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 
@@ -35,7 +35,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     times, extrapolation = (to_finite(config.section.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
     if times is None or extrapolation is None or times <= 0.0 or not 0.0 <= extrapolation <= 1.0:
         odd = "attn_factor is not above 0, or extrapolation_factor is not between 0 and 1"
-        return Answer(None, refusal=f"{odd}, which is not described here")
+        return Answer(None, refusal=f"{odd}, which is not described here", why="unknown")
     top, bottom = scaling.mscale, scaling.mscale_all_dim
     factor = yarn_magnitude(scaling.factor)
     notes: tuple[str, ...] = ()
@@ -107,5 +107,7 @@ SGLANG = Engine(
         ),
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", frozenset(), proportional),
     },
+    files="sglang",
+    lender=TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     HUNYUAN,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     dynamic_by_factor,
@@ -74,5 +74,6 @@ TRANSFORMERS = Engine(
         "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
         "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
+    files="transformers",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
 )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     DEEPSEEK,
     NO_LENGTH,
     Answer,
-    ConfigRope,
     Engine,
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
     same_as_config,
-    to_finite,
     with_attention_factor,
     yarn_magnitude,
 )
+from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
 _FOLDER = "model_executor/layers/rotary_embedding"
@@ -52,7 +52,7 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
     alpha = scaling.factor * config.longest / number - (scaling.factor - 1)
     if alpha < 1.0:
         larger = "max_trained_positions is greater than max_position_embeddings"
-        return Answer(None, refusal=f"{larger}, which is not described here")
+        return Answer(None, refusal=f"{larger}, which is not described here", why="unknown")
     note = "The base is scaled once, by max_position_embeddings / max_trained_positions, for all lengths."
     return Answer(config.with_scaling(NTK(alpha=alpha)), notes=(note, rows))
 
@@ -125,6 +125,8 @@ VLLM = Engine(
         ),
         "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", frozenset(), proportional),
     },
+    files="vllm",
+    lender=TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
 )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 import ropewalk
+from ropewalk import _checks
 from ropewalk.programs.commands._types import Length
+
+_STATUS = {"agree": 0, "differ": 1, "not judged": 2}
 
 
 @click.command(
@@ -42,52 +46,60 @@ Examples:
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
+@click.pass_context
 def diff(
+    ctx: click.Context,
+    /,
     source: Path,
     source2: Path | None,
-    length: int | None,
     engines: tuple[str, ...],
-    pairing: str | None,
-    base: float | None,
-    ignore: tuple[str, ...],
-    download: bool,
     as_json: bool,
     plot: Path | None,
+    **options: Any,
 ) -> None:
     """Compare how engines read the config SOURCE, or compare the configs SOURCE and SOURCE2.
 
-    With one config, show the attention factor, the frequencies and the scores of transformers, vLLM, SGLang, llama.cpp,
-    mlx-lm and exllamav3, how much these engines differ, and which of them do not support the config. With two
-    configs, show what changed, and whether weights and KV caches are still valid.
+    With one config, show the attention factor, the frequencies and the scores in each engine, how much the engines
+    differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
+    KV caches are still valid.
 
     A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
     also be Meta's params.json or GGUF files. No model is run, and no weights are read.
+
+    The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
+    config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
+    that --engine names was not judged, because it does not have the model or was not recorded for it.
     """
-    if plot is not None:
-        ropewalk.plots.check_path(plot)
-    if source2 is None:
-        engine_diff = ropewalk.diff.engines(
-            source, length=length, names=engines, pairing=pairing, base=base, ignore=ignore, download=download
-        )
-        facts, text = engine_diff.facts, engine_diff.text()
-        rows = zip(engine_diff.ropes, facts["ropes"], strict=True)
-    elif engines:
-        raise click.UsageError("--engine is for one config, so it cannot be combined with SOURCE2. Drop one of them.")
-    else:
-        config_diff = ropewalk.diff.configs(
-            source, source2, length=length, pairing=pairing, base=base, ignore=ignore, download=download
-        )
-        facts, text = config_diff.facts, config_diff.text()
-        rows = zip(config_diff.ropes, facts["layers"], strict=True)
-    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else text)
-    if plot is not None:
-        _draw([(ropes, row["drawn_at"]) for ropes, row in rows if ropes], plot, err=as_json)
+    try:
+        if source2 is not None and engines:
+            raise click.UsageError(
+                "--engine is for one config, so it cannot be combined with SOURCE2. Drop one of them."
+            )
+        if plot is not None:
+            ropewalk.plots.check_path(plot)
+        if source2 is None:
+            found: Any = ropewalk.diff.engines(source, names=engines, **options)
+            rows, status = found.facts["ropes"], _STATUS[found.verdict]
+        else:
+            found = ropewalk.diff.configs(source, source2, **options)
+            rows, status = found.facts["layers"], int(not found.same)
+        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
+        if plot is not None:
+            drawn = zip(found.ropes, rows, strict=True)
+            _draw([(ropes, row["drawn_at"]) for ropes, row in drawn if ropes], plot, err=as_json)
+    except BrokenPipeError:  # the reader closed the pipe, which is no failure of the comparison
+        raise
+    except (ropewalk.RopeError, OSError) as e:
+        click.echo(f"Error: {e}", err=True)
+        status = 2
+    ctx.exit(status)
 
 
 def _draw(rows: list[tuple[Mapping[str, ropewalk.Rope], int]], plot: Path, *, err: bool) -> None:
     """Draw one picture for each group of ropes, up to its length. If there are several pictures, number the files."""
     if not rows:
-        raise click.ClickException("--plot: no ropes can be drawn in the same axes.")
+        must, fix = "--plot needs ropes that can be drawn in the same axes", "Omit it."
+        raise _checks.error("ropewalk diff", must, "none", fix)
     paths = [plot] if len(rows) == 1 else [plot.with_stem(f"{plot.stem}-{i}") for i in range(1, len(rows) + 1)]
     for (ropes, longest), path in zip(rows, paths, strict=True):
         ropewalk.plots.save(ropewalk.plots.differences(ropes, longest=longest), path)

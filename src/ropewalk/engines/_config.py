@@ -1,0 +1,74 @@
+"""`ConfigRope`: one rope of a config, with everything that engines read for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ropewalk.rope import Rope
+from ropewalk.schemes import Scaling
+
+
+@dataclass(frozen=True)
+class ConfigRope:
+    """One rope of a config, with the keys that engines read.
+
+    Args:
+        rope: the rope that `from_config` returns.
+        model_type: the model_type of the text model.
+        longest: the max_position_embeddings of the config, in tokens, or None.
+        section: the keys and values of `rope_scaling` or `rope_parameters` for this rope.
+        nested: whether `rope_parameters` has an object for each kind of layer.
+        model: the model_type of the config. If it contains a text model, that of the text model follows after a slash.
+        known: whether ropewalk has a row for the model_type of the text model.
+        whole: the config as it was passed.
+        values: the config of the text model, as it is in the whole config.
+        kind: the kind of the layers, such as "sliding_attention".
+        section_name: the key of this kind in nested `rope_parameters`.
+        layer: the index of the first of the layers.
+        layers: the number of layers of the model.
+        ropes: maps each kind of layer of the model to its rope, or to None if it does not rotate.
+    """
+
+    rope: Rope
+    model_type: str = ""
+    longest: int | None = None
+    section: Mapping[str, Any] = field(default_factory=dict)
+    nested: bool = False
+    model: str = ""
+    known: bool = False
+    whole: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    section_name: str = ""
+    layer: int = 0
+    layers: int = 0
+    ropes: Mapping[str, Rope | None] = field(default_factory=dict)
+
+    @property
+    def several_axes(self) -> bool:
+        """Whether tokens have several positions (M-RoPE)."""
+        return self.rope.axes is not None or "mrope_section" in self.section
+
+    def with_scaling(self, scaling: Scaling | None) -> Rope:
+        """Return the rope with `scaling` as its scheme, or the rope itself if it already has this scheme."""
+        return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)
+
+
+def to_finite(value: object, default: float | None = None) -> float | None:
+    """Convert a value of a config, which was not checked, to a finite float.
+
+    Returns:
+        The float, `default` if the value is None, or None if the value is not a finite number.
+    """
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,252 @@
+"""`ModelFile`: which keys of a config the file of a model in an engine reads, and `read`, which reads a rope by it.
+
+Each engine with a table has a JSON file beside it: a row for each model_type, or for a model_type and that of its text
+model ("llava/llama"), and the list of the model_types that the engine does not have. tests/golden/engine_models has
+the recordings from which `tools/recording/tables.py` writes these files.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ropewalk.engines._config import ConfigRope, to_finite
+from ropewalk.schemes import Scaling
+
+Evidence = Literal["run", "read", "not recorded"]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What the file of a model in an engine reads from a config.
+
+    Args:
+        file: the file.
+        evidence: "run" if the keys were found by building the model of the engine, "read" if only in its source.
+        as_transformers: whether the engine runs the model with the code of transformers. The config is then read as it
+            is, because the ropes that ropewalk reads from it are compared with transformers.
+        rotates: whether the engine's model rotates at all.
+        base: the keys of the base. The first one that the config has counts.
+        otherwise: the base of a config without these keys, or the error of the engine. None if it was not recorded.
+        pairing: the pairing with which the file rotates. "" if it is that of the weights.
+        scaling: the objects of the config that may hold the scaling. The first one that the config has counts.
+        others: exceptions: maps a rope_type to "dropped", "another scheme" or the error of the engine. "none" is a
+            config without the objects in `scaling`, "null" a config in which `rope_scaling` is null, and "only type" an
+            object without the key `rope_type`. The name of an object before it restricts an exception to this object.
+        fraction: the keys of the rotated fraction of the head, or of the number of channels (`rotary_dim`). None if the
+            model has no such key.
+        otherwise_fraction: the fraction for a config without these keys, or the error.
+        attention_factor: the attention factor that replaces that of a scheme, dimensionless, or None.
+        needs: further keys without which the engine does not load the config.
+        every: the key of a number n, its default, and the error for an n above the number of layers ("" for none). The
+            last of every n layers is of the kind "full_attention", and the others are of the kind "sliding_attention".
+            None if the engine uses the kinds of the config.
+        kinds: maps a kind of layer to its own row, if the kinds differ.
+    """
+
+    file: str
+    evidence: Evidence = "run"
+    as_transformers: bool = False
+    rotates: bool = True
+    base: tuple[str, ...] = ()
+    otherwise: float | str | None = None
+    pairing: str = ""
+    scaling: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    fraction: tuple[str, ...] | None = None
+    otherwise_fraction: float | str = 1.0
+    attention_factor: float | None = None
+    needs: tuple[str, ...] = ()
+    every: tuple[str, int, str] | None = None
+    kinds: Mapping[str, ModelFile] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A rope of a config as the file of a model reads it.
+
+    Args:
+        config: the rope, with the base, the scaling and the channels that the file reads. None if there is a `stop`.
+        file: the row of the file, or None if none was recorded.
+        notes: how it differs from the config, in whole sentences.
+        stop: why there is no rope.
+        why: "refused" if the engine rejects the config, "absent" if it has no such model, and "unknown" if what it
+            reads was not recorded.
+    """
+
+    config: ConfigRope | None
+    file: ModelFile | None = None
+    notes: tuple[str, ...] = ()
+    stop: str = ""
+    why: Literal["", "refused", "absent", "unknown"] = ""
+
+
+_OTHER = "another scheme"
+_LISTS = ("base", "scaling", "fraction", "needs", "every")
+_SECTIONS = ("rope_scaling", "rope_parameters")
+
+
+@functools.cache
+def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str]]:
+    """Return the rows of an engine's table, and the model_types that the engine does not have.
+
+    The row "*" is that of all other model_types that ropewalk knows.
+    """
+    table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+    return {model: _row(values) for model, values in table["models"].items()}, frozenset(table["absent"])
+
+
+def _row(values: Mapping[str, Any]) -> ModelFile:
+    lists = {key: tuple(values[key]) for key in _LISTS if key in values}
+    kinds = {kind: _row({**values, "kinds": {}, **own}) for kind, own in values.get("kinds", {}).items()}
+    return ModelFile(**{**values, **lists, "kinds": kinds})
+
+
+def kind_of_layer(table: str, config: ConfigRope, layer: int) -> str:
+    """Return the kind that an engine assigns to a layer of the config."""
+    file = _table(table)[0].get(config.model)
+    if file is None or file.every is None or not config.kind:
+        return config.kind
+    return "sliding_attention" if (layer + 1) % _every(file.every, config) else "full_attention"
+
+
+def _every(every: tuple[str, int, str], config: ConfigRope) -> int:
+    n = config.values.get(every[0])
+    return n if isinstance(n, int) and n > 0 else every[1]
+
+
+def read(table: str, config: ConfigRope) -> Reading:
+    """Read a rope of a config as the file of its model in an engine does.
+
+    Args:
+        table: the name of the engine's table.
+        config: the rope of the config.
+    """
+    rows, absent = _table(table)
+    file, name = rows.get(config.model, rows.get("*") if config.known else None), config.model.partition("/")[0]
+    if name in absent:
+        return Reading(None, stop=f"has no model {name}", why="absent")
+    if file is None:
+        return Reading(config, notes=(f"What its file for {name} reads was not recorded. This is its general rule.",))
+    if file.as_transformers:
+        return Reading(
+            config, file, (f"It runs this model with {file.file}, the code of transformers.",) * bool(file.file)
+        )
+    if missing := [key for key in file.needs if _get(config.whole, key) is None]:
+        return Reading(None, file, stop=f"it needs the keys {', '.join(missing)}", why="refused")
+    if file.every is not None and file.every[2] and _every(file.every, config) > config.layers:
+        return Reading(None, file, stop=file.every[2], why="refused")
+    kind, notes = kind_of_layer(table, config, config.layer), []
+    if kind != config.kind:
+        notes.append(f"It does not read layer_types, and gives these layers the rope of {kind}.")
+    rope = config.ropes.get(kind, config.rope)
+    file = file.kinds.get(kind, file)
+    if not file.rotates or rope is None or file.kinds:
+        return Reading(
+            None, file, stop=f"how it rotates layers of the kind {kind or 'all'} was not recorded", why="unknown"
+        )
+    return _read(file, replace(config, rope=rope, kind=kind), notes)
+
+
+def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
+    """Read the base, the scaling and the channels of a rope. Stop at the first one that the engine refuses."""
+    paths = [path.split(".") for path in (*file.base, *file.scaling, *(file.fraction or ()))]
+    parameters = config.values.get("rope_parameters") if any("rope_parameters" in path for path in paths) else None
+    nested = any(len(path) == 3 for path in paths)  # rope_parameters.sliding_attention.rope_theta
+    if isinstance(parameters, Mapping) and nested != any(isinstance(v, Mapping) for v in parameters.values()):
+        return Reading(None, file, stop="how it reads rope_parameters of this form was not recorded", why="unknown")
+    rope = config.rope
+    base = _first(config.values, file.base, file.otherwise)
+    section, scaling = _scaling(file, config)
+    rotary_dim = _rotary_dim(file, config)
+    for found in (base, scaling, rotary_dim):
+        if found == _OTHER:
+            return Reading(
+                None,
+                file,
+                stop="it does not apply this scheme, and what it does instead was not recorded",
+                why="unknown",
+            )
+        if isinstance(found, str):
+            return Reading(None, file, stop=found, why="refused")
+    if base is None:
+        return Reading(None, file, stop="the base that it uses for this config was not recorded", why="unknown")
+    if base != rope.base:
+        keys = f"It reads the base from {' or '.join(file.base)}" if file.base else "It reads no key of the base"
+        notes.append(f"{keys}, so the base is {base:g} and not {rope.base:g}.")
+    if scaling != rope.scaling:
+        keys = f"It reads the scaling from {' or '.join(file.scaling)}" if file.scaling else "It reads no scaling"
+        notes.append(f"{'It does not apply this scaling' if section else keys}, so nothing is scaled.")
+    if rotary_dim != rope.rotary_dim:
+        notes.append(f"It rotates {rotary_dim} channels of a head and not {rope.rotary_dim}.")
+    pairing = file.pairing or rope.pairing
+    if pairing != rope.pairing:
+        notes.append(f"It rotates with the pairing {pairing} and not {rope.pairing}.")
+    numbers = {"base": base, "scaling": scaling, "rotary_dim": rotary_dim, "pairing": pairing}
+    changed: dict[str, Any] = {key: value for key, value in numbers.items() if value != getattr(rope, key)}
+    rope = replace(rope, **changed) if changed else rope
+    return Reading(replace(config, rope=rope, section=section), file, tuple(notes))
+
+
+def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Scaling | str | None]:
+    """Return the object from which the file reads the scaling, and the scheme or the engine's error."""
+    sections = {name: section for name in _SECTIONS if (section := _section(config, name))}
+    name = next((name for name in file.scaling if name in sections), "")
+    section = sections.get(name, {})
+    causes = [cause for other in ([name] if name else sections) for cause in _causes(other, sections[other])]
+    if not name:  # a file that reads no scaling may reject one, or its absence
+        causes.append("null" if "rope_scaling" in config.values else "none")
+    outcome = next((file.others[cause] for cause in causes if cause in file.others), "" if name else "dropped")
+    if outcome:
+        return section, None if outcome == "dropped" else outcome
+    schemes = [config.rope, *config.ropes.values()]  # a file may scale a kind of layer that the config does not scale
+    own = next((rope.scaling for rope in schemes if rope is not None and rope.scaling is not None), None)
+    return section, None if _type(section) == "default" else own
+
+
+def _causes(name: str, section: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `ModelFile.others` that fit an object of the config, the most specific ones first."""
+    keys = [key for key in ("type", "rope_type") if section.get(key) is not None]
+    facts = ([f"only {keys[0]}"] if len(keys) == 1 else []) + [_type(section)]
+    return [cause for fact in facts for cause in (f"{name} {fact}", fact)]
+
+
+def _type(section: Mapping[str, Any]) -> str:
+    return str(section.get("rope_type") or section.get("type") or "default")
+
+
+def _section(config: ConfigRope, name: str) -> Mapping[str, Any]:
+    """Return an object with rope parameters, or the one inside it for the kind of layer."""
+    section = config.values.get(name)
+    if not isinstance(section, Mapping):
+        return {}
+    own = section.get(config.section_name)
+    return own if isinstance(own, Mapping) else section
+
+
+def _rotary_dim(file: ModelFile, config: ConfigRope) -> int | str:
+    """Return the number of channels that the file rotates, or the engine's error."""
+    rope = config.rope
+    if file.fraction is None or (rope.scaling is not None and rope.scaling.whole_head):
+        return rope.rotary_dim
+    path = next((path for path in file.fraction if _get(config.values, path) is not None), "")
+    value = _first(config.values, file.fraction, file.otherwise_fraction)
+    if isinstance(value, str) or value is None:
+        return value or f"{path} is not a number"
+    return int(value) if path == "rotary_dim" else int(rope.head_dim * value)
+
+
+def _first(values: Mapping[str, Any], paths: tuple[str, ...], otherwise: float | str | None) -> float | str | None:
+    """Return the first number that the config has at one of the paths, or `otherwise` if it has none."""
+    numbers = (to_finite(_get(values, path)) for path in paths)
+    return next((number for number in numbers if number is not None), otherwise)
+
+
+def _get(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values

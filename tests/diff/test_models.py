@@ -1,0 +1,265 @@
+"""What the file of each model in an engine reads, compared with models that the engines built (golden files)."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from each import each
+from ropewalk import RopeError, diff, from_config
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.engines import ENGINES
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "golden" / "engine_models"
+sys.path.insert(0, str(ROOT / "tools" / "recording"))
+import tables  # noqa: E402
+
+FILES = {name: name.replace("-", "_").replace(".", "_") for name in ENGINES}
+RECORDED = [name for name in FILES if name != "transformers"]
+
+
+def golden(kind: str, name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{kind}_of_{FILES[name]}.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_tables_are_those_of_the_golden_files(name: str) -> None:
+    recorded = golden("models", name)
+    assert (tables.PACKAGE / f"{FILES[name]}.json").read_text() == tables.text(tables.table(recorded))
+    peer = recorded["peer"]
+    assert (
+        peer["version"] == ENGINES[name].version if "version" in peer else peer["commit"][:9] == ENGINES[name].version
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_known_model_type_was_looked_up(name: str) -> None:
+    known = {model for model, row in ARCHITECTURES.items() if row.is_supported} | WRAPPERS.keys()
+    looked_up = {row["model_type"].partition("/")[0] for row in golden("models", name)["rows"]}
+    assert known <= looked_up
+
+
+def with_keys(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Add keys to a config. Those of an object that the config has are added to this object."""
+    inner = {key: {**config[key], **value} for key, value in keys.items() if isinstance(config.get(key), dict)}
+    return {**config, **keys, **inner}
+
+
+SEQUENCE = 512
+"""The length for which the ropes were recorded."""
+
+COMPARED = {"mlx-lm": (300, 60), "sglang": (250, 45), "vllm": (250, 45), "exllamav3": (120, 25), "llama.cpp": (100, 30)}
+"""At least so many configs of so many models, in each schema, have equal ropes, or are rejected by both."""
+
+
+@pytest.mark.filterwarnings("ignore:.*not stated:UserWarning", "ignore:.* so the base is:UserWarning")
+@pytest.mark.parametrize("name", RECORDED)
+def test_ropes_are_those_that_the_models_build(name: str) -> None:
+    """`from_config` gives the rope of each layer of the engine's own model, or refuses what the engine refuses."""
+    recorded = golden("ropes", name)
+    compared: list[list[str]] = []
+
+    def check(row: dict[str, Any]) -> None:
+        config = with_keys(recorded["configs"][row["config"]], row["keys"])
+        layers, refusal = (), ""
+        try:
+            layers = from_config(config, engine=name, text_only=True).layers
+        except RopeError as e:
+            refusal = str(e)
+        if "it does not apply this scheme" in refusal and "ropes" in row:
+            [group, *_] = row["ropes"]
+            own = from_config(config, text_only=True).layers[group["layers"][0]]
+            with pytest.raises(AssertionError):
+                compare(own, group["rope"], in_forward_pass=True)
+            return
+        if "was not recorded" in refusal:
+            return
+        compared.append(row["case"].split(", "))
+        assert ("must run the config" in refusal) == ("refused" in row), (refusal, row)
+        if refusal:
+            return
+        for group in row["ropes"]:
+            for layer in group["layers"]:
+                compare(layers[layer], group["rope"], in_forward_pass=name == "mlx-lm")
+
+        compared.append(row["case"].split(", "))
+
+    each(((row["case"], row) for row in recorded["rows"]), check)
+    configs, models = COMPARED[name]
+    assert len(compared) >= configs
+    for version in ("v4", "v5"):
+        assert len({model for model, *rest in compared if rest[:1] == [version]}) >= models
+    assert {scheme for _, *rest in compared for scheme in rest[1:]} == {"default", "linear", "llama3", "yarn"}
+
+
+def compare(rope: Any, wanted: Any, *, in_forward_pass: bool) -> None:
+    """Compare a rope with a recorded one.
+
+    Only a forward pass shows that a layer does not rotate. Other recordings have the ropes that a layer builds.
+    """
+    if rope is None or wanted is None:
+        assert not in_forward_pass or rope is wanted
+        return
+    static = rope.at_length(SEQUENCE)
+    rotating = static.inv_freq[static.inv_freq > 0]  # proportional scaling has pairs that do not rotate
+    assert 2 * len(rotating) == wanted["rotary_dim"]
+    assert wanted["pairing"] in ("", static.pairing)
+    # A power in float32 is exp(-x ln base): it multiplies the rounding of its exponent by up to ln base. YaRN's factor,
+    # at most 8, multiplies the rounding of the weight of the unscaled frequency.
+    rtol = 2**-24 * (4 + 8 + math.log(static.base))
+    np.testing.assert_allclose(rotating, wanted["inv_freq"], rtol=rtol, atol=0)
+    assert static.attention_factor == pytest.approx(wanted["attention_factor"], rel=2e-7)
+
+
+LLAMA_5 = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 131_072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+
+
+def state(config: dict[str, Any], name: str) -> tuple[str, list[str]]:
+    """Return the state of an engine, and its notes and refusals for the first rope."""
+    facts = diff.engines(config).facts
+    engine = ENGINES[name].name
+    [entry] = [entry for entry in facts["ropes"][0]["engines"] if entry["name"] == engine]
+    return facts["states"][engine], [*entry["notes"], *filter(None, [entry["refused"]])]
+
+
+class TestSentences:
+    def test_a_base_that_is_not_read(self) -> None:
+        """mlx-lm's file for Llama reads only the keys of transformers 4."""
+        wanted = "It reads the base from rope_theta, so the base is 10000 and not 500000."
+        assert state(LLAMA_5, "mlx-lm") == ("differs", [wanted])
+        assert state({**LLAMA_5, "rope_theta": 500_000.0}, "mlx-lm") == ("same", [])
+        assert diff.engines(LLAMA_5).verdict == "differ"
+
+    def test_a_scaling_that_is_not_read(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+        mixtral = {**LLAMA_5, "model_type": "mixtral", "rope_theta": 1e6, "rope_scaling": scaling}
+        del mixtral["rope_parameters"]
+        for name in ("mlx-lm", "sglang"):
+            assert state(mixtral, name) == ("differs", ["It reads no scaling, so nothing is scaled."])
+        assert state(mixtral, "vllm") == ("same", [])
+
+    def test_a_model_that_an_engine_does_not_have(self) -> None:
+        found = diff.engines({**LLAMA_5, "model_type": "arcee"})
+        assert found.facts["states"]["mlx-lm"] == "absent"
+        assert "  mlx-lm 0.32.2 has no model arcee." in found.text().splitlines()
+        assert "mlx-lm has no model arcee." in " ".join(found.text().split("layers")[0].split())
+        with pytest.raises(RopeError, match=r"mlx-lm 0\.32\.2 must run the config, got has no model arcee"):
+            from_config({**LLAMA_5, "model_type": "arcee"}, engine="mlx-lm")
+
+    def test_a_config_that_an_engine_cannot_load(self) -> None:
+        granite = {**LLAMA_5, "model_type": "granite"}
+        refused = "TypeError: ModelArgs.__init__() missing 1 required positional argument: 'rope_theta'"
+        assert state(granite, "mlx-lm") == ("refused", [refused])
+        assert state({**LLAMA_5, "model_type": "apertus"}, "mlx-lm") == (
+            "refused",
+            ["it needs the keys mlp_bias, post_norm, qk_norm"],
+        )
+
+    def test_a_model_of_transformers(self) -> None:
+        """vLLM has no file of its own for GPT-NeoX."""
+        neox = {**LLAMA_5, "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 20_000.0}
+        del neox["rope_parameters"]
+        note = "It runs this model with GPTNeoXForCausalLM, the code of transformers."
+        assert state(neox, "vllm") == ("same", [note])
+
+    def test_a_model_that_was_not_recorded(self) -> None:
+        mine = {**LLAMA_5, "model_type": "mine", "rope_theta": 1e4}
+        del mine["rope_parameters"]
+        found = diff.engines(mine, pairing="half")
+        assert set(found.facts["states"].values()) == {"unknown"}
+        assert found.verdict == "not judged"
+        assert "What its file for mine reads was not recorded." in " ".join(found.text().split())
+        assert "run)" not in found.text()
+        warned = from_config(mine, pairing="half", engine="sglang").warnings
+        assert any(warning.startswith("SGLang 0.5.23 (not recorded for this model): What its") for warning in warned)
+
+    def test_other_channels(self) -> None:
+        """mlx-lm's file for GLM rotates the whole head."""
+        glm = {**LLAMA_5, "model_type": "glm", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        del glm["rope_parameters"]
+        found = diff.engines(glm, names=("transformers", "mlx-lm"))
+        assert found.facts["ropes"][0]["at"][0]["engines"]["mlx-lm"]["apart"] == {
+            "same": False,
+            "channels": "64 channels, not 32",
+        }
+        assert "64 channels, not 32" in found.text()
+        assert list(found.ropes[0]) == ["transformers"]  # a plot needs the same number of pairs
+
+    def test_kinds_of_layers_that_the_config_does_not_decide(self) -> None:
+        """mlx-lm's file for Gemma 3 reads sliding_window_pattern, which is 6 by default, and not layer_types."""
+        gemma = {
+            "model_type": "gemma3_text",
+            "head_dim": 64,
+            "num_hidden_layers": 7,
+            "layer_types": ["full_attention", *["sliding_attention"] * 6],
+            "max_position_embeddings": 131_072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        }
+
+        def bases(config: dict[str, Any]) -> list[float]:
+            return [rope.base for rope in from_config(config, engine="mlx-lm").layers if rope is not None]
+
+        assert bases(gemma) == [1e4, 1e4, 1e4, 1e4, 1e4, 1e6, 1e4]
+        assert bases({**gemma, "sliding_window_pattern": 2}) == [1e4, 1e6, 1e4, 1e6, 1e4, 1e6, 1e4]
+        with pytest.raises(RopeError, match="IndexError: list index out of range"):
+            bases({**gemma, "sliding_window_pattern": 8})
+
+
+def deepseek_v4() -> dict[str, Any]:
+    rows = json.loads((ROOT / "tests" / "golden" / "released.json").read_text())["rows"]
+    return next(  # type: ignore[no-any-return]
+        row["config"] for row in rows if row["model_type"] == "deepseek_v4" and "rope_parameters" not in row["config"]
+    )
+
+
+def test_deepseek_v4() -> None:
+    """SGLang multiplies cos and sin by 1, which was only read in its code, and mlx-lm does not have the model."""
+    found = diff.engines(deepseek_v4())
+    assert found.facts["states"]["mlx-lm"] == "absent"
+    assert found.facts["states"]["SGLang"] == "same"
+    for row in found.facts["ropes"]:
+        assert row["at"][-1]["engines"]["SGLang"]["attention_factor"] == 1.0
+        assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == {"SGLang"}
+    assert "SGLang 0.5.23 (srt/models/deepseek_v4.py, " in found.text()
+    assert "; read, not run)" in found.text()
+
+
+class TestVerdict:
+    @pytest.mark.parametrize(
+        ("changes", "names", "wanted"),
+        [
+            ({}, ("transformers", "mlx-lm"), "differ"),
+            ({}, ("transformers", "sglang"), "agree"),
+            ({}, ("sglang",), "agree"),
+            ({"model_type": "arcee"}, ("transformers", "vllm"), "agree"),
+            ({"model_type": "arcee"}, ("transformers", "mlx-lm"), "not judged"),  # the user selected mlx-lm
+            ({"model_type": "arcee"}, ("mlx-lm",), "not judged"),
+            ({"model_type": "granite"}, ("mlx-lm",), "differ"),  # it rejects the config
+        ],
+    )
+    def test_selected_engines(self, changes: dict[str, Any], names: tuple[str, ...], wanted: str) -> None:
+        found = diff.engines({**LLAMA_5, **changes}, names=names)
+        assert found.verdict == wanted
+        assert found.agree is (wanted == "agree")
+
+    def test_engines_without_the_model_do_not_count_if_none_is_selected(self) -> None:
+        arcee = {**LLAMA_5, "model_type": "arcee"}
+        found = diff.engines(arcee)
+        assert "absent" in found.facts["states"].values()
+        assert found.verdict == "agree"
