@@ -258,7 +258,7 @@ BUDGET = {
     "checkpoints": 2050,
     "configs": 7160,
     "conformance": 3120,
-    "diff": 910,
+    "diff": 920,
     "engines": 1270,
     "integrations": 2700,
     "kernels": 1430,
@@ -266,7 +266,7 @@ BUDGET = {
     "parallel": 420,
     "plots": 1240,
     "positions": 1140,
-    "programs": 3410,
+    "programs": 3420,
     "rotation": 1910,
     "schemes": 1390,
 }

@@ -436,6 +436,7 @@ def test_text_of_engines_that_agree() -> None:
     assert "All 6 engines rotate identically, up to 131,072 tokens." in text
     assert "read, not run" not in text
     assert "vLLM runs this config. No other engine was selected." in diff.engines(LLAMA, names=("vllm",)).text()
+    assert "Both engines rotate identically" in diff.engines(LLAMA, names=("vllm", "sglang")).text()
 
 
 def words(text: str) -> str:
@@ -452,6 +453,26 @@ def test_text_of_engines_that_differ() -> None:
     line = next(line for line in text.splitlines() if line.strip().startswith("mlx-lm 0.32.2  "))
     assert line.split()[2] == "1.24503"
     assert "25 pairs differ, at most 2.119 times faster (pair 45)" in line
+
+
+def test_the_text_says_what_was_not_compared() -> None:
+    smollm3 = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [0] + [1] * (LLAMA["num_hidden_layers"] - 1)}
+    text = diff.engines(smollm3).text()
+    assert "If the same layers rotate, all 6 engines rotate identically, up to 131,072 tokens." in text
+    assert "Not compared: which layers rotate." in text
+    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    deepseek = {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    deepseek["rope_scaling"] = scaling | {"original_max_position_embeddings": 4096}
+    factor = (0.1 * math.log(40) + 1) ** 2
+    said = f"Not compared: the softmax scale, which this config multiplies by {factor:.6g}."
+    assert said in words(diff.engines(deepseek).text())
+
+
+def test_no_engine_reads_the_pairing_of_convert() -> None:
+    converted = diff.engines({**LLAMA, "ropewalk_pairing": "interleaved"})
+    assert converted.agree
+    assert "No engine reads ropewalk_pairing. They rotate as for any other llama." in converted.facts["warnings"]
+    assert converted.facts["ropes"] == diff.engines(LLAMA).facts["ropes"]
 
 
 def test_a_nested_truncate_in_transformers() -> None:

@@ -153,6 +153,13 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
     ran = run(path, "--pairing", "half", "--base", 1e4)
     assert ran.exit_code == 2
     assert "were not judged" in ran.stdout
+    assert "vLLM 0.32.0 (not judged) " in ran.stdout
+
+
+def test_standard_input(config: Path) -> None:
+    command = [sys.executable, "-m", "ropewalk", "diff", "-"]
+    ran = subprocess.run(command, input=config.read_bytes(), capture_output=True)
+    assert ran.stdout.decode().startswith("/dev/stdin (model_type llama)")
 
 
 def test_starts_without_torch(config: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,6 +14,7 @@ from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.reader import PAIRING_KEY
 from ropewalk.engines import ConfigRope, Engine
 from ropewalk.engines import engine as engine_named
 
@@ -163,8 +166,15 @@ def _read_for_engines(
     values = source.without_keys(values, ignore, name)
     if diffusers.is_denoiser(values) or meta.is_params(values):
         raise error(name, must, "another format", "Pass the config.json of the model.")
-    known = source.without_keys(values, engine_ropes.find_engine_keys(values), name)
-    return hf.read(known, name, pairing=pairing, base=base, text_only=text_only), values
+    path = hf.text_path(values)
+    text = functools.reduce(operator.getitem, path, values)
+    converted = (".".join((*path, PAIRING_KEY)),) if PAIRING_KEY in text else ()
+    known = source.without_keys(values, (*engine_ropes.find_engine_keys(values), *converted), name)
+    ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
+    if converted:
+        note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
+        ropes = replace(ropes, warnings=(*ropes.warnings, note))
+    return ropes, values
 
 
 def _check_ignore(ignore: object) -> tuple[str, ...]:

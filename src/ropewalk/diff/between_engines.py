@@ -108,6 +108,7 @@ def engines(
         "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
         "ropes": rows,
         "query_scale": _query_scale(ropes, chosen),
+        "not_compared": _not_compared(ropes),
         "warnings": list(ropes.warnings),
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
@@ -217,6 +218,14 @@ def _compare_at_length(
             "inv_freq": rope.inv_freq.tolist(),
             "apart": known[rope],
         }
+    return found
+
+
+def _not_compared(ropes: ModelRopes) -> list[str]:
+    """Return what the config states about the attention, and the comparison leaves out."""
+    found = ["which layers rotate"] if None in ropes.layers else []
+    if ropes.softmax_factor != 1.0:
+        found.append(f"the softmax scale, which this config multiplies by {ropes.softmax_factor:.6g}")
     return found
 
 

@@ -15,6 +15,8 @@ _WIDTH = 100
 def engines_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
     lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *_wrap(_verdict(facts), "")]
+    if facts["not_compared"]:
+        lines += _wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
         lines += [line for at in row["at"] for line in _table(at, row, facts)]
@@ -62,7 +64,10 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if len(same) == count == 1:
         return f"{same[0]} runs this config. No other engine was selected."
     if len(same) == count:
-        return f"All {count} engines rotate identically, {up_to}."
+        all_of_them = "both" if count == 2 else f"all {count}"
+        proviso = "if the same layers rotate, " if "which layers rotate" in facts["not_compared"] else ""
+        sentence = f"{proviso}{all_of_them} engines rotate identically, {up_to}."
+        return sentence[0].upper() + sentence[1:]
     if len(same) > 1 and not by_state.keys() & {"differs", "refused"}:
         sentences.append(f"{_join_names(same)} rotate identically, {up_to}.")
     elif others := [name for name in same if name != first]:
@@ -90,7 +95,8 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
     if not at["engines"]:
         return []
     head = ("engine", "attention factor", "frequencies", "scores, up to")
-    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
+    judged = {entry["name"]: "" if entry["judged"] else " (not judged)" for entry in row["engines"]}
+    version = {entry["name"]: f"{_name_and_version(entry)}{judged[entry['name']]}" for entry in facts["engines"]}
     cells = [
         (
             version[name],

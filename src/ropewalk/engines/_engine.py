@@ -150,10 +150,12 @@ class Engine:
         lent = found.file is not None and found.file.as_transformers and self.lender is not None
         ruled = (self.lender if self.lender is not None and lent else self).apply_rule(found.config)
         factor = None if found.file is None else found.file.attention_factor
-        if factor is not None and ruled.rope is not None and isinstance(ruled.rope.scaling, YaRN):
-            ruled = replace(ruled, rope=found.config.with_scaling(with_attention_factor(ruled.rope.scaling, factor)))
+        scaling: Any = None if ruled.rope is None else ruled.rope.scaling
+        if factor is not None and hasattr(scaling, "attention_factor"):
+            ruled = replace(ruled, rope=found.config.with_scaling(with_attention_factor(scaling, factor)))
         weakest = max((evidence, ruled.evidence), key=("run", "read", "not recorded").index)
-        sources = ", ".join(filter(None, ("" if lent else source, ruled.source)))
+        files = "" if lent else f"{source}, "
+        sources = ", ".join(dict.fromkeys(filter(None, f"{files}{ruled.source}".split(", "))))
         return replace(ruled, notes=(*found.notes, *ruled.notes), source=sources, evidence=weakest)
 
     def apply_rule(self, config: ConfigRope) -> Answer:

@@ -147,7 +147,10 @@ def read(table: str, config: ConfigRope) -> Reading:
     file = file.kinds.get(kind, file)
     if not file.rotates or rope is None or file.kinds:
         return Reading(
-            None, file, stop=f"how it rotates layers of the kind {kind or 'all'} was not recorded", why="unknown"
+            None,
+            file,
+            stop=f"how it rotates {f'layers of the kind {kind}' if kind else 'the layers'} was not recorded",
+            why="unknown",
         )
     return _read(file, replace(config, rope=rope, kind=kind), notes)
 

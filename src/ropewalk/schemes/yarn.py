@@ -190,5 +190,8 @@ class YaRN(Scheme):
                 "mscale and mscale_all_dim have an effect only together, but mlx-lm uses one alone and SGLang a 0."
             )
         elif self.mscale == self.mscale_all_dim:
-            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1. Engines differ.")
+            warnings.append(
+                "mscale and mscale_all_dim are equal, so the attention factor is 1. "
+                "Not every engine computes this for every model."
+            )
         return warnings

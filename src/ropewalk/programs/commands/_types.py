@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
 _UNITS = {"k": 2**10, "m": 2**20}
+
+
+class Source(click.Path):
+    """The path of a config, or a hub id. "-" stands for standard input."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        return super().convert("/dev/stdin" if str(value) == "-" else value, param, ctx)
 
 
 class Length(click.IntRange):

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 import ropewalk
+from ropewalk.programs.commands._types import Source
 
 
 @click.command(
@@ -30,8 +31,10 @@ Examples:
 @click.argument("target")
 @click.option(
     "--config",
+    type=Source(),
     metavar="SOURCE",
-    help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id.",
+    help="The config that the code should implement: config.json, folder, params.json, GGUF file, hub id, or - for "
+    "standard input.",
 )
 @click.option("--layer", type=click.IntRange(min=0), help="Compare with the rope of this layer, if the layers differ.")
 @click.option(

@@ -11,7 +11,7 @@ import click
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.programs.commands._types import Length
+from ropewalk.programs.commands._types import Length, Source
 
 _STATUS = {"agree": 0, "differ": 1, "not judged": 2}
 
@@ -25,8 +25,8 @@ Examples:
   ropewalk diff path/to/base path/to/fine-tune
 """,
 )
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("source2", type=click.Path(path_type=Path), required=False)
+@click.argument("source", type=Source())
+@click.argument("source2", type=Source(), required=False)
 @click.option(
     "--length",
     type=Length(min=1),
@@ -68,7 +68,8 @@ def diff(
 
     The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
     config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
-    that --engine names was not judged, because it does not have the model or was not recorded for it.
+    that --engine names was not judged, because it does not have the model or was not recorded for it. If --engine
+    names a single engine, the status is 0 if it runs the config.
     """
     try:
         if source2 is not None and engines:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import ropewalk
-from ropewalk.programs.commands._types import Length
+from ropewalk.programs.commands._types import Length, Source
 
 
 @click.command(
@@ -22,7 +22,7 @@ Examples:
   cat config.json | ropewalk explain -
 """,
 )
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=Source())
 @click.option(
     "--length",
     type=Length(min=1),
@@ -65,8 +65,6 @@ def explain(
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
     """
-    if source == Path("-"):
-        source = Path("/dev/stdin")
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
             source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
