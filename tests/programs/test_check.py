@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import signal
@@ -111,7 +112,10 @@ class TestAnotherProcess:
     def start(self, folder: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
         (folder / "mine.py").write_text(code)
         command = [sys.executable, "-m", "ropewalk", "check", "mine.py:f", *arguments]
-        return subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # A shell starts jobs in the background with Ctrl-C ignored, and their processes inherit this.
+        heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=folder, text=True, stdout=pipe, stderr=pipe, preexec_fn=heeded)
 
     def test_what_the_target_prints_goes_to_stderr(self, tmp_path: Path) -> None:
         lines = [
