@@ -245,7 +245,6 @@ def test_the_numbers_of_the_home_page_are_those_of_the_readme() -> None:
         assert here == there, home
 
 
-@pytest.mark.filterwarnings("ignore:.* was renamed to")  # getmembers reads every attribute, old names too
 def test_what_public_calls_return_is_in_the_reference() -> None:
     """Follow return types from class to class: KVCache.step returns a CacheStep, whose layer returns a LayerCache."""
     pending = [value for name in ropewalk.__all__ if inspect.isclass(value := getattr(ropewalk, name))]

@@ -97,46 +97,7 @@ _MODULES = {
     "xpos": "xpos",
 }
 
-__all__ = [
-    "NTK",
-    "AttendingCache",
-    "Axes",
-    "CacheStep",
-    "DynamicNTK",
-    "KVCache",
-    "LayerCache",
-    "LearnedRope",
-    "Llama3",
-    "LongRoPE",
-    "ModelRopes",
-    "PagedKVCache",
-    "PagedLayer",
-    "PagedStep",
-    "Proportional",
-    "QKNorm",
-    "QueryScale",
-    "Rope",
-    "RopeError",
-    "RotaryAttention",
-    "RotaryEmbedding",
-    "Rotation",
-    "SelfExtend",
-    "TwoPass",
-    "VisionRopes",
-    "YaRN",
-    "backends",
-    "conformance",
-    "diff",
-    "formats",
-    "from_config",
-    "masks",
-    "parallel",
-    "plots",
-    "positions",
-    "rotate_and_store",
-    "schemes",
-    "xpos",
-]
+__all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> object:

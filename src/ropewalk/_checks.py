@@ -181,6 +181,13 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
     return int(value)
 
 
+def boolean(who: str, name: str, value: Any, fix: str = "Pass a bool.") -> bool:
+    """Return `value` after checking that it is True or False."""
+    if not isinstance(value, bool):
+        raise error(who, f"{name} must be True or False", shown(value), fix)
+    return value
+
+
 def check_pairing(who: str, value: object) -> Pairing:
     """Return `value` if it is the name of a pairing. Otherwise, raise an error that lists the names."""
     choice(who, "pairing", value, get_args(Pairing))

@@ -170,9 +170,7 @@ class RotaryAttention(torch.nn.Module):
             else _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
         )
         self.softmax_factor = _checks.number(who, "softmax_factor", softmax_factor, above=0.0)
-        if not isinstance(causal, bool):
-            raise _checks.error(who, "causal must be True or False", _checks.shown(causal), "Pass one of them.")
-        self.causal = causal
+        self.causal = _checks.boolean(who, "causal", causal)
         self.window = None if window is None else _checks.length(who, "window", window)
         self.dropout = _checks.number(who, "dropout", dropout, at_least=0.0, at_most=1.0)
         kv_width = self.num_kv_heads * self.head_dim

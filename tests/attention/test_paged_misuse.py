@@ -241,13 +241,6 @@ class TestLayers:
         ):
             step.mark_written()
 
-    def test_the_old_name_of_mark_written_still_works(self) -> None:
-        cache = paged()
-        step = cache.step(1)
-        with pytest.warns(DeprecationWarning, match=r"PagedStep\.written was renamed to mark_written"):
-            step.written()
-        assert cache.length.tolist() == [1, 1]
-
     @pytest.mark.parametrize(
         "other",
         [

@@ -315,8 +315,6 @@ class TestSingleModels:
         assert compressed is not None
         indexer = Rope(128, 160_000.0, "interleaved", rotary_dim=64, rotary_offset=64, scaling=compressed.scaling)
         assert ropes.extra_ropes == {"indexer": indexer}
-        with pytest.warns(DeprecationWarning, match=r"ModelRopes\.others is now ModelRopes\.extra_ropes"):
-            assert ropes.others == {"indexer": indexer}
         assert ropes.rotates_values
         assert "the attention's output is rotated back" in ropes.explain()
         with pytest.raises(RopeError, match=r"compress_ratios must contain only 0, 4, 128, got 3"):

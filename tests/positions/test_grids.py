@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from ropewalk import RopeError, positions
+from ropewalk import RopeError
 from ropewalk.positions import augment, axis, crop, grid, mesh, padded, with_unrotated
 
 sizes = st.integers(1, 4)
@@ -86,13 +86,6 @@ def test_with_unrotated() -> None:
     assert with_unrotated(moving, before=2, after=1).tolist() == [[0, 0, 1.5, 2.5, 0], [0, 0, 3.5, 4.5, 0]]
     assert torch.equal(with_unrotated(moving), moving)
     assert with_unrotated(torch.ones(2, 5, 3, dtype=torch.int64), after=1).shape == (2, 5, 4)
-
-
-def test_the_old_name_of_with_unrotated_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match=r"positions\.still was renamed to positions\.with_unrotated"):
-        assert positions.still is with_unrotated
-    with pytest.raises(AttributeError, match=r"module 'ropewalk\.positions' has no attribute 'moving'"):
-        _ = positions.moving
 
 
 def test_padded() -> None:

@@ -15,8 +15,7 @@ _QUERIES = 128  # new tokens in a block of FlexAttention
 
 def check_flex(who: str, flex: bool, pools: Sequence[Tensor]) -> bool:
     """Return flex after checking that it is a bool and that FlexAttention can address the pools."""
-    if not isinstance(flex, bool):
-        raise _checks.error(who, "flex must be True or False", _checks.shown(flex), "Pass a bool.")
+    _checks.boolean(who, "flex", flex)
     for pool in pools if flex else ():
         if pool.shape[0] > 1 and pool.stride(0) != pool.stride(1) * pool.shape[1]:
             raise _checks.error(

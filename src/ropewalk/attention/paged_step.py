@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -224,12 +223,6 @@ class PagedStep(CacheStep):
             layer = self.layer(index)
             layer._check_may_append()
             layer._progress.stored = True
-
-    def written(self) -> None:
-        """Deprecated name of `mark_written`."""
-        message = "PagedStep.written was renamed to mark_written. The old name will be removed in the next release."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        self.mark_written()
 
 
 class PagedLayer(LayerCache):

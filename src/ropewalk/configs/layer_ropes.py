@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,12 +80,6 @@ class LayerRopes:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
-
-    @property
-    def others(self) -> Mapping[str, Rope]:
-        """The deprecated name of `extra_ropes`."""
-        warnings.warn("ModelRopes.others is now ModelRopes.extra_ropes", DeprecationWarning, stacklevel=2)
-        return self.extra_ropes
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
         """Return each distinct rope with the indices of its layers, in order of first appearance."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ropewalk._checks import check_pairing, error, number, shown
+from ropewalk._checks import boolean, check_pairing, error, number, shown
 from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.layer_ropes import Assumed
@@ -115,14 +115,12 @@ def read_config(
     engine: str | None = None,
 ) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
-    if not isinstance(text_only, bool):
-        raise error("from_config", "text_only must be True or False", shown(text_only), "Pass a boolean.")
+    boolean("from_config", "text_only", text_only)
     if pairing is not None:
         check_pairing("from_config", pairing)
     if factor is not None:
         factor = number("from_config", "factor", factor, at_least=1.0)
-    if not isinstance(download, bool):
-        raise error("from_config", "download must be True or False", shown(download), "Pass a boolean.")
+    boolean("from_config", "download", download)
     ignored = _check_ignore(ignore)
     if engine is None:
         ropes = _read(config, pairing, base, factor, text_only, ignored, download)

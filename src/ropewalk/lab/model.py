@@ -56,8 +56,7 @@ class Size:
         for name, largest in LARGEST.items():
             if (value := getattr(self, name)) is not None:
                 _checks.integer("Size", name, value, at_least=0, at_most=largest)
-        if not isinstance(self.tied, bool):
-            raise _checks.error("Size", "tied must be True or False", _checks.shown(self.tied), "Pass a bool.")
+        _checks.boolean("Size", "tied", self.tied)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)

@@ -63,10 +63,7 @@ class HeadwiseParallel(ParallelStyle):
 
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__()
-        if not isinstance(sequence_parallel, bool):
-            got = _checks.shown(sequence_parallel)
-            raise _checks.error(_WHO, "sequence_parallel must be True or False", got, "Pass a bool.")
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = _checks.boolean(_WHO, "sequence_parallel", sequence_parallel)
 
     def __repr__(self) -> str:
         return f"{_WHO}(sequence_parallel={self.sequence_parallel})"

@@ -6,8 +6,6 @@ seq]` or `[axes, batch, seq]`.
 
 from __future__ import annotations
 
-import warnings
-
 from ropewalk.positions.augmentation import augment as augment
 from ropewalk.positions.axes import axis as axis
 from ropewalk.positions.axes import crop as crop
@@ -27,13 +25,3 @@ from ropewalk.positions.segments import segments_of as segments_of
 from ropewalk.positions.tokens import from_mask as from_mask
 from ropewalk.positions.tokens import packed as packed
 from ropewalk.positions.tokens import ragged as ragged
-
-
-def __getattr__(name: str) -> object:
-    if name == "still":
-        message = (
-            "positions.still was renamed to positions.with_unrotated. The old name will be removed in the next release."
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return with_unrotated
-    raise AttributeError(f"module 'ropewalk.positions' has no attribute {name!r}")

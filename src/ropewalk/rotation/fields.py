@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, error, integer, shown
+from ropewalk._checks import MAX_HEAD_DIM, attention_factor, boolean, check_pairing, error, integer, shown
 from ropewalk._layout import Pairing
 
 _WHO = "Rotation"
@@ -31,7 +31,4 @@ def validate(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
 
 
 def check_per_head(per_head: Any) -> bool:
-    if not isinstance(per_head, bool):
-        fix = "Pass a flag, not the number of heads, which is read from cos and sin."
-        raise error(_WHO, "per_head must be True or False", shown(per_head), fix)
-    return per_head
+    return boolean(_WHO, "per_head", per_head, "Pass a flag, not the number of heads, which is read from cos and sin.")

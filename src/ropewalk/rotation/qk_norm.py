@@ -65,9 +65,7 @@ class QKNorm:
             got = f"{_checks.describe(q)} and {_checks.describe(k)}"
             raise _checks.error(_WHO, must, got, "Pass the weights of the norms of one layer.")
         _checks.number(_WHO, "eps", self.eps, above=0.0, fix="Pass the ε of the norm, e.g. 1e-6.")
-        if not isinstance(self.add_one, bool):
-            must, got = "add_one must be True or False", _checks.shown(self.add_one)
-            raise _checks.error(_WHO, must, got, "Pass True to multiply by 1 + weight, as Gemma does.")
+        _checks.boolean(_WHO, "add_one", self.add_one, "Pass True to multiply by 1 + weight, as Gemma does.")
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize q and k without rotating them.

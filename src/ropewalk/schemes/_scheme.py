@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ropewalk import _checks
-from ropewalk.schemes._renamed import OldName, adopt_old_names
 
 
 class Scaling(ABC):
@@ -47,14 +46,6 @@ class Scaling(ABC):
     gguf: ClassVar[Mapping[str, str]] = {}
     whole_head: ClassVar[bool] = False
     per_axis: ClassVar[bool] = False
-
-    idle = OldName("keys_without_effect")
-    meant = OldName("class_for_keys")
-    implied = OldName("derived_fields")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        adopt_old_names(cls)
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
@@ -134,6 +125,17 @@ class Scaling(ABC):
         """
         return []
 
+    def _set_number(self, field: str, *, optional: bool = False, **bounds: Any) -> None:
+        """Replace a field by a float within the bounds of `_checks.number`. With `optional`, None remains None."""
+        value = getattr(self, field)
+        if value is not None or not optional:
+            object.__setattr__(self, field, _checks.number(type(self).__name__, field, value, **bounds))
+
+    def _set_length(self, field: str, *, at_least: int = 1) -> None:
+        """Replace a field by a number of tokens."""
+        length = _checks.length(type(self).__name__, field, getattr(self, field), at_least=at_least)
+        object.__setattr__(self, field, length)
+
     @property
     def softmax_factor(self) -> float:
         """The factor by which DeepSeek's attention multiplies its softmax scale, dimensionless."""
@@ -167,8 +169,6 @@ class Scheme(Scaling):
     def compute_attention_factor(self) -> float:
         """Return the factor that multiplies cos and sin, dimensionless. It is 1.0 unless a scheme overrides this."""
         return 1.0
-
-    table_factor = OldName("compute_attention_factor")
 
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float]:
         """Return inv_freq and the attention factor."""

@@ -40,9 +40,8 @@ class DynamicNTK(LengthDependent):
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factor", _checks.number("DynamicNTK", "factor", self.factor, at_least=1.0))
-        length = _checks.length("DynamicNTK", "max_position_embeddings", self.max_position_embeddings)
-        object.__setattr__(self, "max_position_embeddings", length)
+        self._set_number("factor", at_least=1.0)
+        self._set_length("max_position_embeddings")
 
     def at_length(self, n: int) -> NTK | None:
         """Return `NTK` for lengths beyond max_position_embeddings, and None (the default frequencies) up to it.

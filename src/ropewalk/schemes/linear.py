@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ropewalk import _checks
 from ropewalk.schemes import default
 from ropewalk.schemes._scheme import Scheme
 
@@ -36,7 +35,7 @@ class Linear(Scheme):
     factor: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factor", _checks.number("Linear", "factor", self.factor, at_least=1.0))
+        self._set_number("factor", at_least=1.0)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the default frequencies divided by factor, in radians per position."""

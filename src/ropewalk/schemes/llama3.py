@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ropewalk import _checks
 from ropewalk.schemes import default
 from ropewalk.schemes._scheme import Scheme
 
@@ -43,25 +42,11 @@ class Llama3(Scheme):
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("factor", _checks.number("Llama3", "factor", self.factor, at_least=1.0))
-        put("low_freq_factor", _checks.number("Llama3", "low_freq_factor", self.low_freq_factor, above=0.0))
-        put(
-            "high_freq_factor",
-            _checks.number(
-                "Llama3",
-                "high_freq_factor",
-                self.high_freq_factor,
-                at_least=self.low_freq_factor,
-                fix="It must not be less than low_freq_factor. Check that the two are not swapped.",
-            ),
-        )
-        put(
-            "original_max_position_embeddings",
-            _checks.length("Llama3", "original_max_position_embeddings", self.original_max_position_embeddings),
-        )
+        self._set_number("factor", at_least=1.0)
+        self._set_number("low_freq_factor", above=0.0)
+        fix = "It must not be less than low_freq_factor. Check that the two are not swapped."
+        self._set_number("high_freq_factor", at_least=self.low_freq_factor, fix=fix)
+        self._set_length("original_max_position_embeddings")
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies in radians per position: kept, divided or blended, as the class describes."""

@@ -56,20 +56,12 @@ class LongRoPE(LengthDependent):
     long_mscale: float | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
         for name in ("short_factor", "long_factor"):
-            put(name, positive_numbers("LongRoPE", name, getattr(self, name)))
-        length = _checks.length(
-            "LongRoPE", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=2
-        )
-        put("original_max_position_embeddings", length)
-        if self.factor is not None:
-            put("factor", _checks.number("LongRoPE", "factor", self.factor, at_least=1.0))
+            object.__setattr__(self, name, positive_numbers("LongRoPE", name, getattr(self, name)))
+        self._set_length("original_max_position_embeddings", at_least=2)
+        self._set_number("factor", optional=True, at_least=1.0)
         for name in ("attention_factor", "short_mscale", "long_mscale"):
-            if (value := getattr(self, name)) is not None:
-                put(name, _checks.number("LongRoPE", name, value, above=0.0))
+            self._set_number(name, optional=True, above=0.0)
         if (self.short_mscale is None) != (self.long_mscale is None):
             raise _checks.error(
                 "LongRoPE",

@@ -43,7 +43,7 @@ class NTK(Scheme):
     alpha: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", _checks.number("NTK", "alpha", self.alpha, at_least=1.0))
+        self._set_number("alpha", at_least=1.0)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the default frequencies of the larger base, in radians per position."""

@@ -42,8 +42,7 @@ class PerPair(Scheme):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", positive_numbers("PerPair", "factors", self.factors, infinite=True))
-        factor = _checks.number("PerPair", "attention_factor", self.attention_factor, above=0.0)
-        object.__setattr__(self, "attention_factor", factor)
+        self._set_number("attention_factor", above=0.0)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the default frequencies, each divided by its factor, in radians per position."""

@@ -48,7 +48,7 @@ class Proportional(Scheme):
                 "Proportional", "partial_rotary_factor must be at most 1", f"{share}", "Pass the share of the pairs."
             )
         object.__setattr__(self, "partial_rotary_factor", share)
-        object.__setattr__(self, "factor", _checks.number("Proportional", "factor", self.factor, at_least=1.0))
+        self._set_number("factor", at_least=1.0)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the default frequencies divided by factor, in radians per position. Unrotated pairs have 0."""

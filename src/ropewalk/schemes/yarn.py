@@ -72,38 +72,15 @@ class YaRN(Scheme):
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("factor", _checks.number("YaRN", "factor", self.factor, at_least=1.0))
-        put(
-            "original_max_position_embeddings",
-            _checks.length("YaRN", "original_max_position_embeddings", self.original_max_position_embeddings),
-        )
-        put("beta_slow", _checks.number("YaRN", "beta_slow", self.beta_slow, at_least=1e-6))
-        put(
-            "beta_fast",
-            _checks.number(
-                "YaRN",
-                "beta_fast",
-                self.beta_fast,
-                at_least=self.beta_slow,
-                at_most=1e6,
-                fix="It must not be less than beta_slow. Check that the two are not swapped.",
-            ),
-        )
-        if not isinstance(self.truncate, bool):
-            raise _checks.error(
-                "YaRN", "truncate must be True or False", _checks.shown(self.truncate), "Pass a boolean."
-            )
-        if self.attention_factor is not None:
-            put(
-                "attention_factor",
-                _checks.number("YaRN", "attention_factor", self.attention_factor, above=0.0),
-            )
-        for name in ("mscale", "mscale_all_dim"):
-            if (value := getattr(self, name)) is not None:
-                put(name, _checks.number("YaRN", name, value, at_least=0.0))
+        self._set_number("factor", at_least=1.0)
+        self._set_length("original_max_position_embeddings")
+        self._set_number("beta_slow", at_least=1e-6)
+        fix = "It must not be less than beta_slow. Check that the two are not swapped."
+        self._set_number("beta_fast", at_least=self.beta_slow, at_most=1e6, fix=fix)
+        _checks.boolean("YaRN", "truncate", self.truncate)
+        self._set_number("attention_factor", optional=True, above=0.0)
+        self._set_number("mscale", optional=True, at_least=0.0)
+        self._set_number("mscale_all_dim", optional=True, at_least=0.0)
         if not math.isfinite(self.compute_attention_factor()) or self.compute_attention_factor() <= 0.0:
             got = f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
             must, fix = "the attention factor must be finite and greater than 0", "Released models have 0.1 to 1."
