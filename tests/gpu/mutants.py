@@ -1,0 +1,158 @@
+"""Break the Triton kernels one line at a time, and see the tests of tests/gpu fail. Run by hand, outside CI.
+
+    python tests/gpu/mutants.py            all mutants, two at a time
+    python tests/gpu/mutants.py sin        those whose name contains one of the words
+
+For Python outside of kernels, a mutation tester makes such changes (CONTRIBUTING.md). It cannot change code that Triton
+compiles. Each mutant is a copy of src/ with one replacement, and the text to replace must stand there exactly once. Exit
+status 1 if a mutant survives.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Without a GPU: in Triton's interpreter, then what was compiled, and what asks for it.
+SUITES = [({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"), ({}, "tests/gpu/test_compiled.py")]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+GPU, KERNELS = "kernels/gpu.py", "kernels/_gpu.py"
+MUTANTS = [
+    Mutant("sign of sin", KERNELS, "(a * c - b * s)", "(a * c + b * s)"),
+    Mutant("inverse is forward", KERNELS, "s = s * -1.0", "s = s * 1.0"),
+    Mutant("sign of 0 in the inverse", KERNELS, "s = s * -1.0", "s = 0.0 - s"),
+    Mutant(
+        "float64 in float32", KERNELS, "compute: tl.constexpr = tl.float64 if", "compute: tl.constexpr = tl.float32 if"
+    ),
+    Mutant("k by the programs of q", KERNELS, "            program - q_programs, k,", "            program, k,"),
+    Mutant(
+        "heads beyond the last",
+        KERNELS,
+        "here = (token < tokens) & (head < heads)\n    x_rows",
+        "here = (token < tokens) & (head < heads + 1)\n    x_rows",
+    ),
+    Mutant(
+        "tokens beyond the last",
+        KERNELS,
+        "here = (token < tokens) & (head < heads)\n    x_rows",
+        "here = (token < tokens + 1) & (head < heads)\n    x_rows",
+    ),
+    Mutant(
+        "pairs beyond the last",
+        KERNELS,
+        "        inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)\n        tl.store",
+        "        inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS + 1)\n        tl.store",
+    ),
+    Mutant(
+        "rows of the batch share a table", KERNELS, "cos_rows = _rows(cos, batch,", "cos_rows = _rows(cos, 0 * batch,"
+    ),
+    Mutant("32-bit tokens", KERNELS, "token.to(tl.int64) * x_t", "token * x_t"),
+    Mutant("32-bit batch", KERNELS, "(rest // token_blocks).to(tl.int64)", "(rest // token_blocks)"),
+    Mutant(
+        "head copied to its offset only",
+        KERNELS,
+        "DENSE)\n        _copy(x_rows, y_rows, x_d, y_d, here, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)",
+        "DENSE)",
+    ),
+    Mutant(
+        "head not copied before its offset",
+        KERNELS,
+        "_copy(x_rows, y_rows, x_d, y_d, here, 0, OFFSET, BLOCK_P, DENSE)",
+        "pass",
+    ),
+    Mutant("gradient of the first block of heads", KERNELS, "for block in range(BLOCKS):", "for block in range(1):"),
+    Mutant("gradient to sin", KERNELS, "h * a - g * b", "h * a + g * b"),
+    Mutant("quadrant not rounded", KERNELS, "(phase + (1 << 61)) >> 62", "phase >> 62"),
+    Mutant(
+        "last coefficient",
+        KERNELS,
+        "u * 6.8874821400921976273e-12 + -1.7571791752800344071e-9",
+        "u * 0.0 + -1.7571791752800344071e-9",
+    ),
+    Mutant(
+        "cosine of Triton",
+        KERNELS,
+        "of_sin = tl.where((quadrant & 2)",
+        "of_sin = tl.sin(phase.to(tl.float64) * 3.4061215800304893e-19)\n    of_sin = tl.where((quadrant & 8)",
+    ),
+    Mutant("fused products", GPU, '"enable_fp_fusion": False', '"enable_fp_fusion": True'),
+    Mutant("tables as wide as they come", GPU, "// (2 if interleaved else 1)", ""),
+    Mutant(
+        "unit of strides too large",
+        GPU,
+        "while any(stride % limit for stride in strides):",
+        "while any(stride % limit for stride in strides[:3]):",
+    ),
+    Mutant("strides without a unit", GPU, "unit = _unit(list(rows.values()), limit) if dense else 1", "unit = 1"),
+    Mutant(
+        "dense channels taken for granted",
+        GPU,
+        "dense = all(strides[-1] == 1 for strides in named.values())",
+        "dense = True",
+    ),
+    Mutant("dense tables taken for granted", GPU, "dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1", "dense = True"),
+    Mutant("an only row of a table has a stride", GPU, "at < 0 or shape[at] == 1", "at < 0"),
+    Mutant(
+        "unit of an only row forgotten",
+        GPU,
+        "_unit([*cos[:-1], *sin[:-1]], min",
+        "_unit([c * (n > 1) for n, c in zip(shape, cos[:-1])], min",
+    ),
+    Mutant("nothing copied", GPU, '"COPY": not in_place', '"COPY": False'),
+    Mutant("small tiles", GPU, "_BYTES_PER_THREAD // 2 // element_size", "max(1, 16 // element_size // 2)"),
+]
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests pass in spite of this mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", broken, ignore=shutil.ignore_patterns("__pycache__"))
+        file = broken / "ropewalk" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            sys.exit(f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.file}, not once")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        # The finder of an editable install would lead back to src/.
+        (broken / "sitecustomize.py").write_text(
+            "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+        )
+        for also, tests in SUITES:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
+            environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1", **also}
+            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            if ran.returncode > 2:  # below 0: it wrote where it must not, and was stopped
+                sys.exit(f"{mutant.name}: pytest could not run\n{ran.stdout}{ran.stderr}")
+            if ran.returncode:
+                return False
+        return True
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    survivors = []
+    with ThreadPoolExecutor(2) as pool:
+        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVED' if survived else 'killed  '}  {mutant.name}", flush=True)
+            survivors += [mutant.name] * survived
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
