@@ -212,7 +212,7 @@ struct PlainCall {
 };
 
 PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                     int64_t rotary_dim, bool interleaved, int64_t offset, bool profiled = false) {
+                     int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
     PlainCall call;
     PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
     if (!axes || torch.is_observed(profiled)) return call;
@@ -226,7 +226,10 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
 
     const int dtype = dtype_of(call.views[0]), table_dtype = dtype_of(of_cos), table_axes = of_cos.axes;
     if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(of_sin) != table_dtype) return call;
-    if (table_axes < 2 || table_axes > 3 || of_sin.axes != table_axes) return call;
+    // [pairs], [token, pairs] or [batch, token, pairs], and with a table for each head, an axis of heads before that of tokens.
+    const int at_token = table_axes - 2, at_head = per_head ? table_axes - 3 : -1;
+    const bool has_batch = table_axes == (per_head ? 4 : 3);
+    if (table_axes < (per_head ? 3 : 1) || table_axes > (per_head ? 4 : 3) || of_sin.axes != table_axes) return call;
     for (int i = 0; i < table_axes; ++i) {
         if (of_cos.shape[i] != of_sin.shape[i]) return call;
     }
@@ -236,18 +239,20 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     ropewalk_rotation &r = call.r;
     r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
     r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
-    r.batch = at.at[0] < 0 ? 1 : 0, r.tokens = of_cos.shape[table_axes - 2];
+    r.batch = at.at[0] < 0 ? 1 : 0;
     for (int n = 0; n < count; ++n) {
         const ropewalk::TensorView &x = call.views[n];
         if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return call;
+        if (n == 0) r.tokens = at_token < 0 ? x.shape[at.at[1]] : of_cos.shape[at_token];
         if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return call;
+        if (per_head && x.shape[at.at[2]] != of_cos.shape[at_head]) return call;
         if (at.at[0] >= 0 && n == 0) r.batch = x.shape[at.at[0]];
         if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return call;
         ropewalk_tensor &to = r.tensors[n];
         to.in = to.out = x.first(), to.heads = x.shape[at.at[2]];
         at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
     }
-    if (table_axes == 3 && (at.at[0] < 0 || of_cos.shape[0] != r.batch)) return call;
+    if (has_batch && (at.at[0] < 0 || (of_cos.shape[0] != 1 && of_cos.shape[0] != r.batch))) return call;
     if (ropewalk::Torch::is_true(torch.grad_enabled)) {
         for (PyObject *x : {call.tensors[0], call.tensors[count - 1], cos.ptr(), sin.ptr()}) {
             if (torch.requires_gradient(x)) return call;
@@ -255,8 +260,10 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     }
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
     for (auto [view, strides] : {std::pair{&of_cos, r.tables.cos_stride}, std::pair{&of_sin, r.tables.sin_stride}}) {
-        strides[0] = table_axes == 3 && view->shape[0] > 1 ? view->strides[0] : 0;
-        strides[1] = view->strides[table_axes - 2], strides[3] = view->strides[table_axes - 1];
+        strides[0] = has_batch && view->shape[0] > 1 ? view->strides[0] : 0;
+        strides[1] = at_token < 0 ? 0 : view->strides[at_token];
+        strides[2] = per_head ? view->strides[at_head] : 0;
+        strides[3] = view->strides[table_axes - 1];
     }
     call.size = call.views[0].dtype_bits / 8;
     call.ok = true;
@@ -292,9 +299,9 @@ void count_change(const nb::tuple &changed) {
 // Rotate q, or q and k. Returns the result of Rotation.__call__, or True if the tensors were rotated in place. Returns None,
 // without any effect, if the call is left to Python.
 nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                        int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
+                        int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool in_place) {
     const nb::object left_to_python = nb::none();
-    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset);
+    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head);
     if (!call.ok) return left_to_python;
     nb::object outputs[2];
     if (in_place) {
@@ -350,11 +357,11 @@ bool read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at,
 // Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
 // q. Returns None, without any effect, if the call is left to Python. `slots` has one int64 per token, in the order of `layout`.
 nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                      int64_t rotary_dim, bool interleaved, int64_t offset, nb::handle q_weight, nb::handle k_weight, double eps,
+                      int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, nb::handle q_weight, nb::handle k_weight, double eps,
                       bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots, bool profiled) {
     const nb::object left_to_python = nb::none();
     if (k.is_none()) return left_to_python;
-    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, profiled);
+    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
     if (!call.ok) return left_to_python;
     const bool grad = ropewalk::Torch::is_true(torch.grad_enabled), stores = !v.is_none();
     ropewalk_step s{};
@@ -519,9 +526,9 @@ NB_MODULE(_cpu, m) {
     m.def("use_openmp", &use_openmp);
     m.def("use_torch", &use_torch);
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+          nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);

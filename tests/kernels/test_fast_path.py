@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,9 @@ def tables(*axes: int, dtype: torch.dtype = torch.float32, pairs: int = 8) -> tu
 
 
 def call(q: Any, k: Any, cos: Any, sin: Any, layout: Any = "bshd", **how: Any) -> Any:
-    given = {"head_dim": HEAD_DIM, "rotary_dim": 16, "interleaved": False, "offset": 4, "in_place": False} | how
-    return cpu.rotate_plain(q, k, cos, sin, layout, *given.values())
+    given = {"head_dim": HEAD_DIM, "rotary_dim": 16, "interleaved": False, "offset": 4, "per_head": False} | how
+    in_place = given.pop("in_place", False)
+    return cpu.rotate_plain(q, k, cos, sin, layout, *given.values(), in_place)
 
 
 @pytest.mark.parametrize("with_k", [True, False])
@@ -37,23 +40,26 @@ def call(q: Any, k: Any, cos: Any, sin: Any, layout: Any = "bshd", **how: Any) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_by_the_oracle(dtype: torch.dtype, layout: str, pairing: str, with_k: bool, level: str, poisoned: None) -> None:
-    for axes, table, strided in itertools.product(((SEQ,), (BATCH, SEQ)), (torch.float32, torch.float64), (0, 7)):
-        if layout == "thd" and len(axes) == 2:
+    shared, of_heads = ((), (SEQ,), (1, SEQ), (BATCH, SEQ)), ((HEADS, SEQ), (1, HEADS, SEQ), (BATCH, HEADS, SEQ))
+    for axes, table, strided in itertools.product((*shared, *of_heads), (torch.float32, torch.float64), (0, 7)):
+        per_head = axes in of_heads
+        if layout == "thd" and len(axes) - per_head == 2:
             continue
         cos, sin = tables(*axes, dtype=table)
         x = [
             torch.randn(*shape(layout, BATCH, SEQ, heads, HEAD_DIM + strided)).to(dtype)[..., :HEAD_DIM]
-            for heads in (HEADS, KV_HEADS)
+            for heads in (HEADS, HEADS if per_head else KV_HEADS)
         ][: 1 + with_k]
         before = [t.clone() for t in x]
-        how: dict[str, Any] = {"interleaved": pairing == "interleaved"}
+        how: dict[str, Any] = {"interleaved": pairing == "interleaved", "per_head": per_head}
         made = call(x[0], x[1] if with_k else None, cos, sin, layout, **how)
         new = list(made) if with_k else [made]
-        plain = by_reference(x, cos, sin, layout, pairing, 4, False)
+        whole = (cos[None], sin[None]) if per_head and len(axes) == 2 else (cos, sin)
+        plain = by_reference(x, *whole, layout, pairing, 4, False)
         flushed = level == "avx512_bf16" and dtype == torch.bfloat16
         for t, y, other, old in zip(x, new, plain, before, strict=True):
             assert (y.dtype, y.shape, y.stride()) == (dtype, t.shape, torch.empty_like(t).stride())
-            check(y, *expected(t, cos, sin, layout, pairing, 4, False), layout, (axes, table), flushed)
+            check(y, *expected(t, *whole, layout, pairing, 4, False), layout, (axes, table), flushed)
             assert same(y, other, level)
             assert unchanged(t, old)
         versions = [t._version for t in x]
@@ -106,6 +112,11 @@ def test_batched_tables_in_another_layout() -> None:
     q, k, *_ = usual()
     assert call(q, k, *tables(BATCH, SEQ)) is not None
     assert call(q, k, *tables(3, SEQ)) is None
+    assert call(q, q, *tables(HEADS, SEQ), per_head=True) is not None
+    assert call(q, k, *tables(HEADS, SEQ), per_head=True) is None
+    assert call(q, q, *tables(BATCH, SEQ), per_head=True) is None
+    assert call(q, q, *tables(3, HEADS, SEQ), per_head=True) is None
+    assert call(q, q, *tables(SEQ), per_head=True) is None
     assert call(q[0], k[0], *tables(BATCH, SEQ), "thd") is None
 
 
@@ -343,3 +354,26 @@ def test_a_rope_with_axes_uses_the_fast_path() -> None:
     assert torch.equal(taken.sin, gone_on.sin)
     with pytest.raises(RopeError, match=r"must have shape \[3, seq\]"):
         SEVERAL.at(positions[:2])
+
+
+@pytest.mark.parametrize(
+    "axes", [(), (SEQ,), (1, SEQ), (BATCH, SEQ), (HEADS, SEQ), (1, HEADS, SEQ), (BATCH, HEADS, SEQ)], ids=str
+)
+def test_a_call_runs_two_functions_of_ropewalk(axes: tuple[int, ...]) -> None:
+    per_head = HEADS in axes
+    rotation = Rotation(*tables(*axes), pairing="half", head_dim=HEAD_DIM, per_head=per_head)
+    q, k = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM), torch.randn(BATCH, SEQ, HEADS, HEAD_DIM)
+    called = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "ropewalk" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    rotation(q, k, layout="bshd")
+    sys.setprofile(note)
+    try:
+        rotation(q, k, layout="bshd")
+        rotation.apply_(q, k, layout="bshd")
+    finally:
+        sys.setprofile(None)
+    assert called == ["__call__", "_fast_path", "apply_", "_fast_path"]

@@ -35,7 +35,7 @@ def step(**given: Any) -> Any:
     """Call the step with all optional parts and with plain tensors by default."""
     q, k, cos, sin = usual()
     how: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin, "layout": "bshd", "head_dim": HEAD_DIM}
-    how |= {"rotary_dim": 16, "interleaved": False, "offset": 4}
+    how |= {"rotary_dim": 16, "interleaved": False, "offset": 4, "per_head": False}
     how |= {"q_weight": torch.randn(HEAD_DIM), "k_weight": torch.randn(HEAD_DIM), "eps": 1e-6, "add_one": False}
     how |= {"v": torch.randn_like(k), "k_cache": memory(), "v_cache": memory(), "slots": torch.arange(10).view(2, 5)}
     return cpu.step_plain(*(how | {"profiled": False} | given).values())
@@ -61,7 +61,7 @@ def test_every_level(dtype: torch.dtype, pairing: str, level: str, poisoned: Non
         add_one, offset = i % 4 == 0, 3 * (i % 3) // 2
         slots = torch.tensor([[4, -1, 0], [1, 5, -1]])
         caches = [torch.full((2, 3, 2, head_dim), 7.0).to(dtype) for _ in range(2)]
-        how = (cos, sin, "bshd", head_dim, 2 * pairs, pairing == "interleaved", offset)
+        how = (cos, sin, "bshd", head_dim, 2 * pairs, pairing == "interleaved", offset, False)
         made = cpu.step_plain(q, k, *how, *weights, 1e-5, add_one, None, None, None, None, False)
         stored = cpu.step_plain(q, k, *how, *weights, 1e-5, add_one, v, *caches, slots, False)
         normed = [
@@ -146,7 +146,7 @@ def test_tensors_that_are_not_plain(case: str, which: str) -> None:
 def test_observers_see_every_operator(who: str) -> None:
     (q, k, cos, sin), caches = usual(), (memory(), memory())
     v, slots, weights = torch.randn_like(k), torch.arange(10).view(2, 5), (torch.ones(HEAD_DIM), torch.ones(HEAD_DIM))
-    how = ("bshd", HEAD_DIM, 16, False, 4, *weights, 1e-6, False, v, *caches, slots)
+    how = ("bshd", HEAD_DIM, 16, False, 4, False, *weights, 1e-6, False, v, *caches, slots)
     with OBSERVERS[who]():
         untold = cpu.step_plain(q, k, cos, sin, *how, False)
     assert untold is None

@@ -77,6 +77,7 @@ def rotate_plain(
     rotary_dim: int,
     interleaved: bool,
     offset: int,
+    per_head: bool,
     in_place: bool,
     /,
 ) -> Any:
@@ -96,6 +97,7 @@ def step_plain(
     rotary_dim: int,
     interleaved: bool,
     offset: int,
+    per_head: bool,
     q_weight: object,
     k_weight: object,
     eps: float,

@@ -164,9 +164,8 @@ class Rotation:
         """Run a common call on the CPU entirely in compiled code. For any other call, do nothing and return None."""
         if not backend.FAST_PATH or torch.compiler.is_compiling():
             return None
-        if self.per_head:  # [heads, seq, pairs] would be read as [batch, seq, pairs]
-            return None
-        options = (self.head_dim, self.rotary_dim, self.pairing == "interleaved", self.rotary_offset, in_place)
+        interleaved = self.pairing == "interleaved"
+        options = (self.head_dim, self.rotary_dim, interleaved, self.rotary_offset, self.per_head, in_place)
         rotated = cpu.rotate_plain(q, k, self.cos, self.sin, layout, *options)
         if rotated is None and type(q) not in PLAIN and (cache := getattr(self, "_dtensor_cache", None)) is not None:
             return sharded.fast_path(cache, q, k, self.cos, self.sin, layout, *options)

@@ -146,20 +146,20 @@ def run_fused(
     Returns:
         The new q and k, or only the new q with `store`. None if the caller must normalize, rotate and store in separate
         calls, in which case nothing was changed. The reason is one of these: no kernel can be used; a tensor is not
-        plain; a gradient is recorded; a transform, mode or compilation is active; each head has its own table; or, on
-        the CPU, the arguments do not match (the separate calls then raise the error).
+        plain; a gradient is recorded; a transform, mode or compilation is active; on a GPU, each head has its own
+        table; or, on the CPU, the arguments do not match (the separate calls then raise the error).
     """
     # On a GPU, the caller has checked `store`.
-    if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
+    if torch.compiler.is_compiling() or not isinstance(rotation, Rotation):
         return None
     if isinstance(q, Tensor) and not q.is_cpu:
-        return _on_gpu(rotation, q, k, layout, norm, store)
+        return None if rotation.per_head else _on_gpu(rotation, q, k, layout, norm, store)
     if not backend.FAST_PATH:
         return None
     profiled = torch._C._autograd._profiler_enabled()
     arguments: tuple[Any, ...] = (
         *(q, k, rotation.cos, rotation.sin, layout, rotation.head_dim, rotation.rotary_dim),
-        *(rotation.pairing == "interleaved", rotation.rotary_offset),
+        *(rotation.pairing == "interleaved", rotation.rotary_offset, rotation.per_head),
         *(_NO_NORM if norm is None else (norm.q_weight, norm.k_weight, norm.eps, norm.add_one)),
         *(_NO_STORE if store is None else store),
         profiled,
