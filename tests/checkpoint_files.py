@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 
 CONFIG = {
     "model_type": "llama",

@@ -13,7 +13,7 @@ import json, resource, sys
 from pathlib import Path
 from click.testing import CliRunner
 from ropewalk.configs import from_config
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 from ropewalk import RopeError
 arguments = json.loads(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF)

@@ -17,7 +17,7 @@ import torch
 
 import ropewalk
 from ropewalk import CacheStep, LayerCache, TwoPass
-from ropewalk.programs import cli
+from ropewalk.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -16,7 +16,7 @@ import pytest
 import oracle
 import ropewalk
 from ropewalk import plots, schemes
-from ropewalk.plots.interactive import page as page_module
+from ropewalk.tools.plots.interactive import page as page_module
 
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

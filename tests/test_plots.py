@@ -16,7 +16,7 @@ import pytest
 
 import ropewalk
 from ropewalk import plots, schemes
-from ropewalk.plots import vectors
+from ropewalk.tools.plots import vectors
 
 LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = ropewalk.Rope(head_dim=128, base=500_000.0, pairing="half", scaling=LLAMA3)

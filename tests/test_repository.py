@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 import ropewalk
-from ropewalk.checkpoints import layouts, pth, shards
 from ropewalk.configs import source
 from ropewalk.configs.gguf import header
+from ropewalk.tools.convert import layouts, pth, shards
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

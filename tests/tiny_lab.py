@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ropewalk.lab import tasks
-from ropewalk.lab.model import Size
-from ropewalk.lab.train import Recipe
+from ropewalk.tools.lab import tasks
+from ropewalk.tools.lab.model import Size
+from ropewalk.tools.lab.train import Recipe
 
 _RECIPE = Recipe(steps=4, learning_rate=1e-3, warmup=2)
 _TUNE = Recipe(steps=2, learning_rate=1e-3, warmup=1)

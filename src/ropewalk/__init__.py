@@ -13,11 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ropewalk import conformance as conformance
-    from ropewalk import diff as diff
     from ropewalk import formats as formats
     from ropewalk import parallel as parallel
-    from ropewalk import plots as plots
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
     from ropewalk import xpos as xpos
@@ -51,6 +48,9 @@ if TYPE_CHECKING:
     from ropewalk.schemes import LongRoPE as LongRoPE
     from ropewalk.schemes import Proportional as Proportional
     from ropewalk.schemes import YaRN as YaRN
+    from ropewalk.tools import check as conformance  # noqa: F401 - the public name differs
+    from ropewalk.tools import diff as diff
+    from ropewalk.tools import plots as plots
 
 __version__ = "0.1.0"
 
@@ -86,12 +86,12 @@ _MODULE_OF = {
     "rotate_and_store": "attention.fused_step",
 }
 _MODULES = {
-    "conformance": "conformance",
-    "diff": "diff",
+    "conformance": "tools.check",
+    "diff": "tools.diff",
     "formats": "formats",
     "masks": "attention.masks",
     "parallel": "parallel",
-    "plots": "plots",
+    "plots": "tools.plots",
     "positions": "positions",
     "schemes": "schemes",
     "xpos": "xpos",

@@ -1,5 +1,5 @@
 """Run the `ropewalk` command as `python -m ropewalk`."""
 
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 
 main()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import KVCache, PagedKVCache, Rope, from_config
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.programs.bench import decode
+from ropewalk.tools.bench import decode
+from ropewalk.tools.lab.model import LanguageModel, Size
 
 NEW = 12
 

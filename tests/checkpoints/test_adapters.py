@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_families import save
 from checkpoint_files import CONFIG, refused, run, write_model
-from ropewalk import RopeError, checkpoints
-from ropewalk.checkpoints.verify import verify
+from ropewalk import RopeError
+from ropewalk.tools import convert as checkpoints
+from ropewalk.tools.convert.verify import verify
 
 
 @pytest.fixture

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import ropewalk
 from checkpoint_files import CONFIG, refused, run, weights, write_model
-from ropewalk import RopeError, _lock, checkpoints, from_config
-from ropewalk.checkpoints import layouts, raw
-from ropewalk.checkpoints.verify import verify
+from ropewalk import RopeError, from_config
+from ropewalk.tools import _lock
+from ropewalk.tools import convert as checkpoints
+from ropewalk.tools.convert import layouts, raw
+from ropewalk.tools.convert.verify import verify
 
 
 @pytest.fixture

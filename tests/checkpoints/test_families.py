@@ -13,9 +13,10 @@ import torch
 
 import tiny_models
 from checkpoint_families import load, logits, other_rotation, save
-from ropewalk import RopeError, checkpoints, from_config
-from ropewalk.checkpoints.layouts import PROVEN
-from ropewalk.checkpoints.verify import verify
+from ropewalk import RopeError, from_config
+from ropewalk.tools import convert as checkpoints
+from ropewalk.tools.convert.layouts import PROVEN
+from ropewalk.tools.convert.verify import verify
 
 pytest.importorskip("transformers", "5.23")
 

@@ -20,8 +20,8 @@ KILLS = 20
 PROGRAM = """
 import os, signal, sys, tempfile
 from pathlib import Path
-from ropewalk import checkpoints
-from ropewalk.checkpoints import raw
+from ropewalk.tools import convert as checkpoints
+from ropewalk.tools.convert import raw
 
 source, target, to, form, last = sys.argv[1:]
 raw.CHUNK = 512

@@ -24,8 +24,8 @@ LARGEST = 75 * MIB
 PROGRAM = """
 import sys
 from pathlib import Path
-from ropewalk import checkpoints
-from ropewalk.checkpoints import pth, verify
+from ropewalk.tools import convert as checkpoints
+from ropewalk.tools.convert import pth, verify
 import torch
 
 def peak():

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_files import CONFIG, refused, run, weights, write_model
-from ropewalk.checkpoints import layouts
+from ropewalk.tools.convert import layouts
 
 
 class TestQuantised:

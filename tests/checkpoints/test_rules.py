@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tiny_models
 from checkpoint_families import load, logits, save
-from ropewalk import checkpoints
+from ropewalk.tools import convert as checkpoints
 
 pytest.importorskip("transformers", "5.23")
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from gguf_files import write
 from ropewalk import Rope, from_config
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 META = {"dim": 64, "n_heads": 4, "n_layers": 2}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from huggingface_hub.constants import ENDPOINT
 
 from ropewalk import RopeError, from_config
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 
 CONFIG = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 5e5}
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from gguf_files import write
 from ropewalk import RopeError, from_config
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
 
 LLAMA = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 5e5}
 SCALED = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ropewalk import Rope, RopeError, conformance
-from ropewalk.conformance.bugs import BUGS, ORDER
+from ropewalk.tools.check.bugs import BUGS, ORDER
 
 pytest_plugins = ["ropewalk.integrations.pytest"]
 

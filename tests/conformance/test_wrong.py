@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import conformance
-from ropewalk.conformance.bugs import BUGS
+from ropewalk.tools.check.bugs import BUGS
 
 FILES = sorted((Path(__file__).parent / "wrong").glob("*.py"))
 

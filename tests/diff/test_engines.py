@@ -17,8 +17,8 @@ import oracle
 from each import each
 from ropewalk import LongRoPE, Rope, RopeError, YaRN, diff, from_config
 from ropewalk.configs.read import ropes_for_engines
-from ropewalk.diff.rope_difference import compare_ropes
 from ropewalk.engines import ENGINES
+from ropewalk.tools.diff.rope_difference import compare_ropes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = {row["name"]: row for row in json.loads((GOLDEN / "text_models.json").read_text())["rows"]}

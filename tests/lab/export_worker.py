@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first table of a process imports it
 
-from ropewalk.lab import export
+from ropewalk.tools.lab import export
 
 EVENTS = ("open", "os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir")
 

@@ -16,9 +16,9 @@ import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes longer than all steps here
 
 from ropewalk import Rope
-from ropewalk.lab import checkpoint
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, train
+from ropewalk.tools.lab import checkpoint
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 KILLS = 20
 STEPS_BETWEEN = 10

@@ -28,9 +28,9 @@ import torch.distributed.fsdp
 
 import processes
 from ropewalk import Rope, RopeError
-from ropewalk.lab import checkpoint, ranks, shards, train
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe
+from ropewalk.tools.lab import checkpoint, ranks, shards, train
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe
 
 # Over 4 processes, 17 rows of the embedding are 5, 5, 5 and 2; 6 of k_proj are 2, 2, 2 and none.
 SIZE = Size(17, 12, 10, 2, 2, num_kv_heads=1)

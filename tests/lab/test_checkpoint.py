@@ -16,9 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Proportional, Rope, RopeError, YaRN, schemes
-from ropewalk.lab import checkpoint
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, train
+from ropewalk.tools.lab import checkpoint
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 SIZE = Size(16, 8, 12, 1, 2)
 ROPE = Rope(4, 1e4, "half", scaling=YaRN(4.0, 64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ropewalk.lab import copying
+from ropewalk.tools.lab import copying
 
 
 def test_a_sequence_by_hand():

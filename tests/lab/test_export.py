@@ -20,11 +20,11 @@ from torch import Tensor
 
 import oracle
 from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN
-from ropewalk.lab import export, files
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, train
-from ropewalk.programs import cli
 from ropewalk.schemes import Linear
+from ropewalk.tools import cli
+from ropewalk.tools.lab import export, files
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 SIZE = Size(61, 32, 48, 2, 4, num_kv_heads=2)
 SEQ = 96  # three times the trained length

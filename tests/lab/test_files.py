@@ -14,10 +14,10 @@ import torch
 from click.testing import CliRunner
 
 from ropewalk import Rope, RopeError
-from ropewalk.lab import checkpoint, parts
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, train
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
+from ropewalk.tools.lab import checkpoint, parts
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 resource = pytest.importorskip("resource")  # not on Windows
 

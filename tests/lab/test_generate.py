@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 import ropewalk
 from ropewalk import DynamicNTK, Rope, RopeError
-from ropewalk.lab import checkpoint
-from ropewalk.lab import generate as generating
-from ropewalk.lab.generate import generate, run
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, train
-from ropewalk.programs.cli import main
+from ropewalk.tools.cli import main
+from ropewalk.tools.lab import checkpoint
+from ropewalk.tools.lab import generate as generating
+from ropewalk.tools.lab.generate import generate, run
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 SIZE = Size(256, 16, 24, 2, 2, num_kv_heads=1)
 ROPE = Rope(8, 1e4, "half")

@@ -16,17 +16,17 @@ from click.testing import CliRunner
 
 import tiny_lab
 from ropewalk import Rope, RopeError
-from ropewalk._lock import hold
-from ropewalk.lab import study
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.study import Study
-from ropewalk.lab.train import Batch, Recipe, train
-from ropewalk.programs import cli
+from ropewalk.tools import cli
+from ropewalk.tools._lock import hold
+from ropewalk.tools.lab import study
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.study import Study
+from ropewalk.tools.lab.train import Batch, Recipe, train
 
 HOLD = """
 import sys
 from pathlib import Path
-from ropewalk._lock import hold
+from ropewalk.tools._lock import hold
 with hold("lab", Path(sys.argv[1]), "x"):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk.lab import measure
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch
+from ropewalk.tools.lab import measure
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch
 
 SIZE = Size(vocab_size=5, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2)
 ROPE = ropewalk.Rope(head_dim=4, base=100.0, pairing="half")

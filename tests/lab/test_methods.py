@@ -9,7 +9,7 @@ import pytest
 
 import oracle
 import ropewalk
-from ropewalk.lab import methods
+from ropewalk.tools.lab import methods
 
 BASE, DIM, TRAINED = 10_000.0, 32, 256
 ROPE = ropewalk.Rope(head_dim=DIM, base=BASE, pairing="half")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ropewalk import KVCache, Rope, RopeError
-from ropewalk.lab.model import LanguageModel, Size, SwiGLU, shapes
+from ropewalk.tools.lab.model import LanguageModel, Size, SwiGLU, shapes
 
 SIZE = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2}
 TOKENS = torch.tensor([[1, 2, 3, 10], [0, 9, 9, 4]])

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from ropewalk.lab import progress
-from ropewalk.lab.progress import Progress
+from ropewalk.tools.lab import progress
+from ropewalk.tools.lab.progress import Progress
 
 
 class Terminal(io.StringIO):

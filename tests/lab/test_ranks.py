@@ -17,10 +17,10 @@ import torch
 import processes
 import tiny_lab
 from ropewalk import RopeError
-from ropewalk.lab import checkpoint, ranks, shards, study
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.study import Study
-from ropewalk.lab.train import Recipe, train
+from ropewalk.tools.lab import checkpoint, ranks, shards, study
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.study import Study
+from ropewalk.tools.lab.train import Recipe, train
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}

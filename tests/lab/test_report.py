@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import tiny_lab
-from ropewalk.lab import findings, methods, pictures, report, tasks
-from ropewalk.lab.parts import BASELINES
-from ropewalk.lab.results import Results
+from ropewalk.tools.lab import findings, methods, pictures, report, tasks
+from ropewalk.tools.lab.parts import BASELINES
+from ropewalk.tools.lab.results import Results
 
 # Shares copied and losses at |w| = 31, 63, 95, 127, 191, 255, 511: half to 8 times the trained length.
 ACCURACY = {

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 import ropewalk
 import tiny_lab
-from ropewalk.lab import parts, study, tasks
-from ropewalk.lab.study import Study
-from ropewalk.programs import cli
+from ropewalk.tools import cli
+from ropewalk.tools.lab import parts, study, tasks
+from ropewalk.tools.lab.study import Study
 
 METHODS = [
     "none",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ropewalk import RopeError
-from ropewalk.lab import text
+from ropewalk.tools.lab import text
 
 
 def test_of_this_python() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ropewalk import Rope
-from ropewalk.lab import export
-from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.tools.lab import export
+from ropewalk.tools.lab.model import LanguageModel, Size
 
 TEXTS = [
     "def f(x):\n    return x",

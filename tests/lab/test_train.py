@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ropewalk import LongRoPE, Rope, RopeError, YaRN
-from ropewalk.lab import checkpoint
-from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, mean_loss, train
+from ropewalk.tools.lab import checkpoint
+from ropewalk.tools.lab.model import LanguageModel, Size
+from ropewalk.tools.lab.train import Batch, Recipe, mean_loss, train
 
 SIZE = Size(16, 8, 12, 1, 2)
 ROPE = Rope(4, 1e4, "half")

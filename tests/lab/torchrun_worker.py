@@ -4,7 +4,7 @@ import runpy
 import sys
 
 import tiny_lab
-from ropewalk.lab import tasks
+from ropewalk.tools.lab import tasks
 
 if __name__ == "__main__":
     tasks.COPY = tiny_lab.COPY

@@ -16,12 +16,12 @@ from click.testing import CliRunner
 import oracle
 import ropewalk
 from ropewalk import plots
-from ropewalk.programs import bench, cli
-from ropewalk.programs.bench import machine, measure
-from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
-from ropewalk.programs.bench.clocks import OnCpu, Timed
-from ropewalk.programs.bench.contenders import CONTENDERS, Call, Contender
-from ropewalk.programs.bench.peers import PEERS
+from ropewalk.tools import bench, cli
+from ropewalk.tools.bench import machine, measure
+from ropewalk.tools.bench.case import BASE, HEAD_DIM, Case
+from ropewalk.tools.bench.clocks import OnCpu, Timed
+from ropewalk.tools.bench.contenders import CONTENDERS, Call, Contender
+from ropewalk.tools.bench.peers import PEERS
 
 BY_NAME = {one.name: one for one in (*CONTENDERS, *PEERS)}
 EAGER = [one for one in CONTENDERS if "compiled" not in one.name]

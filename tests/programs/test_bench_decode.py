@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import ropewalk
-from ropewalk.programs import bench, cli
-from ropewalk.programs.bench import decode
-from ropewalk.programs.bench.decode import DecodeSettings, Geometry
+from ropewalk.tools import bench, cli
+from ropewalk.tools.bench import decode
+from ropewalk.tools.bench.decode import DecodeSettings, Geometry
 
 TINY = Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, context=20)
 NAMES = ["ropewalk, KVCache", "transformers, DynamicCache", "transformers, StaticCache"]

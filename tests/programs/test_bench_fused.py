@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk.programs.bench import fused
+from ropewalk.tools.bench import fused
 
 
 def test_rows() -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 import oracle
 import ropewalk
-from ropewalk.programs import bench, cli
-from ropewalk.programs.bench import clocks, measure, on_gpu, peers_gpu
-from ropewalk.programs.bench.case import BASE, HEAD_DIM, LONGEST, Case
-from ropewalk.programs.bench.clocks import OnCpu, OnGpu
-from ropewalk.programs.bench.contenders import CONTENDERS_ON_GPU, Contender, eager
+from ropewalk.tools import bench, cli
+from ropewalk.tools.bench import clocks, measure, on_gpu, peers_gpu
+from ropewalk.tools.bench.case import BASE, HEAD_DIM, LONGEST, Case
+from ropewalk.tools.bench.clocks import OnCpu, OnGpu
+from ropewalk.tools.bench.contenders import CONTENDERS_ON_GPU, Contender, eager
 
 EAGER = [one for one in CONTENDERS_ON_GPU if not one.compiled]
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ropewalk.programs import cli
+from ropewalk.tools import cli
 
 HERE = Path(__file__).parents[1] / "conformance"
 RIGHT = f"{HERE / 'right' / 'flash_attn_reference.py'}:apply_rotary_emb_torch"

@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.programs import cli
-from ropewalk.programs.commands import doctor
-from ropewalk.programs.commands._types import Length
+from ropewalk.tools import cli
+from ropewalk.tools.commands import doctor
+from ropewalk.tools.commands._types import Length
 
 CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
 PNG = b"\x89PNG"
@@ -106,15 +106,15 @@ def test_doctor_says_what_is_not_installed() -> None:
 
 
 def test_demo_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import ropewalk.programs.demo
+    import ropewalk.tools.demo
 
     asked: list[Path] = []
-    monkeypatch.setattr(ropewalk.programs.demo, "run", lambda folder, say: (asked.append(folder), say("done")))
+    monkeypatch.setattr(ropewalk.tools.demo, "run", lambda folder, say: (asked.append(folder), say("done")))
     ran = run("demo", "--folder", tmp_path)
     assert (ran.stdout, asked) == ("done\n", [tmp_path])
 
 
-@pytest.mark.parametrize("command", [["-m", "ropewalk"], ["-c", "from ropewalk.programs.cli import main; main()"]])
+@pytest.mark.parametrize("command", [["-m", "ropewalk"], ["-c", "from ropewalk.tools.cli import main; main()"]])
 def test_as_a_process(command: list[str], config: Path) -> None:
     command = [sys.executable, *command, "explain", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import ropewalk
 from kernel_cases import record_calls
 from ropewalk.kernels import cpu
-from ropewalk.programs import cli, demo
+from ropewalk.tools import cli, demo
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ("rotated_vector.png", "pairs.png", "inv_freq.png", "decay.png")
@@ -114,7 +114,7 @@ if {without!r}:
     sys.modules["ropewalk.kernels._cpu"] = None  # its import fails
 import ropewalk
 from ropewalk import RopeError
-from ropewalk.programs import demo
+from ropewalk.tools import demo
 from ropewalk.kernels import cpu
 calls = []
 for name in ("rotate", "rotate_plain"):

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 import ropewalk
 from ropewalk import diff
 from ropewalk.engines import ENGINES
-from ropewalk.programs import cli
+from ropewalk.tools import cli
 
 PNG = b"\x89PNG"
 LLAMA: dict[str, Any] = {
@@ -164,7 +164,7 @@ def test_standard_input(config: Path) -> None:
 
 def test_starts_without_torch(config: Path) -> None:
     program = (
-        "import sys; from click.testing import CliRunner; from ropewalk.programs.cli import main\n"
+        "import sys; from click.testing import CliRunner; from ropewalk.tools.cli import main\n"
         f"assert CliRunner().invoke(main, ['diff', {str(config)!r}]).exit_code == 1\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ropewalk
-from ropewalk.programs import cli
+from ropewalk.tools import cli
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -135,7 +135,7 @@ def test_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_ropes_without_a_source_are_those_of_llama() -> None:
     """The last scheme is the published one, with its factor of 8."""
-    from ropewalk.programs.commands import explore
+    from ropewalk.tools.commands import explore
 
     rows = json.loads((Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json").read_text())
     assert explore._llama3_under_five_schemes()["Llama 3.1"] == ropewalk.from_config(rows["config"]).rope

@@ -1,0 +1,189 @@
+"""Check the results of contenders, then time them alternately, so that a busy moment affects all of them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.bench.case import Case, Inputs, Layout
+from ropewalk.tools.bench.clocks import Clock, Timed
+from ropewalk.tools.bench.contenders import FLOOR, Contender, rope
+
+
+def rows(
+    case: Case, contenders: Sequence[Contender], clock: Clock, *, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Measure each contender that supports this case, in the given order.
+
+    Args:
+        case: the inputs and passes.
+        contenders: the contenders, unique by name.
+        clock: the clock of the device.
+        rounds: number of samples of each contender.
+        seconds: time limit. When it has passed and three rounds are complete, no further round begins.
+
+    Returns:
+        One row for JSON for each contender. Its state is "timed", "wrong", "failed" or "not installed". Times are in
+        seconds for one call.
+    """
+    supported = [contender for contender in contenders if contender.backward or case.passes == "forward"]
+    if any(contender.compiled for contender in supported):
+        torch.compiler.reset()  # compile each case with constant sizes, without reaching the recompile limit
+    sets = [case.inputs(seed) for seed in range(clock.sets(case.bytes_moved))]
+    results, samplers = [], {}
+    for contender in supported:
+        row, timed = _check(contender, case, sets, clock)
+        results.append(row)
+        if timed is not None:
+            samplers[contender.name] = partial(_sample_or_fail, row, timed.sample)
+            row.update({} if timed.host is None else {"host": timed.host})
+    samples = sample_alternately(samplers, rounds, seconds)
+    valid = {row["contender"]: samples[row["contender"]] for row in results if row["state"] == "timed"}
+    floor = statistics.median(valid[FLOOR]) if FLOOR in valid else None
+    for row in results:
+        if row["state"] == "timed":
+            row.update(_times(valid[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
+    return results
+
+
+def _sample_or_fail(row: dict[str, Any], sample: Callable[[], float]) -> float:
+    """Take a sample. If it raises, for example because memory runs out, mark the row as failed and return NaN."""
+    if row["state"] == "timed":
+        try:
+            return sample()
+        except Exception as e:
+            row.update(_describe_failure(e))
+    return math.nan
+
+
+def _describe_failure(e: Exception) -> dict[str, Any]:
+    return {"state": "failed", "reason": f"{type(e).__name__}: {e}".split("\n")[0][:200]}
+
+
+def _check(
+    contender: Contender, case: Case, sets: Sequence[Inputs], clock: Clock
+) -> tuple[dict[str, Any], Timed | None]:
+    """Check the result for the first inputs. Return the row without times, and the call if the result is correct."""
+    row: dict[str, Any] = {
+        "tokens": case.tokens,
+        "dtype": case.dtype_name,
+        "layout": case.layout,
+        "backward": case.passes != "forward",
+        "contender": contender.name,
+        "does": contender.does,
+    }
+    allowed = case.tolerance(contender.does, own_angles=contender.own_angles)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # from peers and from compilation
+            bind = contender.make(case)
+            call = bind(sets[0])
+            error = case.error(contender.does, sets[0], call.tensors(call.run()))
+            row.update(error=_to_json_number(error), allowed=allowed)
+            if not error <= allowed:
+                return {**row, "state": "wrong"}, None
+            timed = clock.prepare([call.run, *(bind(inputs).run for inputs in sets[1:])])
+    except ModuleNotFoundError as e:
+        return {**row, "state": "not installed", "reason": f"no module {e.name}"}, None
+    except Exception as e:  # an error of a peer becomes a line of the table
+        return row | _describe_failure(e), None
+    return {**row, "state": "timed"}, timed
+
+
+def sample_alternately(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Take one sample of each contender in every round.
+
+    Args:
+        samplers: a dict from the name of each contender to its `Timed.sample`.
+        rounds, seconds: as in `rows`.
+
+    Returns:
+        A dict from the name of each contender to its samples, one for each round, in seconds for one call.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    gc.collect()
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        for done in range(rounds):
+            if done >= 3 and time.perf_counter() - started > seconds:
+                break
+            for name, sample in samplers.items():
+                samples[name].append(sample())
+    finally:
+        gc.enable()
+    return samples
+
+
+def _times(samples: list[float], floor: float | None, moved: int | None) -> dict[str, Any]:
+    samples = sorted(samples)
+    median = statistics.median(samples)
+    return {
+        "rounds": len(samples),
+        "median": median,
+        "p10": samples[(len(samples) - 1) // 10],
+        "p90": samples[-1 - (len(samples) - 1) // 10],
+        "gb_per_s": None if moved is None else moved / median / 1e9,
+        "times_copy": None if floor is None else median / floor,
+    }
+
+
+def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> dict[str, Any]:
+    """Rotate a long sequence out of place, in at least two chunks. The angles of each chunk are computed anew.
+
+    Returns:
+        A row for JSON. first_per_token and last_per_token are the median seconds per token of the first and of the last
+        chunks, up to 16 each. growth_bytes is the largest resident memory of the process after the remaining chunks,
+        minus the largest after these first chunks, or None if it is unknown. error and allowed are those of the last
+        chunk.
+    """
+    case = Case(chunk, dtype, layout)
+    q, k = inputs = case.inputs()
+    starts = range(case.first, case.first + max(tokens, 2 * chunk), chunk)
+    ours = rope("half")
+    times, memory = [], []
+    rotated: tuple[Tensor, ...] = ()
+    for first in starts:
+        rotated = ()
+        began = time.perf_counter()
+        rotated = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
+        times.append((time.perf_counter() - began) / chunk)
+        memory.append(_resident_bytes())
+    last = Case(chunk, dtype, layout, first=starts[-1])
+    some = min(16, len(times) // 2)
+    return {
+        "tokens": chunk * len(starts),
+        "chunk": chunk,
+        "dtype": case.dtype_name,
+        "layout": layout,
+        "first_per_token": statistics.median(times[:some]),
+        "last_per_token": statistics.median(times[-some:]),
+        "growth_bytes": max(memory[some:]) - max(memory[:some]) if memory[0] else None,
+        "error": _to_json_number(last.error("half", inputs, rotated)),
+        "allowed": last.tolerance("half", own_angles=False),
+    }
+
+
+def _to_json_number(error: float) -> float | str:
+    """Convert NaN and infinity, which JSON lacks, to strings that `float` parses."""
+    return error if math.isfinite(error) else str(error)
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process in bytes, or 0 without /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

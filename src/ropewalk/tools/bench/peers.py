@@ -1,0 +1,144 @@
+"""The rotations of other libraries with which the benchmark on a CPU compares ropewalk.
+
+A library is imported only when its rotation is prepared. The extra `bench` installs all of them but vLLM.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk.tools.bench.baselines import Rotate
+from ropewalk.tools.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, Case, Inputs, tables
+from ropewalk.tools.bench.contenders import Call, Contender, eager, full_width, with_inputs
+
+
+def _rotary_embedding_torch(case: Case) -> Rotate:
+    """Prepare rotary-embedding-torch, used as its README shows. Every call computes positions, angles, cos and sin."""
+    module = import_module("rotary_embedding_torch").RotaryEmbedding(HEAD_DIM, theta=BASE)
+    axis = case.layout.index("s") - 4
+
+    def rotate(x: Tensor) -> Tensor:
+        rotated: Tensor = module.rotate_queries_or_keys(x, seq_dim=axis, offset=case.first)
+        return rotated
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
+    """Prepare a graph of ONNX Runtime with two RotaryEmbedding nodes, one for q and one for k.
+
+    The graph reads the inputs without copying them. ONNX Runtime allocates the outputs. Its threads stop spinning after
+    each call, because spinning threads would slow down the code that is timed next.
+    """
+    ort = import_module("onnxruntime")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = ort.InferenceSession(_onnx_model(case), options, providers=["CPUExecutionProvider"])
+    # Three axes mean [batch, seq, heads · head_dim], four mean [batch, heads, seq, head_dim].
+    q, k = (x.flatten(2) if case.layout == "bshd" else x for x in inputs)
+    cos, sin = case.tables
+    tensors = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": cos, "sin": sin}
+    feeds = {name: ort.OrtValue.ortvalue_from_numpy(x.numpy()) for name, x in tensors.items()}
+    return Call(
+        lambda: session.run_with_ort_values(["q1", "k1"], feeds),
+        lambda out: tuple(torch.from_numpy(x.numpy()).view_as(like) for x, like in zip(out, inputs, strict=True)),
+    )
+
+
+def _onnx_model(case: Case) -> bytes:
+    onnx = import_module("onnx")
+    helper, kinds = onnx.helper, onnx.TensorProto
+    kind = {torch.float32: kinds.FLOAT, torch.bfloat16: kinds.BFLOAT16}[case.dtype]
+    axes = 3 if case.layout == "bshd" else 4
+    nodes = [
+        helper.make_node("RotaryEmbedding", [x, "positions", "cos", "sin"], [f"{x}1"], domain="com.microsoft")
+        for x in ("q", "k")
+    ]
+    inputs = [
+        *(helper.make_tensor_value_info(x, kind, [None] * axes) for x in ("q", "k")),
+        helper.make_tensor_value_info("positions", kinds.INT64, [None] * 2),
+        *(helper.make_tensor_value_info(x, kind, [None] * 2) for x in ("cos", "sin")),
+    ]
+    outputs = [helper.make_tensor_value_info(x, kind, [None] * axes) for x in ("q1", "k1")]
+    domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph(nodes, "rotate", inputs, outputs), opset_imports=domains, ir_version=8)
+    serialized: bytes = model.SerializeToString()
+    return serialized
+
+
+def _mlx(case: Case, inputs: Inputs) -> Call:
+    """Prepare mx.fast.rope on the CPU. It needs heads before tokens, so in layout "bshd" these axes are swapped."""
+    mx = import_module("mlx.core")
+    mx.set_default_device(mx.cpu)
+    q, k, *grads = (mx.array(x) for x in inputs)
+
+    def heads_first(x: Any) -> Any:
+        return x.swapaxes(1, 2) if case.layout == "bshd" else x
+
+    def rotate_both(*xs: Any) -> list[Any]:
+        keys = {"traditional": False, "base": BASE, "scale": 1.0, "offset": case.first}
+        return [heads_first(mx.fast.rope(heads_first(x), HEAD_DIM, **keys)) for x in xs]
+
+    def run() -> list[Any]:
+        if grads:
+            rotated, gradients = mx.vjp(rotate_both, [q, k], grads)
+            out = [*rotated, *gradients]
+        else:
+            out = rotate_both(q, k)
+        mx.eval(out)
+        return out
+
+    def tensors(out: list[Any]) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(np.array(x.astype(mx.float32))).to(case.dtype) for x in out)
+
+    return Call(run, tensors)
+
+
+def _jax(case: Case, inputs: Inputs) -> Call:
+    """Prepare the formula of Hugging Face's Llama in JAX, compiled by jax.jit for the CPU."""
+    jax = import_module("jax")
+    jnp = jax.numpy
+    tables = [jnp.from_dlpack(case.add_head_axis(t).contiguous()) for t in full_width(case)]
+    q, k, *grads = (jnp.from_dlpack(x) for x in inputs)
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+        a, b = jnp.split(x, 2, axis=-1)
+        return x * cos + jnp.concatenate((-b, a), axis=-1) * sin
+
+    def rotate_both(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> tuple[Any, ...]:
+        rotated, vjp = jax.vjp(lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin)), q, k)
+        return *rotated, *(vjp(grads) if grads else ())
+
+    jitted = jax.jit(rotate_both)
+    return Call(
+        lambda: jax.block_until_ready(jitted(q, k, *tables, *grads)),
+        lambda out: tuple(torch.utils.dlpack.from_dlpack(x) for x in out),
+    )
+
+
+def _vllm(case: Case, inputs: Inputs) -> Call:
+    """Prepare vLLM's C++ CPU operator, in place on `[tokens, heads · head_dim]`, with tables in the dtype of q."""
+    import_module("vllm._C")
+    if case.layout != "bshd":
+        raise NotImplementedError("it supports only tokens before heads")
+    operator = torch.ops._C.rotary_embedding.default
+    q, k = (x.clone() for x in inputs)
+    flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
+    cache = torch.cat(tables(torch.arange(int(case.positions.max()) + 1)), dim=-1).to(case.dtype)
+    positions = case.positions
+    return Call(lambda: operator(positions, flat_q, flat_k, HEAD_DIM, cache, True), lambda _: (q, k))
+
+
+PEERS = (
+    Contender("rotary-embedding-torch", "interleaved", eager(_rotary_embedding_torch), own_angles=True),
+    Contender("ONNX Runtime", "half", with_inputs(_onnx_runtime), backward=False),
+    Contender("MLX", "half", with_inputs(_mlx), own_angles=True),
+    Contender("JAX", "half", with_inputs(_jax)),
+    Contender("vLLM, in place", "half", with_inputs(_vllm), backward=False, in_place=True),
+)

@@ -1,0 +1,153 @@
+"""Print the results of the benchmarks, and write them as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ropewalk import plots
+from ropewalk._checks import RopeError, error, shown
+from ropewalk.tools.bench import machine
+from ropewalk.tools.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
+from ropewalk.tools.bench.contenders import FLOOR, Contender
+
+Say = Callable[[str], None]
+HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
+
+
+def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
+    """Select the contenders to time. FLOOR, the plain copy to which all times are compared, is always selected.
+
+    Args:
+        every: all contenders, including FLOOR.
+        only: parts of names. A contender is selected if its name contains one of them. If empty, all are selected.
+        compiled: whether to include contenders under torch.compile.
+
+    Raises:
+        RopeError: `only` selects nothing but FLOOR.
+    """
+    available = [contender for contender in every if compiled or not contender.compiled]
+    selected = [
+        contender
+        for contender in available
+        if contender.name == FLOOR or not only or any(part in contender.name for part in only)
+    ]
+    if only and len(selected) == 1:
+        must = f"only must name a contender other than {FLOOR}, which is always measured"
+        names = ", ".join(repr(contender.name) for contender in available if contender.name != FLOOR)
+        raise error("bench", must, ", ".join(map(shown, only)), f"The contenders are {names}.")
+    return selected
+
+
+def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
+    """Raise a RopeError if one of the files cannot be written. The check leaves no new files behind."""
+    if plot_file is not None:
+        plots.check_path(plot_file)
+    for what, path in (("JSON file", json_file), ("picture", plot_file)):
+        if path is None:
+            continue
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+            if not existed:
+                path.unlink()
+        except OSError as e:
+            raise _unwritable(what, path, e) from e
+
+
+def _unwritable(what: str, path: Path, e: OSError) -> RopeError:
+    return error("bench", f"the {what} must be writable", f"{str(path)!r} ({e.strerror})", "Pass another path.")
+
+
+class Report:
+    """Collects results in `found`, prints them, and writes the JSON file at the start and after each table."""
+
+    def __init__(self, settings: dict[str, Any], parts: dict[str, Any], say: Say, json_file: Path | None) -> None:
+        """Create the report.
+
+        Args:
+            settings: the settings of the run.
+            parts: further entries of `found`.
+            say: called with each printed line.
+            json_file: file for the results as JSON, or None.
+
+        Raises:
+            RopeError: the file cannot be written.
+        """
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.found: dict[str, Any] = {"date": date, **machine.describe(), "settings": settings, **parts}
+        self._say, self._json_file = say, json_file
+        self.write()
+
+    def write(self) -> None:
+        if self._json_file is None:
+            return
+        try:
+            self._json_file.write_text(json.dumps(self.found, indent=1, allow_nan=False) + "\n")
+        except OSError as e:
+            raise _unwritable("JSON file", self._json_file, e) from e
+
+    def introduce(self, *lines: str) -> None:
+        """Print lines about the run, and a warning if the machine is busy."""
+        for line in lines:
+            self._say(line)
+        load = self.found["machine"]["load"] or 0.0
+        if load > 0.5:
+            self._say(f"Warning: the machine is busy (load {load:.1f}). Compare only times within the same table.")
+
+    def add(self, case: Case, rows: Sequence[dict[str, Any]]) -> None:
+        """Add the rows of one case to `found`, print them as a table, and write the JSON file."""
+        self.found["rows"] += rows
+        _show(case, rows, self._say)
+        self.write()
+
+    def add_stream(self, row: dict[str, Any]) -> None:
+        """Add the result of the long sequence in chunks to `found`, print it, and write the JSON file."""
+        self.found["stream"].append(row)
+        _show_stream(row, self._say)
+        self.write()
+
+
+def _show(case: Case, rows: Sequence[dict[str, Any]], say: Say) -> None:
+    host = any("host" in row for row in rows)
+    width = max(24, *(len(row["contender"]) for row in rows))
+    say("")
+    say(f"{case.title}: {case.bytes_moved / 1e6:,.2f} MB read and written")
+    heading = f"  {'':<{width}} {'median':>10}  {'10-90 % of samples':>23}  {'GB/s':>6}  {'x copy_':>7}"
+    say(heading + (f"  {'host':>10}" if host else ""))
+    for row in rows:
+        say(f"  {row['contender']:<{width}} {_line(row)}")
+    table, rotated = (
+        next((r.get("median") for r in rows if r["contender"] == name), None)
+        for name in ("ropewalk, table", "ropewalk")
+    )
+    if table and rotated:
+        say(f"  Computing cos and sin takes {table / rotated:.2f} x the time of the rotation.")
+
+
+def _line(row: dict[str, Any]) -> str:
+    if row["state"] == "wrong":
+        return f"wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}; not timed"
+    if row["state"] != "timed":
+        return f"{row['state']}: {row['reason']}"
+    spread = f"{_time(row['p10'])} - {_time(row['p90'])}"
+    speed, ratio = ("" if x is None else f"{x:.{n}f}" for x, n in ((row["gb_per_s"], 1), (row["times_copy"], 2)))
+    host = f"  {_time(row['host']):>10}" if "host" in row else ""
+    return f"{_time(row['median']):>10}  {spread:>23}  {speed:>6}  {ratio:>7}{host}"
+
+
+def _show_stream(row: dict[str, Any], say: Say) -> None:
+    grown = "unknown" if row["growth_bytes"] is None else f"{row['growth_bytes'] / 1e6:+.1f} MB"
+    first, last = row["first_per_token"], row["last_per_token"]
+    say("")
+    say(f"{row['tokens']:,} tokens, {row['dtype']}, in chunks of {row['chunk']:,}, angles included")
+    say(f"  per token: first chunks {_time(first)}, last chunks {_time(last)} ({last / first:.2f}); memory {grown}")
+    if not float(row["error"]) <= row["allowed"]:
+        say(f"  wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}")
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f} us" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

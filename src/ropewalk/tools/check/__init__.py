@@ -1,0 +1,8 @@
+"""Check an implementation of rotary embeddings: call it, measure what it computes, and name its bugs."""
+
+from ropewalk.tools.check.api import assert_right as assert_right
+from ropewalk.tools.check.api import check as check
+from ropewalk.tools.check.report import Finding as Finding
+from ropewalk.tools.check.report import Grade as Grade
+from ropewalk.tools.check.report import Report as Report
+from ropewalk.tools.check.target import says_what_runs as says_what_runs

@@ -1,0 +1,157 @@
+"""The public functions: `check`, which returns a report on a target, and `assert_right`, which fails a test."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ropewalk import Rope, _checks
+from ropewalk.tools.check import construct, diagnose, expected, find_call
+from ropewalk.tools.check import target as targets
+from ropewalk.tools.check.bugs import BUGS
+from ropewalk.tools.check.report import Report
+from ropewalk.tools.check.subject import LAYOUTS, CallError
+
+
+def check(
+    target: Any,
+    *,
+    config: Any = None,
+    rope: Rope | None = None,
+    head_dim: int | None = None,
+    base: float | None = None,
+    pairing: str | None = None,
+    factor: float | None = None,
+    download: bool = False,
+    layout: str | None = None,
+    call: str | None = None,
+    layer: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    ignore: Collection[str] = (),
+    compiled: bool = False,
+) -> Report:
+    """Check what an implementation of rotary embeddings computes, and name its bugs.
+
+    The target is imported and called, so check only code that you would run. Pass `config`, `rope`, `base` or `pairing`
+    to state what it should compute. Without them, only results that no rope explains count as wrong.
+
+    Args:
+        target: a function or a class; or a tuple of two, of which the first computes cos and sin and the second applies
+            them. A string names them: "module:name", "file.py:name", "file.py:make,apply" or "transformers:llama".
+        config: the config that the code should implement, as for `from_config`. Pass `layer` as well if its layers
+            differ.
+        rope: the `Rope` that the code should implement, instead of a config.
+        head_dim: the number of channels of a head, if neither config nor rope is passed. None means 64.
+        base: the expected base. With a config, as for `from_config`. Without one, None accepts the base that a class
+            was constructed with, or any base that fits the measured angles.
+        pairing: the expected pairing, "half" or "interleaved". With a config, as for `from_config`. Without one, None
+            accepts both.
+        factor, download: as for `from_config`, if a config is passed.
+        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd" or "hsd" (all heads of the batch share one
+            axis). None tries all layouts.
+        call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
+            "x,positions". "_" omits a parameter.
+        layer: the index of the layer of `config` whose rope is expected.
+        arguments: maps names of parameters to values, for a class or a function that computes all tables. Values are
+            needed for parameters that `check` cannot choose a value for.
+        ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
+            name is a key of the config, as for `from_config`.
+        compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
+
+    Returns:
+        A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. `str(report)` is the report as text.
+
+    Raises:
+        RopeError: an argument is invalid, the config cannot be read, the target does not exist, or no known way of
+            calling it works.
+    """
+    if layout is not None:
+        _checks.choice("check", "layout", layout, LAYOUTS)
+    codes = {name for name in ignore if name in BUGS or config is None}
+    keys = [name for name in ignore if name not in codes]
+    for code in codes:
+        _checks.choice("check", "ignore", code, BUGS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = targets.load(target)
+            if torch.get_default_device().type != "cpu":
+                got, fix = (
+                    str(torch.get_default_device()),
+                    "Drop torch.set_default_device or torch.device around check.",
+                )
+                raise _checks.error("check", "the default device must be the CPU", got, fix)
+            loaded, expectation, settings = expected.read(
+                loaded,
+                config,
+                rope,
+                arguments or {},
+                {
+                    "pairing": pairing,
+                    "base": base,
+                    "factor": factor,
+                    "ignore": keys or None,
+                    "download": download or None,
+                },
+                head_dim=head_dim,
+                layer=layer,
+            )
+            report = Report(loaded.name, ignored=frozenset(codes))
+            if settings.notes:
+                report.found["note on the config"] = " ".join(settings.notes)
+            with torch.no_grad():
+                _run(loaded, expectation, settings, report, call, layout, compiled)
+    except (_checks.RopeError, OSError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
+        fix = "If TARGET does not cause this, report it as a bug of ropewalk."
+        raise _checks.error_from("check: TARGET cannot be judged", e, fix) from e
+    return report
+
+
+def _run(
+    target: targets.Target,
+    expectation: expected.Expected,
+    settings: construct.Settings,
+    report: Report,
+    call: str | None,
+    layout: str | None,
+    compiled: bool,
+) -> None:
+    """Find the call of a loaded target, and run all steps. The caller may slice out the channels that it rotates."""
+    try:
+        subject = find_call.find(target, settings, call, layout)
+    except _checks.RopeError:
+        if (sliced := expected.for_slice(expectation, settings)) is None:
+            raise
+        expectation, settings = sliced
+        subject = find_call.find(target, settings, call, layout)
+        report.found["head"] = "only the rotated channels, which the caller slices out"
+    try:
+        diagnose.run(subject, expectation, report, compiled=compiled)
+    except CallError as e:
+        fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
+        raise _checks.error_from(f"check: {target.name} accepts one call but fails in another", e, fix) from e
+
+
+def assert_right(target: Any, **options: Any) -> Report:
+    """Run `check` in a test, and fail with the whole report if anything is wrong. Cautions do not fail.
+
+    Args:
+        target: as for `check`.
+        options: any other arguments of `check`, such as `ignore`.
+
+    Returns:
+        The `Report`, if nothing is wrong.
+
+    Raises:
+        AssertionError: the report has a finding that is wrong. The message is the report.
+        RopeError: the target cannot be judged.
+    """
+    report = check(target, **options)
+    if report.verdict == "wrong":
+        raise AssertionError(str(report))
+    return report

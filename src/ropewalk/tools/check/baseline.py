@@ -1,0 +1,82 @@
+"""The measurement of one plain call, which is the multiplier (cos + i·sin) of each pair at each position.
+
+Every other call is compared with the prediction from these multipliers, so a bug in the plain call is reported only
+once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.law import Law
+from ropewalk.tools.check.report import Report
+from ropewalk.tools.check.structure import Structure
+from ropewalk.tools.check.subject import Subject
+
+TOKENS, HEADS = 5, 6
+SMALL = torch.arange(64)  # the positions of the plain call
+
+
+def measure(
+    subject: Subject, structure: Structure, positions: Tensor, dtype: torch.dtype = torch.float32, *, of: str = "q"
+) -> Tensor:
+    """Measure the multiplier of each pair of q or k at positions `[batch, seq]`, complex128 `[batch, seq, pairs]`."""
+    x = structure.unit_input(subject.channels).to(dtype).expand(*positions.shape, 2, subject.channels).contiguous()
+    q_out, k_out = subject(x, x.clone(), positions)
+    return structure.multipliers(q_out if k_out is None or of == "q" else k_out)[:, :, 0]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What is known about the target after the plain call.
+
+    Args:
+        subject: the target.
+        structure: its pairs.
+        multipliers: the measured multiplier of each pair of q at positions 0 to 63, complex128 `[positions, pairs]`.
+        k_multipliers: the measured multiplier of each pair of k. Equal to `multipliers` if the subject takes no k.
+        law: the law of the angles at these positions.
+        expected: what the target should compute.
+        report: receives the findings and grades.
+    """
+
+    subject: Subject
+    structure: Structure
+    multipliers: Tensor
+    k_multipliers: Tensor
+    law: Law
+    expected: Expected
+    report: Report
+
+    def new_subject(self) -> Subject:
+        """Return the target as a new object that has not been called yet, or the same if it is a function."""
+        return self.subject if self.subject.rebuild is None else self.subject.rebuild()
+
+    def measure(self, positions: Tensor, dtype: torch.dtype = torch.float32, subject: Subject | None = None) -> Tensor:
+        """Measure the multipliers at positions `[seq]` of one row, complex128 `[seq, pairs]`."""
+        return measure(subject or self.subject, self.structure, positions[None], dtype)[0]
+
+    def predict(self, x: Tensor, positions: Tensor, *, key: bool = False) -> Tensor:
+        """Predict the output for x at positions `[batch, seq]`, float64 `[batch, seq, heads, channels]`."""
+        return self.structure.predict(x, (self.k_multipliers if key else self.multipliers)[positions])
+
+    def tensor(self, rows: int, tokens: int, heads: int, seed: int) -> Tensor:
+        """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
+        channels = self.subject.channels
+        n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)
+        return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, channels)
+
+    def errors(self, positions: Tensor, k_heads: int = HEADS) -> tuple[Tensor, Tensor]:
+        """Return the absolute error of each element of the rotated q and k at positions `[batch, seq]`.
+
+        If the subject takes no k, the errors of k are zero.
+        """
+        rows, tokens = positions.shape
+        q, k = self.tensor(rows, tokens, HEADS, 1), self.tensor(rows, tokens, k_heads, 2)
+        q_out, k_out = self.subject(q, k, positions)
+        q_off = (q_out - self.predict(q, positions)).abs()
+        return q_off, torch.zeros_like(q_off) if k_out is None else (k_out - self.predict(k, positions, key=True)).abs()

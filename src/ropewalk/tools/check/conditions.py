@@ -1,0 +1,192 @@
+"""Test the calls that models make, such as batches, a single token, fewer key heads than query heads, and views."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.tools.check.baseline import HEADS, TOKENS, Baseline
+from ropewalk.tools.check.subject import CallError
+
+CLOSE = 1e-4  # tolerance of float32 results of size 1
+FIRST = torch.arange(TOKENS)[None]
+_POSITIONS_IGNORED = {"positions-ignored", "offset-ignored"}
+
+
+def judge(baseline: Baseline) -> None:
+    """Run every test that the subject supports, and add findings and grades to the report."""
+    report = baseline.report
+    tests = {
+        "positions passed": _check_offset,
+        "one token": _check_one_token,
+        "batch": _check_batch,
+        "ragged rows": _check_ragged_rows,
+        "fewer key heads": _check_fewer_key_heads,
+        "views": _check_views,
+        "input unchanged": _check_inputs_unchanged,
+        "gradients": _check_gradients,
+    }
+    for name, test in tests.items():
+        before = len(report.findings)
+        try:
+            if test(baseline):
+                wrong = len(report.findings) > before
+                report.grade(name, report.findings[-1].says if wrong else "as expected", not wrong)
+        except CallError as e:
+            report.add(e.code, f"In the test of {name}: {e}.")
+            report.grade(name, f"{e}", None if e.code == "raises" else False)
+
+
+def _differ(*errors: Tensor) -> bool:
+    """Return whether any error is at least CLOSE, or NaN."""
+    return not all(bool((error < CLOSE).all()) for error in errors)
+
+
+# Each test returns False if the subject does not support it.
+
+
+def _check_offset(baseline: Baseline) -> bool:
+    subject, report = baseline.subject, baseline.report
+    positions, scattered = torch.arange(7, 7 + TOKENS)[None], torch.tensor([[9, 3, 60, 3, 0]])
+    if not subject.accepts(positions):
+        return False
+    if _differ(*baseline.errors(positions)):
+        x = baseline.tensor(1, TOKENS, HEADS, 1)
+        for i, out in enumerate(subject(x, x.clone(), positions)):
+            if out is not None and not _differ((out - baseline.predict(x, FIRST, key=bool(i))).abs()):
+                code = "offset-ignored" if subject.positions == "offset" else "positions-ignored"
+                report.add(code, f"Tokens of {'qk'[i]} at positions 7 to 11 are rotated by the angles of 0 to 4.")
+        if not _POSITIONS_IGNORED & {*report.codes}:
+            says = "Tokens at positions 7 to 11 have other angles than in a sequence that starts at 0."
+            report.add("wrong-far-positions", says)
+    elif subject.accepts(scattered) and _differ(*baseline.errors(scattered)):
+        report.add("positions-ignored", "Positions 9, 3, 60, 3, 0 are not each rotated by their own angle.")
+    return True
+
+
+def _check_one_token(baseline: Baseline) -> bool:
+    positions = torch.tensor([[9]])
+    if not baseline.subject.accepts(positions) or _POSITIONS_IGNORED & {*baseline.report.codes}:
+        return False
+    if _differ(*baseline.errors(positions)):
+        baseline.report.add("one-token-wrong", "A single token at position 9 has other angles than within a sequence.")
+    return True
+
+
+def _check_batch(baseline: Baseline) -> bool:
+    report = baseline.report
+    for tokens, first in ((TOKENS, 0), (1, 9)):
+        positions = torch.arange(first, first + tokens).expand(3, tokens)
+        if not baseline.subject.accepts(positions):
+            continue
+        q_off, k_off = baseline.errors(positions)
+        if _differ(q_off[1:], k_off[1:]) and not _differ(q_off[:1], k_off[:1]):
+            report.add("batch-ignored", f"Of 3 rows with {tokens} token(s) each, only the first is right.")
+        elif _differ(q_off, k_off) and not {"one-token-wrong", *_POSITIONS_IGNORED} & {*report.codes}:
+            report.add("batch-ignored", f"The results for 3 rows with {tokens} token(s) each are wrong.")
+    return baseline.subject.layout != "thd"
+
+
+def _check_ragged_rows(baseline: Baseline) -> bool:
+    subject, report = baseline.subject, baseline.report
+    positions = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
+    if not subject.accepts(positions):
+        if subject.positions == "shared":
+            report.grade("ragged rows", "not judged: only positions shared by all rows of the batch can be passed")
+        return False
+    if _differ(*baseline.errors(positions)) and not {"batch-ignored", "positions-ignored"} & {*report.codes}:
+        x = baseline.tensor(3, TOKENS, HEADS, 1)
+        out, _ = subject(x, x.clone(), positions)
+        if not _differ((out - baseline.predict(x, positions[:1].expand(3, -1))).abs()):
+            report.add("first-row-positions", "Rows that begin at 0, 20 and 5 all get the positions of the first row.")
+        else:
+            report.add("rows-mixed-up", "Rows that begin at 0, 20 and 5 are not each rotated by their own positions.")
+    return True
+
+
+def _check_fewer_key_heads(baseline: Baseline) -> bool:
+    for heads in (2, 1) if baseline.subject.has_k else ():
+        says = "the result for k is wrong"
+        try:
+            _, k_off = baseline.errors(FIRST, heads)
+            wrong = _differ(k_off)
+        except CallError as e:
+            if e.code == "raises":
+                raise
+            says, wrong = str(e), True
+        if wrong:
+            baseline.report.add("grouped-heads", f"6 heads of q and {heads} of k: {says}.")
+    return baseline.subject.has_k
+
+
+def _views(baseline: Baseline) -> dict[str, list[Tensor]]:
+    """Return test tensors q and k in the target's layout, for each way in which models lay them out in memory."""
+    views: dict[str, list[Tensor]] = {}
+    for seed in (1, 2):
+        x = baseline.tensor(1, TOKENS, HEADS, seed)
+        for name, view in {
+            "slices of one tensor with q, k and v": torch.cat((x, x, x), dim=-1)[..., : x.shape[-1]],
+            "views of a tensor with tokens before heads": x,
+            "views of a tensor with heads before tokens": x.transpose(1, 2).contiguous().transpose(1, 2),
+        }.items():
+            views.setdefault(name, []).append(baseline.subject.to_native(view))
+    contiguous = [x.contiguous() for x in views["views of a tensor with tokens before heads"]]
+    return {"contiguous tensors": contiguous} | views
+
+
+def _check_views(baseline: Baseline) -> bool:
+    subject = baseline.subject
+    for name, (q, k) in _views(baseline).items():
+        expected = [baseline.predict(subject.from_native(x).clone(), FIRST, key=x is k) for x in (q, k)]
+        for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
+            if out is not None and _differ((subject.from_native(out) - right).abs()):
+                baseline.report.add("strided-input", f"The results for {name} are wrong.")
+    return True
+
+
+def _check_inputs_unchanged(baseline: Baseline) -> bool:
+    for name, (q, k) in _views(baseline).items():
+        before, positions = (q.clone(), k.clone()), FIRST.clone()
+        baseline.subject.call_native(q, k, positions)
+        if not torch.equal(q, before[0]) or not torch.equal(k, before[1]):
+            baseline.report.add("input-changed", f"A call with {name} changes the values of its arguments.")
+        if not torch.equal(positions, FIRST):
+            baseline.report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
+    return True
+
+
+def _check_gradients(baseline: Baseline) -> bool:
+    """Compare the gradients of the first channels of all pairs, and those of the second, with the expected ones.
+
+    Each element of such a gradient is a single term, so an element that is zero is a term without a gradient.
+    """
+    subject, report = baseline.subject, baseline.report
+    q = subject.to_native(baseline.tensor(1, TOKENS, HEADS, 1)).contiguous().requires_grad_()
+    k = q.detach().clone().requires_grad_()
+    weights = [baseline.tensor(1, TOKENS, HEADS, 3) for _ in range(2)]
+    for weight, channels in zip(weights, baseline.structure.outs.T, strict=True):
+        weight[..., channels] = 0
+    with torch.enable_grad():
+        results = subject.call_native(q, k, FIRST.clone())
+        for name, out, x in zip("qk", results, (q, k), strict=True):
+            if out is None:
+                continue
+            if not out.requires_grad:
+                report.add("no-gradient", f"The result for {name} has no gradient with respect to its input.")
+                continue
+            for weight in weights:
+                try:
+                    product = (subject.from_native(out) * weight).sum()
+                    (grad,) = torch.autograd.grad(product, x, retain_graph=True, materialize_grads=True)
+                except RuntimeError as e:
+                    report.add("wrong-gradient", f"The backward pass raises: {_checks.message_of(e)[:150]}")
+                    break
+                multipliers = (baseline.k_multipliers if x is k else baseline.multipliers)[FIRST]
+                grad = subject.from_native(grad)
+                off = (grad - baseline.structure.predict_gradient(weight, multipliers)).abs()
+                if bool((off >= CLOSE).any()) and not bool(grad[off >= CLOSE].any()):
+                    report.add("no-gradient", f"A part of the gradient of {name} is zero.")
+                elif _differ(off):
+                    report.add("wrong-gradient", "The gradient is not the output gradient rotated by minus the angle.")
+    return True

@@ -1,0 +1,266 @@
+"""Run the steps of a check in order: structure, law of angles, conditions, far positions, dtypes, state, compiling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ropewalk import Rope
+from ropewalk._layout import Pairing
+from ropewalk.tools.check import compiled as compile_
+from ropewalk.tools.check import conditions, dtypes, far_positions, law, states
+from ropewalk.tools.check.baseline import SMALL, Baseline, measure
+from ropewalk.tools.check.candidates import GIVEN_BASE, GIVEN_CHANNELS
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find_call import linear_maps
+from ropewalk.tools.check.law import Law
+from ropewalk.tools.check.report import Report
+from ropewalk.tools.check.structure import Structure, infer
+from ropewalk.tools.check.subject import CallError, Subject
+
+
+def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
+    """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
+    report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given_tables else "")
+    report.found["layout"] = subject.layout
+    report.found["positions"] = {
+        "rows": "separate for each row of the batch",
+        "shared": "one row for the whole batch",
+        "offset": "counted from an offset",
+        "none": "counted from 0",
+    }[subject.positions]
+    if _judge_heads(subject, report):
+        return
+    maps = linear_maps(subject, SMALL[None, :16])
+    if maps.dtype not in (torch.float32, torch.float64):
+        says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
+        report.add("wrong-output-dtype", says)
+        return
+    structure = infer(maps)
+    if structure is None:
+        _report_no_pairs(subject, report)
+        return
+    _judge_structure(structure, expected, subject, report)
+    if structure.flaw is not None:
+        report.add(structure.flaw, _FLAWS[structure.flaw])
+        return
+    multipliers = measure(subject, structure, SMALL[None])[0]
+    measured = _judge_law(subject, structure, multipliers, expected, report)
+    k_multipliers = _judge_k(subject, structure, multipliers, report)
+    baseline = Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report)
+    sure = report.codes
+    if not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*report.codes}:
+        conditions.judge(baseline)
+    if not subject.given_tables and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
+        if measured.error(multipliers, SMALL) < law.CLOSE:
+            far_positions.judge(baseline)
+        else:
+            report.grade("far positions", "not judged: no law explains the angles at positions 0 to 63")
+        if measured.code is None or measured.code in report.ignored:
+            far_positions.judge_length(baseline)
+    if not (measured.code or "").startswith("low-precision"):
+        dtypes.judge(baseline)
+    states.judge(baseline, sure)
+    if "earlier-calls-matter" not in report.codes:
+        dtypes.judge_cast(baseline)
+    if compiled:
+        compile_.judge(baseline)
+
+
+_FREQUENCIES = ("wrong-base", "wrong-frequencies")
+_FLAWS = {
+    "not-a-rotation": "The two channels of a pair do not become (a cos − b sin, b cos + a sin) for any one angle.",
+    "mixed-pairings": "The two channels of a pair are multiplied by the cosines of different angles.",
+    "attention-factor": "cos and sin are multiplied by different factors.",
+}
+
+
+def _judge_heads(subject: Subject, report: Report) -> bool:
+    """Pass the same numbers in each of several heads, and return whether their results differ."""
+    x = _equal_heads(subject, 3)
+    right, _ = subject(x, x, SMALL[None, :5])
+    for heads in (3, 1, 5, 6, subject.channels):
+        x = _equal_heads(subject, heads)
+        try:
+            out, _ = subject(x, x, SMALL[None, :5])
+        except CallError:
+            continue  # conditions.judge reports it
+        wrong = ((out - right[:, :, :1]).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
+        if wrong and bool((out - out[:, :1]).abs().max() < 1e-6):
+            says = f"In layout {subject.layout}, the angle depends on the head instead of the token."
+            report.add("heads-taken-for-tokens", says)
+        elif wrong:
+            listed = ", ".join(map(str, wrong[:8]))
+            report.add("heads-differ", f"Of {heads} head(s), numbers {listed} differ. No more was judged.")
+        if wrong:
+            return True
+    return False
+
+
+def _equal_heads(subject: Subject, heads: int) -> Tensor:
+    return torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(1, 5, heads, -1)
+
+
+def _report_no_pairs(subject: Subject, report: Report) -> None:
+    x = _equal_heads(subject, 3)
+    if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :5])[0].abs().max() > 1e-3):
+        report.add("query-and-key-crossed", "If q is all zeros, the first result is not zero.")
+        return
+    out, _ = subject(x, x, SMALL[None, :5])
+    if not bool(out.isfinite().all()):
+        report.add("not-finite", "The result is not finite even at positions 0 to 4.")
+    elif torch.equal(out, x):
+        report.add("not-rotated", "The output equals the input.")
+    else:
+        report.add("not-rotated", "The channels do not change in pairs.")
+
+
+def _judge_structure(structure: Structure, expected: Expected, subject: Subject, report: Report) -> None:
+    report.found["pairing"] = structure.pairing or "neither half nor interleaved"
+    end = structure.rotary_offset + structure.rotary_dim
+    report.found["rotated channels"] = f"{structure.rotary_offset} to {end - 1} of {subject.channels}"
+    report.found["output order"] = {"same": "same as the input"}.get(structure.order, structure.order)
+    if structure.order != "same" and structure.order != expected.output_order:
+        order = "with the second channel first" if structure.order == "swapped" else f"in {structure.order} order"
+        report.add("output-order", f"Pairs are read in {structure.pairing} order and written {order}.")
+    if structure.pairing is None:
+        first, second = structure.ins[0].tolist()
+        says = f"Channels {first} and {second} form the first pair, which is neither half nor interleaved pairing."
+        report.add("wrong-pairing", says)
+    elif expected.pairing is not None and structure.pairing != expected.pairing:
+        says = f"The pairing is {structure.pairing}, but {expected.pairing} is expected."
+        if expected.model_type:
+            model = f"weights of model_type {expected.model_type}"
+            says = f"The pairing is {structure.pairing}, but {model} use {expected.pairing}."
+        report.add("wrong-pairing", says)
+    if structure.lost:
+        report.add("rest-not-passed", f"Channel {structure.lost[0]} and {len(structure.lost) - 1} more are changed.")
+    rope = expected.rope
+    if (
+        rope is not None
+        and not subject.given_tables
+        and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
+    ):
+        if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
+            return
+        expected_range = f"{rope.rotary_offset} to {rope.rotary_offset + rope.rotary_dim - 1}"
+        report.add(
+            "wrong-slice", f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {expected_range}."
+        )
+
+
+def _judge_law(subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, report: Report) -> Law:
+    """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
+    rope = expected.rope
+    if subject.given_tables:
+        rope = Rope(GIVEN_CHANNELS, GIVEN_BASE, "half")
+    elif rope is None:
+        rope = _fitting_rope(subject, structure, multipliers, expected)
+    measured = law.identify(multipliers, SMALL, rope, subject.channels)
+    if measured.code in _FREQUENCIES and expected.unresolved is not None:
+        factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
+        for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
+            long_law = law.identify(multipliers, SMALL, expected.unresolved.at_length(n), subject.channels)
+            if long_law.code is None and not subject.given_tables:
+                says = f"A short sequence gets the frequencies of one with {n:,} tokens."
+                measured = replace(long_law, code="length-ignored", says=says)
+                break
+    stated = subject.given_tables or expected.rope is not None or expected.base is not None
+    if not stated and measured.code in _FREQUENCIES:
+        fastest = float(measured.inv_freq.abs().max())
+        if fastest > 1.001:
+            says = f"A pair rotates by {fastest:.4g} radians per token. No scheme for text exceeds 1."
+            measured = replace(measured, code="wrong-frequencies", says=says)
+        elif measured.error(multipliers, SMALL) < law.CLOSE:
+            measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
+    report.found["direction"] = "backwards" if measured.kind == "backwards" else "forwards"
+    report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"
+    if measured.code is not None and not (measured.code == "wrong-frequencies" and "wrong-slice" in report.codes):
+        report.add(measured.code, measured.says)
+    describe = "not judged: check passes the tables" if subject.given_tables else None
+    report.found["frequencies"] = describe or _describe_frequencies(measured, structure, rope)
+    expected_factor = 1.0 if rope is None else rope.attention_factor
+    if stated and abs(measured.factor / expected_factor - 1) > 2e-3 and measured.code != "not-finite":
+        explanations = {"applied twice": expected_factor**2, "missing": 1.0, "inverted": 1 / expected_factor}
+        fitting = [says for says, factor in explanations.items() if abs(measured.factor / factor - 1) < 1e-3]
+        explanation = f": the attention factor is {fitting[0]}" if fitting else ""
+        says = f"cos and sin are multiplied by {measured.factor:.5g} instead of {expected_factor:.5g}{explanation}."
+        report.add("attention-factor", says)
+    return measured
+
+
+def _fitting_rope(subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected) -> Rope | None:
+    """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
+
+    Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
+    """
+    base = expected.base or (subject.arguments.base if subject.arguments is not None else None)
+    if base is None:
+        fitted = law.fit_base(law.measure_frequencies(multipliers, SMALL), structure.rotary_dim)
+        plain = fitted is not None and abs(fitted[1] - 1) < 1e-4
+        base = fitted[0] if plain and fitted is not None else _rounded_base(structure, multipliers)
+    pairing = cast(Pairing | None, structure.pairing)
+    if pairing is None or base is None or base <= 1:
+        return None
+    dim, offset = structure.rotary_dim, structure.rotary_offset
+    return Rope(subject.channels, base, pairing, rotary_dim=dim, rotary_offset=offset)
+
+
+def _rounded_base(structure: Structure, multipliers: Tensor) -> float | None:
+    """Return a round base with which rounding to 16 bits explains the multipliers, or None if there is none."""
+    fitted = law.fit_base(law.measure_frequencies(multipliers, SMALL), structure.rotary_dim, tolerance=0.1)
+    for base in () if fitted is None else (float(f"{fitted[0]:.{digits}g}") for digits in (1, 2, 3)):
+        if base > 1:
+            rope = Rope(structure.rotary_dim, base, "half")
+            if (law.identify(multipliers, SMALL, rope, structure.rotary_dim).code or "").startswith("low-precision"):
+                return base
+    return None
+
+
+def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None) -> str:
+    """Describe the measured frequencies in words, for the report."""
+    fitted = law.fit_base(measured.inv_freq, structure.rotary_dim)
+    if fitted is not None:
+        divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
+        return f"base {fitted[0]:.10g}{divided}"
+    if rope is not None and rope.scaling is not None and measured.code is None:
+        return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
+    scaled = law.fit_scaled_base(measured.inv_freq, structure.rotary_dim)
+    if scaled is None:
+        return "not a geometric progression"
+    return f"base {scaled[0]:.10g}, slow pairs divided by {scaled[1]:g}, as in Llama 3 and YaRN"
+
+
+def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report: Report) -> Tensor:
+    """Compare k with q, and return the multipliers of k.
+
+    Return those of q if the subject takes no k, or if k has a bug that prevents the measurement.
+    """
+    if not subject.has_k:
+        return multipliers
+    k_structure = infer(linear_maps(subject, SMALL[None, :16], of="k"))
+    x = _equal_heads(subject, 3)
+    _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :5])
+    if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
+        report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
+    elif k_structure is None:
+        report.add("key-not-rotated", "k is returned unchanged.")
+    elif k_structure.flaw is not None or not (
+        torch.equal(k_structure.ins, structure.ins) and torch.equal(k_structure.outs, structure.outs)
+    ):
+        report.add("key-unlike-query", "The pairs of k differ from those of q.")
+    else:
+        k_multipliers = measure(subject, structure, SMALL[None], of="k")[0]
+        sizes = float(k_multipliers.abs().median() / multipliers.abs().median())
+        if law.largest_error(k_multipliers / sizes, multipliers, 1.0) > 1e-4:
+            is_opposite = law.largest_error(k_multipliers.conj() / sizes, multipliers, 1.0) < 1e-4
+            direction = "in the opposite direction" if is_opposite else "by other angles"
+            report.add("key-unlike-query", f"k is rotated {direction}.")
+        elif abs(sizes - 1) > 1e-3:
+            report.drop("attention-factor")
+            report.add("attention-factor", f"The factor of k is {sizes:.5g} times that of q.")
+        return k_multipliers
+    return multipliers

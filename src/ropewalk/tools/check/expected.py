@@ -1,0 +1,140 @@
+"""Determine what the target should compute, from a config, a rope, or the user's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ropewalk import Rope, _checks, from_config
+from ropewalk.tools.check.construct import Settings
+from ropewalk.tools.check.target import Target
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the target should compute. If all fields are None, only results that no rope explains count as wrong.
+
+    Args:
+        rope: the expected rope, for one fixed length. None if the user's options do not determine a whole rope.
+        pairing, base: the expected pairing and base.
+        output_order: "half" if the model reads interleaved pairs and writes them in halves.
+        model_type: the model_type of the config, for the report.
+        length: the number of tokens up to which `rope` holds, if its scheme depends on the length. Otherwise None.
+        unresolved: the rope whose scheme depends on the length, of which `rope` is that of short sequences. Or None.
+    """
+
+    rope: Rope | None = None
+    pairing: str | None = None
+    base: float | None = None
+    output_order: str | None = None
+    model_type: str | None = None
+    length: int | None = None
+    unresolved: Rope | None = None
+
+
+def read(
+    target: Target,
+    config: Any,
+    rope: Rope | None,
+    arguments: Mapping[str, Any],
+    reading: Mapping[str, Any],
+    *,
+    head_dim: int | None,
+    layer: int | None,
+) -> tuple[Target, Expected, Settings]:
+    """Return the target, what to expect from it, and the settings with which a class is constructed.
+
+    The arguments are those of `check`. `reading` contains those that `from_config` has too. If config and rope are
+    None, the default config of the target is used. If that describes no rope, only the function of the target, which
+    takes tables, is judged.
+
+    Raises:
+        RopeError: the config cannot be read, its layers differ and no layer is chosen, the chosen layer does not
+            rotate, or the arguments are invalid or state what is expected in two ways.
+    """
+    is_given = config is not None
+    config = target.config if config is None and rope is None else config
+    reading = {name: value for name, value in reading.items() if value is not None}
+    options = {"config": config, "rope": rope, "head_dim": head_dim, "layer": layer, **reading}
+    stated = [name for name, value in options.items() if value is not None]
+    allowed = {"head_dim", "base", "pairing"} if config is None else {"config", "layer", *reading}
+    if not {*stated} <= (allowed if rope is None else {"rope"}):
+        must = "the expected rope must be stated by rope alone, by config, or by base, pairing and head_dim"
+        raise _checks.error(
+            "check", must, " and ".join(stated), "Drop the others. layer and factor belong to a config."
+        )
+    base, pairing = reading.get("base"), reading.get("pairing")
+    if config is None and rope is None:
+        if pairing is not None:
+            _checks.check_pairing("check", pairing)
+        dim = 64 if head_dim is None else _checks.integer("check", "head_dim", head_dim, at_least=2)
+        if dim % 2:
+            fix = f"Pass {dim + 1}, or the config of the model."
+            raise _checks.error("check", "head_dim must be even", str(dim), fix)
+        return target, Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
+    if rope is not None:
+        settings = Settings(rope.head_dim, rope.rotary_dim, rope.base, arguments=arguments)
+        expected = _of_rope(rope, 2048)
+        return target, expected, replace(settings, length=expected.length)
+    try:
+        ropes = from_config(config, text_only=True, **reading)
+    except _checks.RopeError as e:
+        if is_given:
+            raise
+        function = f"{target.objects[-1].__module__}:{target.objects[-1].__qualname__}"
+        fix = f"Pass the config of a model: {_checks.argument('config')}. Or check the function alone: {function}."
+        raise _checks.error_from(f"check: the default config of {target.name} cannot be used", e, fix) from e
+    if not is_given and layer is None and not any(ropes.layers):
+        note = "By default this model does not rotate. Only its function is judged. Pass a config for more."
+        return replace(target, objects=target.objects[-1:]), Expected(), Settings(notes=(note,))
+    layer, layer_rope = _choose_layer(ropes.layers, layer)
+    expected = _of_rope(layer_rope, ropes.trained_length or 2048)
+    max_positions = ropes.max_position_embeddings
+    settings = Settings(
+        layer_rope.head_dim,
+        layer_rope.rotary_dim,
+        layer_rope.base,
+        None if max_positions is None else min(max_positions, 131_072),
+        config if hasattr(config, "to_dict") else ropes.config,
+        arguments,
+        layer=layer,
+        notes=ropes.warnings,
+    )
+    return target, replace(expected, output_order=ropes.output_order, model_type=ropes.model_type), settings
+
+
+def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:
+    """Return the layer to compare with and its rope: the one that the user chose, or any if all rotate alike."""
+    if layer is not None and not 0 <= layer < len(layers):
+        fix = "Pass the index of a layer of the model."
+        raise _checks.error("check", f"layer must be from 0 to {len(layers) - 1}", str(layer), fix)
+    first_of = {rope: i for i, rope in reversed([*enumerate(layers)]) if rope is not None}
+    if layer is None and len(first_of) > 1:
+        listed = ", ".join(f"{i} (base {rope.base:.10g})" for rope, i in sorted(first_of.items(), key=lambda kv: kv[1]))
+        must = f"{_checks.argument('layer')} must be passed, because layers rotate in {len(first_of)} ways"
+        raise _checks.error("check", must, "none", f"Pass one layer of each kind, each in its own check: {listed}.")
+    chosen = layer if layer is not None else min(first_of.values(), default=0)
+    if (rope := layers[chosen]) is None:
+        got = f"layer {chosen}, which does not"
+        raise _checks.error("check", "the layer must rotate", got, "Pass a layer that rotates, or another config.")
+    return chosen, rope
+
+
+def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Settings] | None:
+    """Return `expected` and `settings` for a function that is passed only the rotated channels of each head.
+
+    Return None if all channels are rotated.
+    """
+    rope = expected.rope
+    if rope is None or rope.rotary_dim == rope.head_dim:
+        return None
+    slice_rope = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
+    return replace(expected, rope=slice_rope), replace(settings, channels=rope.rotary_dim)
+
+
+def _of_rope(rope: Rope, trained: int) -> Expected:
+    """Return what to expect from code that implements a rope, which may depend on the length."""
+    if rope.is_static:
+        return Expected(rope, rope.pairing, rope.base)
+    return Expected(rope.at_length(1), rope.pairing, rope.base, length=trained, unresolved=rope)

@@ -1,0 +1,164 @@
+"""Check the angles at large positions, up to 1,048,575, and in long sequences, and name the bug if they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.check.baseline import Baseline
+from ropewalk.tools.check.law import find_rounding, float32_error, largest_error, moving
+from ropewalk.tools.check.subject import CallError, Subject
+
+REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
+FARTHEST = 1_048_575
+LONGEST_CALL = 8_192  # tokens of one call, if positions cannot be passed
+
+
+def judge(baseline: Baseline) -> None:
+    """Compare the angles at large positions with the law, and name the bug at the first position that differs."""
+    law, report = baseline.law, baseline.report
+    errors: dict[int, float] = {}
+    table_end: str | None = None
+    for positions in _probes(baseline):
+        try:
+            z = baseline.measure(positions)
+        except CallError as e:
+            table_end = table_end or f"fails at position {int(positions[-1])}: {e}"
+            if e.code != "raises":
+                report.add(e.code, f"At positions up to {int(positions[-1]):,}: {e}.")
+            continue
+        errors_here = (z - law.at(positions)).abs().amax(-1) / law.factor
+        wrong = ~(errors_here <= float32_error(positions))
+        if bool(wrong.any()):
+            first = int(wrong.nonzero()[0, 0])
+            # Judge the next token if it is also wrong. If a table wraps around, the first wrong token has the angles of
+            # position 0, which are also those of an unrotated token.
+            token = first + int(first + 1 < len(wrong) and bool(wrong[first + 1]))
+            code, says = name_bug(baseline, z, positions, token, right=int(positions[first]) - 1)
+            if int(wrong.sum()) == 1 and not bool(wrong[-1]):
+                code, says = "wrong-far-positions", f"{says} The next position is right."
+            report.add(code, says)
+            report.grade("far positions", f"wrong at {int(positions[first]):,}; later positions were not tried", False)
+            return
+        errors |= {int(p): float(e) for p, e in zip(positions, errors_here, strict=True)}
+    for p in REPORTED:
+        if p in errors:
+            exact = 2.0**-24 * max(1.0, 2 * law.factor)
+            limit = f"float32 angles lose up to {float32_error(p):.1e}"
+            like = "exact to float32" if errors[p] < 4 * exact else limit
+            report.grade(f"error at {p:,}", f"{errors[p]:.1e} of cos and sin; {like}", True, errors[p])
+    if table_end:
+        report.grade("end of the table", table_end)
+
+
+def judge_length(baseline: Baseline) -> None:
+    """If the scheme depends on the length, check every token of a sequence twice as long as in training.
+
+    All of its tokens must have the frequencies and the attention factor of its length.
+    """
+    report, unresolved, length = baseline.report, baseline.expected.unresolved, baseline.expected.length
+    if unresolved is None or length is None:
+        return
+    n = 2 * length
+    rope, name = unresolved.at_length(n), f"{n:,} tokens"
+    positions = torch.tensor([*range(8), *range(n // 2 - 4, n // 2 + 4), *range(n - 4, n)])
+    if not baseline.subject.accepts(positions[None]):
+        positions = torch.arange(n)
+    if len(positions) > LONGEST_CALL:
+        report.grade(name, f"not judged: positions cannot be passed, and {n:,} tokens are too many for one call")
+        return
+    try:
+        z = baseline.measure(positions)
+    except CallError as e:
+        report.grade(name, f"{e}")
+        if e.code != "raises":
+            report.add(e.code, f"With {n:,} tokens: {e}.")
+        return
+    sizes, short_law = z.abs(), replace(baseline.law, factor=1.0)
+    right, short = (
+        (z / sizes - law.at(positions)).abs().amax(-1) <= float32_error(positions)
+        for law in (replace(short_law, inv_freq=moving(rope.inv_freq)), short_law)
+    )
+    if not bool(right.all()):
+        says = "has neither its own frequencies nor those of a short one."
+        if bool(short.all()):
+            says = "has the frequencies of a short one."
+        elif bool((right | short).all()):
+            says = "has the frequencies of a short one at some of its positions, and its own at the others."
+        report.add("length-ignored", f"A sequence of {n:,} tokens {says}")
+        report.grade(name, "the wrong frequencies for that length", False)
+        return
+    is_right = bool(((sizes / rope.attention_factor - 1).abs() < 2e-3).all())
+    if not is_right:
+        measured = f"{float(sizes.median()):.5g} instead of {rope.attention_factor:.5g}"
+        report.add("attention-factor", f"In a sequence of {n:,} tokens, cos and sin are multiplied by {measured}.")
+    report.grade(name, "as expected" if is_right else "multiplied by the wrong attention factor", is_right)
+
+
+def _probes(baseline: Baseline) -> Iterator[Tensor]:
+    """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
+    subject, length = baseline.subject, baseline.expected.length
+    last = FARTHEST if length is None else length - 1
+    if subject.positions == "none":
+        for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
+            try:
+                x = torch.zeros(1, tokens, 1, subject.channels)
+                subject(x, x, torch.arange(tokens)[None])
+            except CallError:
+                continue
+            yield torch.arange(min(tokens, last + 1))
+            return
+        return
+    table_length = _table_length(subject)
+    ends = sorted({*(2**n for n in range(6, 21)), 300, 5_000, *table_length, *(n + 3 for n in table_length)})
+    for end in ends:
+        if end - 1 <= last:
+            yield torch.arange(end - 4, end)
+            if end + 4 <= last + 1 and end <= 8_192:
+                yield torch.arange(end, end + 4)
+
+
+def _table_length(subject: Subject) -> list[int]:
+    """Return the length of the table that the constructor was passed, or nothing."""
+    return [subject.arguments.length] if subject.arguments is not None and subject.arguments.length else []
+
+
+def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:
+    """Name the bug that explains the multipliers of one wrong token.
+
+    Args:
+        baseline: the measurement of the target.
+        z: the multipliers that were measured in another call, complex128 `[tokens, pairs]`.
+        positions: the positions in that call, `[tokens]`.
+        token: the index of the wrong token.
+        right: the largest position at which the angles are known to be right.
+
+    Returns:
+        The code of the bug, and a description in one sentence.
+    """
+    law, p = baseline.law, int(positions[token])
+    if not bool(z[token].abs().isfinite().all()):
+        return "not-finite", f"At position {p:,} the result is not finite."
+    if (rounding := find_rounding(z, positions, law)) is not None:
+        return rounding
+    z = z[token]
+    if float(z.abs().max()) < 1e-6:
+        return "zeros-past-table", f"At position {p:,} the rotated channels are zero."
+    if largest_error(z, torch.ones_like(z), 1.0) < 1e-3:
+        return "unrotated-past-table", f"The token at position {p:,} is not rotated."
+
+    def off(position: int) -> float:
+        return law.error(z, torch.tensor(position))
+
+    for n in sorted({p, *range(p - 3, p), *(2**n for n in range(5, 21)), *_table_length(baseline.subject)}):
+        if right < n <= p:
+            if off(n - 1) < float32_error(n):
+                return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
+            if p % n < p and off(p % n) < float32_error(n):
+                code = "table-wraps" if baseline.subject.positions in ("rows", "shared") else "positions-restart"
+                return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
+    says = f"At position {p:,}, cos and sin are off by {off(p):.2g}."
+    return "wrong-far-positions", f"{says} Float32 explains at most {float32_error(p):.1e}."

@@ -1,0 +1,129 @@
+"""The report of a check: findings and grades, printed as text and exported as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ropewalk.tools.check.bugs import BUGS, ORDER
+
+Verdict = Literal["right", "wrong"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A bug, or a caution, that `check` has found.
+
+    Args:
+        code: the code of the bug, a key of `bugs.BUGS`.
+        says: what was seen, in one sentence.
+    """
+
+    code: str
+    says: str
+
+    @property
+    def severity(self) -> str:
+        """The severity of the bug: "wrong" or "caution"."""
+        return BUGS[self.code].severity
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The result of one test.
+
+    Args:
+        name: what was tested.
+        says: the result, in words.
+        right: whether the result is right. None if it is neither right nor wrong, but worth knowing.
+        number: the largest error of cos and sin, if it was measured.
+    """
+
+    name: str
+    says: str
+    right: bool | None = None
+    number: float | None = None
+
+
+@dataclass
+class Report:
+    """The result of `check`. `str(report)` is the report as text.
+
+    Args:
+        target: the name of the target.
+        found: what the target computes: pairing, frequencies, layout and so on.
+        findings: bugs before cautions, and causes before their effects.
+        grades: the tests that were run, and their results.
+        ignored: the codes that the user accepts. Their findings are reported, and do not count.
+    """
+
+    target: str
+    found: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    grades: list[Grade] = field(default_factory=list)
+    ignored: frozenset[str] = frozenset()
+
+    @property
+    def verdict(self) -> Verdict:
+        """ "wrong" if the severity of any finding that counts is "wrong", else "right". Cautions do not count."""
+        return "wrong" if any(finding.severity == "wrong" for finding in self.counted) else "right"
+
+    @property
+    def counted(self) -> list[Finding]:
+        """The findings whose codes are not ignored."""
+        return [finding for finding in self.findings if finding.code not in self.ignored]
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of all findings."""
+        return [finding.code for finding in self.findings]
+
+    def add(self, code: str, says: str) -> None:
+        """Add a finding, unless the report already has one with this code."""
+        if code not in self.codes:
+            self.findings.append(Finding(code, says))
+            self.findings.sort(key=lambda f: (f.severity != "wrong", ORDER[f.code]))
+
+    def drop(self, *codes: str) -> None:
+        """Remove the findings with these codes, because another finding explains them."""
+        self.findings = [finding for finding in self.findings if finding.code not in codes]
+
+    def grade(self, name: str, says: str, right: bool | None = None, number: float | None = None) -> None:
+        """Add the result of one test."""
+        self.grades.append(Grade(name, says, right, number))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for JSON."""
+        return {
+            "target": self.target,
+            "verdict": self.verdict,
+            "found": self.found,
+            "findings": [
+                {
+                    "code": f.code,
+                    "severity": f.severity,
+                    "ignored": f.code in self.ignored,
+                    "title": BUGS[f.code].title,
+                    "says": f.says,
+                    "fix": BUGS[f.code].fix,
+                }
+                for f in self.findings
+            ],
+            "grades": [asdict(grade) for grade in self.grades],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {self.verdict}"]
+        for finding in self.findings:
+            bug = BUGS[finding.code]
+            lines += [
+                "",
+                f"{'IGNORED' if finding.code in self.ignored else bug.severity.upper()}  {finding.code}: {bug.title}",
+                f"    {finding.says}",
+                f"    How to fix it: {bug.fix}",
+            ]
+        width = max((len(name) for name in [*self.found, *(g.name for g in self.grades)]), default=0)
+        lines += ["", "What it computes", *(f"  {name:<{width}}  {value}" for name, value in self.found.items())]
+        marks = {True: "ok", False: "WRONG", None: "-"}
+        lines += ["", "What was tried", *(f"  {g.name:<{width}}  {marks[g.right]:<5}  {g.says}" for g in self.grades)]
+        return "\n".join(lines)

@@ -1,0 +1,150 @@
+"""Find state that makes results wrong.
+
+Such state is a base that objects share, an effect of earlier calls, or angles that are lost on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.check.baseline import Baseline, measure
+from ropewalk.tools.check.far_positions import LONGEST_CALL
+from ropewalk.tools.check.law import CLOSE, Law, largest_error, moving
+from ropewalk.tools.check.report import Grade
+from ropewalk.tools.check.subject import CallError, Subject
+
+FAR = 5_000
+_ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored", "length-ignored"}
+
+
+def judge(baseline: Baseline, sure: Collection[str]) -> None:
+    """Compare the angles of new, used and loaded objects.
+
+    Args:
+        baseline: the first measurement.
+        sure: the codes of findings from the first calls, which no earlier call can have caused.
+    """
+    far = max(FAR, 2 * (baseline.expected.length or 0))  # beyond the length up to which the expected rope holds
+    _judge_earlier_calls(baseline, far, sure)
+    _judge_rows(baseline, far)
+    _judge_base(baseline)
+    _judge_meta(baseline)
+
+
+def _angles_match(baseline: Baseline, subject: Subject, first: int = 0, tokens: int = 16) -> bool:
+    """Return whether tokens from position `first` on have the angles of the baseline."""
+    z = baseline.measure(torch.arange(first, first + tokens), subject=subject)
+    return largest_error(z, baseline.multipliers[first : first + tokens], 1.0) < CLOSE
+
+
+def _judge_base(baseline: Baseline) -> None:
+    arguments, report = baseline.subject.arguments, baseline.report
+    if baseline.subject.rebuild is None or arguments is None or arguments.base is None:
+        return
+    try:
+        ignored = _angles_match(baseline, baseline.subject.rebuild(arguments.base * 37))
+    except CallError as e:
+        report.grade("another base", f"{e}")
+        return
+    if ignored:
+        says = f"An object of base {arguments.base * 37:g} has the angles of base {arguments.base:g}."
+        report.add("base-ignored", says)
+    report.grade("another base", "has no effect" if ignored else "as expected", not ignored)
+
+
+def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) -> None:
+    subject, report, length = baseline.subject, baseline.report, baseline.expected.length or 0
+    positions = torch.arange(far, far + 16)
+    if not subject.accepts(positions[None]):
+        positions = torch.arange(min(far, LONGEST_CALL) if length else 600)
+    if len(positions) > 16 and length > len(positions):
+        report.grade("earlier calls", f"not judged: no call with more than {length:,} tokens can be made")
+        return
+    with contextlib.suppress(CallError):  # the end of a table, which `far_positions` reports
+        baseline.measure(positions)
+    says = "The same call returns another result after a different call."
+    right, offset = _angles_match(baseline, subject), torch.arange(7, 23)[None]
+    if right and subject.rebuild is not None and subject.accepts(offset):
+        right = _angles_match(baseline, subject, 7) or not _angles_match(baseline, subject.rebuild(), 7)
+    if right and not _angles_match_after_16_bits(baseline):
+        right, says = False, "After a call with bfloat16 tensors, the angles for float32 tensors are rounded."
+    if not right:
+        report.drop(*(code for code in report.codes if code not in sure))
+        report.grades = [
+            Grade(grade.name, "not judged: the result depends on earlier calls") for grade in report.grades
+        ]
+        report.add("earlier-calls-matter", says)
+    report.grade("earlier calls", "no effect, as expected" if right else "they change the result", right)
+
+
+def _angles_match_after_16_bits(baseline: Baseline) -> bool:
+    """Return whether float32 tensors get the angles of the baseline after the first call was in bfloat16."""
+    subject = baseline.new_subject()
+    try:  # 19 tokens, for which no earlier call has cached anything
+        baseline.measure(torch.arange(19), torch.bfloat16, subject)
+    except CallError:
+        return True
+    return _angles_match(baseline, subject, tokens=19)
+
+
+def _judge_rows(baseline: Baseline, far: int) -> None:
+    """Check that a row of the batch at far positions does not change another row.
+
+    If the scheme depends on the length, the longest row may determine the frequencies of all rows, as in transformers.
+    """
+    report, subject, unresolved = baseline.report, baseline.new_subject(), baseline.expected.unresolved
+    positions = torch.stack((torch.arange(16), torch.arange(far, far + 16)))
+    if not subject.accepts(positions) or "earlier-calls-matter" in report.codes:
+        return
+    try:
+        z: Tensor = measure(subject, baseline.structure, positions)[0]
+    except CallError:
+        return
+    if largest_error(z, baseline.multipliers[:16], 1.0) <= CLOSE:
+        report.grade("other rows", "no effect, as expected", True)
+        return
+    if _ROW_BUGS & {*report.codes}:
+        return
+    if (
+        unresolved is not None
+        and Law(moving(unresolved.at_length(far + 16).inv_freq)).error(z / z.abs(), positions[0]) < CLOSE
+    ):
+        report.grade("other rows", "the longest row of the batch determines the frequencies of all, as in transformers")
+        return
+    says = f"Positions 0 to 15 get other angles if another row of the batch is at {far:,}."
+    report.add("rows-disturb-each-other", says)
+    report.grade("other rows", "they change the result", False)
+    report.drop("wrong-far-positions")
+
+
+def _judge_meta(baseline: Baseline) -> None:
+    """Load the module as large models are loaded: create it on the meta device, allocate memory, load the weights."""
+    used, report = baseline.subject.module, baseline.report
+    if baseline.subject.rebuild is None or used is None:
+        return
+    try:
+        with torch.device("meta"):
+            subject = baseline.subject.rebuild()
+        module = subject.module
+        if module is None:
+            return
+        module.to_empty(device="cpu")
+        saved = used.state_dict()
+        for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+            if name not in saved and tensor.is_floating_point():
+                tensor.data.fill_(torch.nan)  # uninitialized memory may hold anything
+        module.load_state_dict(saved, strict=False)
+    except Exception as e:  # a constructor may raise anything on the meta device
+        report.grade("meta device", f"cannot be created there: {type(e).__name__}")
+        return
+    try:
+        right = _angles_match(baseline, subject)
+    except CallError:
+        right = False
+    if not right:
+        report.add("lost-on-meta", "The angles are neither stored in the checkpoint nor computed again.")
+    report.grade("meta device", "as expected" if right else "the angles are lost", right or None)

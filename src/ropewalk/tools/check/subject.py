@@ -1,0 +1,156 @@
+"""`Subject`: call any target with q and k `[batch, seq, heads, head_dim]` and one position for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.tools.check.construct import Arguments
+
+LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
+"""The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
+
+Positions = Literal["rows", "shared", "offset", "none"]
+"""Which positions a target accepts.
+
+"rows" is a separate list for each row of the batch, and "shared" one list for the whole batch. With "offset", the
+target accepts the position of the first token and counts from there. With "none", it counts from 0.
+"""
+
+Prepare = Callable[[Tensor, Tensor | None, Tensor], tuple[Callable[..., Any], dict[str, Any]]]
+"""A function of q, k (or None) and positions `[batch, seq]`, with q and k in the target's layout.
+
+It returns the function to call, and the arguments by name.
+"""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The target as one function of q, k and positions.
+
+    Args:
+        signature: the call as text, for the report.
+        layout: the layout of the tensors that the target accepts.
+        has_k: whether the target rotates q and k together. Otherwise it rotates one tensor.
+        positions: which positions the target accepts.
+        given_tables: whether `check` passes cos and sin to the target. The target then computes no angles.
+        prepare: returns the function to call and its arguments.
+        rebuild: constructs a new subject that has not been called yet. A base can be passed. None if the target is a
+            function, which needs no construction.
+        module: the torch.nn.Module that stores the angles, or None.
+        tables: the format of cos and sin that the target accepts or computes, or None.
+        channels: the number of channels of a head.
+        arguments: the arguments of the target's constructor, or None.
+    """
+
+    signature: str
+    layout: str
+    has_k: bool
+    positions: Positions
+    given_tables: bool
+    prepare: Prepare
+    rebuild: Callable[..., Subject] | None = None
+    module: torch.nn.Module | None = None
+    tables: str | None = None
+    channels: int = 64
+    arguments: Arguments | None = field(default=None, repr=False)
+
+    def to_native(self, x: Tensor) -> Tensor:
+        """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
+        if self.layout == "thd":
+            return x[0]
+        axes = self._axes
+        native = x.permute(["bshd".index(axis) for axis in axes])
+        return native.flatten(0, 1) if self.layout == "hsd" else native
+
+    def from_native(self, x: Tensor, rows: int = 1) -> Tensor:
+        """Return a view `[batch, seq, heads, head_dim]` of x, which has the target's layout."""
+        if self.layout == "thd":
+            return x[None]
+        axes = self._axes
+        split = x.reshape(rows, -1, *x.shape[1:]) if self.layout == "hsd" else x
+        return split.permute([axes.index(axis) for axis in "bshd"])
+
+    @property
+    def _axes(self) -> str:
+        return "bhsd" if self.layout == "hsd" else self.layout
+
+    def call_native(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Call the target with these tensors, in its own layout, and not with copies.
+
+        Raises:
+            CallError: the target raises, or does not return tensors of the shapes of q and k.
+        """
+        inputs = [x for x in (q, k if self.has_k else None) if x is not None]
+        try:
+            function, arguments = self.prepare(q, k if self.has_k else None, positions)
+            returned = function(**arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # the target may raise anything
+            raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
+        results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        try:
+            results = [_plain(x) for x in results[: len(inputs)]]
+        except Exception as e:  # the methods of what is returned may raise anything
+            raise CallError("wrong-shape", f"it returns {_checks.message_of(e)[:200]}") from e
+        if len(results) < len(inputs):
+            raise CallError("wrong-shape", "it returns one tensor for q and k")
+        for name, x, out in zip("qk", inputs, results, strict=False):
+            if x.shape != out.shape:
+                says = f"{name} of shape {tuple(x.shape)} is returned with shape {tuple(out.shape)}"
+                raise CallError("wrong-shape", says)
+        return results[0], results[1] if self.has_k else None
+
+    def __call__(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`.
+
+        Raises:
+            CallError: as for `call_native`.
+        """
+        inputs = [self.to_native(x).clone(memory_format=torch.contiguous_format) for x in (q, q if k is None else k)]
+        q_out, k_out = self.call_native(inputs[0], inputs[1], positions.clone())
+        rows = len(positions)
+        return self.from_native(q_out.detach(), rows), None if k_out is None else self.from_native(k_out.detach(), rows)
+
+    def accepts(self, positions: Tensor) -> bool:
+        """Whether the target accepts these positions `[batch, seq]`."""
+        consecutive = bool((positions == positions[:, :1] + torch.arange(positions.shape[1])).all())
+        rows_are_equal = bool((positions == positions[:1]).all())
+        if self.layout == "thd" and positions.shape[0] != 1:
+            return False
+        if self.positions == "rows":
+            return True
+        if self.positions == "shared":
+            return rows_are_equal
+        return rows_are_equal and consecutive and (self.positions == "offset" or not bool(positions[0, 0]))
+
+
+class CallError(Exception):
+    """A call of the target fails.
+
+    Args:
+        code: the code of the bug that this is, if another call of the same kind succeeds: "raises" or "wrong-shape".
+        says: what happened.
+    """
+
+    def __init__(self, code: str, says: str) -> None:
+        super().__init__(says)
+        self.code = code
+
+
+def _plain(x: Any) -> Tensor:
+    """Return a result as a plain tensor. Raise TypeError unless it is a dense tensor of real numbers on the CPU."""
+    if not isinstance(x, Tensor):
+        raise TypeError(_checks.shown(x))
+    with torch._C.DisableTorchFunctionSubclass():
+        if x.device.type != "cpu" or x.layout != torch.strided or x.dtype not in DTYPES:
+            raise TypeError(f"a tensor of {x.dtype}, {x.layout} on device {x.device}")
+        return x.as_subclass(Tensor)

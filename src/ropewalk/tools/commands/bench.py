@@ -1,0 +1,166 @@
+"""`ropewalk bench`: time the rotation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+from click.core import ParameterSource
+
+from ropewalk import _checks
+from ropewalk.tools.commands._types import Length
+
+
+@click.command(
+    short_help="Time the rotation on this machine.",
+    epilog="""\b
+Examples:
+  ropewalk bench --quick
+  ropewalk bench --tokens 4096 --dtype bfloat16 --json results.json
+  ropewalk bench --device cuda --json gpu.json
+  ropewalk bench --decode
+""",
+)
+@click.option(
+    "--tokens",
+    type=Length(1, 2**20),
+    multiple=True,
+    help="Number of tokens; 4k is 4,096. May be repeated. [default: 1, 128, 1024, 4096]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    multiple=True,
+    help="The dtype of q and k. May be repeated. [default: both]",
+)
+@click.option(
+    "--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True, help="The layout of q and k."
+)
+@click.option(
+    "--backward/--no-backward", default=True, show_default=True, help="Also time forward and backward together."
+)
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also time torch.compile.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Time only copy_ and the contenders whose name contains this text. May be repeated.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Number of threads of PyTorch and ONNX Runtime. [default: that of PyTorch]",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Number of samples for each contender."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Time limit of each table: after this many seconds, only the first three rounds still start.",
+)
+@click.option(
+    "--stream",
+    type=Length(min=0),
+    help="Also rotate a sequence of this many tokens in chunks; 0 skips it. [default: 1000000, or 0 with --quick]",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Measure at most 5 rounds and 5 seconds for each table, and no long sequence unless --stream is given.",
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all results to this file as JSON.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), help="Plot the times relative to copy_ into this file."
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where to run. cuda is an NVIDIA or AMD GPU. It has fixed cases and accepts only --backward, --compile, "
+    "--only, --rounds, --seconds and --json of the options above.",
+)
+@click.option(
+    "--decode",
+    is_flag=True,
+    help="Instead of the rotation, measure how many tokens per second a small Qwen 3 decodes with ropewalk's cache and "
+    "with the caches of transformers. It accepts only --dtype, --threads, --rounds and --json of the options above.",
+)
+@click.option(
+    "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
+)
+@click.pass_context
+def bench(
+    context: click.Context,
+    tokens: tuple[int, ...],
+    dtype: tuple[str, ...],
+    layout: Literal["bshd", "bhsd"],
+    backward: bool,
+    compiled: bool,
+    only: tuple[str, ...],
+    threads: int | None,
+    rounds: int,
+    seconds: float,
+    stream: int | None,
+    quick: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+    device: Literal["cpu", "cuda"],
+    decode: bool,
+    rehearse: bool,
+) -> None:
+    """Time ropewalk's rotation, and compare it with a plain copy, the code that most projects use, and other libraries.
+
+    Every result is checked before its computation is timed. The benchmark runs on the CPU unless --device cuda
+    is given.
+    """
+    _refuse_options_without_effect(context, "--decode" if decode else f"--device {device}")
+    from ropewalk.tools import bench as the_bench
+
+    if decode:
+        decoded = the_bench.DecodeSettings(
+            dtypes=dtype or the_bench.DecodeSettings.dtypes, rounds=rounds, threads=threads
+        )
+        the_bench.run_decode(decoded, click.echo, json_file=json_file)
+        return
+
+    if device == "cuda":
+        on_gpu = the_bench.GpuSettings(
+            backward=backward, compiled=compiled, only=only, rounds=rounds, seconds=seconds, rehearse=rehearse
+        )
+        the_bench.run_on_gpu(on_gpu, click.echo, json_file=json_file)
+        return
+    settings = the_bench.Settings(
+        tokens=tokens or the_bench.Settings.tokens,
+        dtypes=dtype or the_bench.Settings.dtypes,
+        layout=layout,
+        backward=backward,
+        compiled=compiled,
+        only=only,
+        threads=threads,
+        rounds=min(rounds, 5) if quick else rounds,
+        seconds=min(seconds, 5.0) if quick else seconds,
+        stream=stream if stream is not None else 0 if quick else the_bench.Settings.stream,
+    )
+    the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
+
+
+_SIZES = ("tokens", "layout", "stream", "quick", "plot_file")
+_NO_EFFECT = {
+    "--device cpu": ("rehearse",),
+    "--device cuda": (*_SIZES, "dtype", "threads"),
+    "--decode": (*_SIZES, "backward", "compiled", "only", "seconds", "device", "rehearse"),
+}
+
+
+def _refuse_options_without_effect(context: click.Context, mode: str) -> None:
+    """Raise a RopeError if an option was passed that has no effect in `mode`, a key of _NO_EFFECT."""
+    for option in context.command.params:
+        name, flag = str(option.name), option.opts[0]
+        if name in _NO_EFFECT[mode] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            fix = "It has no effect there. Omit it."
+            raise _checks.error("bench", f"{flag} must be omitted with {mode}", flag, fix)

@@ -1,0 +1,107 @@
+"""`ropewalk diff`: compare how engines read one config, or compare two configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+import ropewalk
+from ropewalk import _checks
+from ropewalk.tools.commands._types import Length, Source
+
+_STATUS = {"agree": 0, "differ": 1, "not judged": 2}
+
+
+@click.command(
+    short_help="Compare engines, or two configs.",
+    epilog="""\b
+Examples:
+  ropewalk diff path/to/config.json
+  ropewalk diff path/to/config.json --length 32768 --engine vllm --engine sglang
+  ropewalk diff path/to/base path/to/fine-tune
+""",
+)
+@click.argument("source", type=Source())
+@click.argument("source2", type=Source(), required=False)
+@click.option(
+    "--length",
+    type=Length(min=1),
+    help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
+)
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="NAME",
+    help="Compare only this engine: transformers, vllm, sglang, llama.cpp, mlx-lm or exllamav3. May be repeated; the "
+    "first one is the reference.",
+)
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--base", type=float, help="The base, for a config without one.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
+@click.pass_context
+def diff(
+    ctx: click.Context,
+    /,
+    source: Path,
+    source2: Path | None,
+    engines: tuple[str, ...],
+    as_json: bool,
+    plot: Path | None,
+    **options: Any,
+) -> None:
+    """Compare how engines read the config SOURCE, or compare the configs SOURCE and SOURCE2.
+
+    With one config, show the attention factor, the frequencies and the scores in each engine, how much the engines
+    differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
+    KV caches are still valid.
+
+    A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
+    also be Meta's params.json or GGUF files. No model is run, and no weights are read.
+
+    The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
+    config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
+    that --engine names was not judged, because it does not have the model or was not recorded for it. If --engine
+    names a single engine, the status is 0 if it runs the config.
+    """
+    try:
+        if source2 is not None and engines:
+            raise click.UsageError(
+                "--engine is for one config, so it cannot be combined with SOURCE2. Drop one of them."
+            )
+        if plot is not None:
+            ropewalk.plots.check_path(plot)
+        if source2 is None:
+            found: Any = ropewalk.diff.engines(source, names=engines, **options)
+            rows, status = found.facts["ropes"], _STATUS[found.verdict]
+        else:
+            found = ropewalk.diff.configs(source, source2, **options)
+            rows, status = found.facts["layers"], int(not found.same)
+        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
+        if plot is not None:
+            drawn = zip(found.ropes, rows, strict=True)
+            _draw([(ropes, row["drawn_at"]) for ropes, row in drawn if ropes], plot, err=as_json)
+    except BrokenPipeError:  # the reader closed the pipe, which is no failure of the comparison
+        raise
+    except (ropewalk.RopeError, OSError) as e:
+        click.echo(f"Error: {e}", err=True)
+        status = 2
+    ctx.exit(status)
+
+
+def _draw(rows: list[tuple[Mapping[str, ropewalk.Rope], int]], plot: Path, *, err: bool) -> None:
+    """Draw one picture for each group of ropes, up to its length. If there are several pictures, number the files."""
+    if not rows:
+        must, fix = "--plot needs ropes that can be drawn in the same axes", "Omit it."
+        raise _checks.error("ropewalk diff", must, "none", fix)
+    paths = [plot] if len(rows) == 1 else [plot.with_stem(f"{plot.stem}-{i}") for i in range(1, len(rows) + 1)]
+    for (ropes, longest), path in zip(rows, paths, strict=True):
+        ropewalk.plots.save(ropewalk.plots.differences(ropes, longest=longest), path)
+        click.echo(f"drew {path}", err=err)

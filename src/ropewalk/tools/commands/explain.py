@@ -1,0 +1,110 @@
+"""`ropewalk explain`: show what a config means for the rotation."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import click
+
+import ropewalk
+from ropewalk.tools.commands._types import Length, Source
+
+
+@click.command(
+    short_help="Show what a config means.",
+    epilog="""\b
+Examples:
+  ropewalk explain path/to/config.json --length 128k
+  ropewalk explain meta-llama/Llama-3.1-8B --download
+  ropewalk explain params.json --factor 8
+  cat config.json | ropewalk explain -
+""",
+)
+@click.argument("source", type=Source())
+@click.option(
+    "--length",
+    type=Length(min=1),
+    help="Also show what happens at this sequence length, in tokens; 128k is 131,072.",
+)
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--base", type=float, help="The base, for a config without one.")
+@click.option(
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
+)
+@click.option(
+    "--text-only",
+    is_flag=True,
+    help="For multimodal models: show only the rope of text tokens; no effect on text models of one axis.",
+)
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Plot the inverse frequencies before and after scaling into this file.",
+)
+def explain(
+    source: Path,
+    length: int | None,
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Show what the config SOURCE means for the rotation, and where each value comes from.
+
+    SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
+    meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
+    """
+    with warnings.catch_warnings(action="ignore"):  # the text contains them
+        ropes = ropewalk.from_config(
+            source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+        )
+    pictures = [] if plot is None else _pictures(ropes, length, plot)
+    facts = ropes.facts(length)
+    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
+    for rope, names, layers, path in pictures:
+        from ropewalk import plots
+
+        plots.save(plots.inv_freq(rope, axis_names=names), path)
+        click.echo(f"drew {path}: {layers}", err=as_json)
+
+
+def _pictures(
+    ropes: ropewalk.ModelRopes, length: int | None, plot: Path
+) -> list[tuple[ropewalk.Rope, tuple[str, ...], str, Path]]:
+    """Return a tuple for each picture to draw: the rope, the names of its axes, a description, and the file.
+
+    The ropes of the vision tower come last. If there are several pictures, their files are numbered.
+    """
+    from ropewalk import plots
+
+    plots.check_path(plot)
+    pictures = [
+        (rope, () if rope.axes is None else ropes.axis_names, f"layer {rows[0]} and {len(rows) - 1} more")
+        for rope, rows in ropes.groups()
+        if rope is not None
+    ]
+    if ropes.vision is not None:
+        count = len(ropes.vision.ropes)
+        for number, rope in enumerate(ropes.vision.ropes, start=1):
+            description = f"vision tower, rope {number} of {count}" if count > 1 else "vision tower"
+            pictures.append((rope, ropes.vision.axis_names, description))
+    if not pictures:
+        raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
+    if length is None and not all(rope.is_static for rope, _, _ in pictures):
+        raise click.ClickException("--plot: the frequencies depend on the length. Also pass --length N.")
+    if length is not None:
+        pictures = [(rope.at_length(length), names, description) for rope, names, description in pictures]
+    if len(pictures) == 1:
+        return [(*pictures[0], plot)]
+    return [(*picture, plot.with_stem(f"{plot.stem}-{i}")) for i, picture in enumerate(pictures, start=1)]

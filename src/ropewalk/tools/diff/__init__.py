@@ -1,0 +1,12 @@
+"""Compare how engines rotate for one config, or compare the rotation of two configs.
+
+Only configs are read, and no model is loaded or run. `ropewalk.engines` describes how each engine reads a config.
+"""
+
+from __future__ import annotations
+
+from ropewalk.engines import ENGINES as ENGINES
+from ropewalk.tools.diff.between_configs import ConfigDiff as ConfigDiff
+from ropewalk.tools.diff.between_configs import configs as configs
+from ropewalk.tools.diff.between_engines import EngineDiff as EngineDiff
+from ropewalk.tools.diff.between_engines import engines as engines

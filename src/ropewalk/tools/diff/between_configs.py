@@ -1,0 +1,277 @@
+"""Compare the rotation of two configs, and decide whether the weights and KV cache of the first fit the second."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk.configs import source
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.read import read_config
+from ropewalk.rope import Rope
+from ropewalk.tools.diff.configs_text import configs_text
+from ropewalk.tools.diff.rope_difference import compare_ropes
+
+_CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
+
+
+@dataclass(frozen=True)
+class ConfigDiff:
+    """The differences between the rotations of two configs.
+
+    Args:
+        facts: the whole comparison as a dict of JSON values.
+        ropes: for each entry of `facts["layers"]`, a dict with the static ropes "first" and "second" for sequences of
+            `entry["drawn_at"]` tokens. The dict is empty if the ropes differ in rotary_dim or axes, or if only one of
+            the configs rotates these layers.
+    """
+
+    facts: Mapping[str, Any]
+    ropes: tuple[Mapping[str, Rope], ...] = dataclasses.field(repr=False)
+
+    @property
+    def same(self) -> bool:
+        """Whether both configs describe the same rotation, even if they use different keys."""
+        return bool(self.facts["same"])
+
+    def text(self) -> str:
+        """Return the comparison as text for a terminal."""
+        return configs_text(self.facts)
+
+
+def configs(
+    first: Any,
+    second: Any,
+    *,
+    length: int | None = None,
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> ConfigDiff:
+    """Compare the rotation of two configs, such as those of a base model and its fine-tune.
+
+    The meaning of the keys is compared, not their names, so two configs with different schemas can be the same.
+
+    Args:
+        first, second: as in `from_config`, including GGUF files and Meta's params.json.
+        length: the length of the longest sequence to compare, in tokens. None means the longest length that the configs
+            state.
+        pairing, base, download: as in `from_config`, for both configs.
+        ignore: keys to ignore in each config that has them.
+
+    Returns:
+        A `ConfigDiff`, with the result as text (`.text()`) and as data (`.facts`). `facts["weights"]["fit"]` says
+        whether weights that were trained with the first config can be loaded unchanged with the second.
+        `facts["kv_cache"]["fit"]` says whether keys that were cached with the first config can be read with the second.
+
+    Raises:
+        RopeError: a config cannot be read or describes only a vision tower, a key to ignore is in neither config, or
+            `length` is None and neither config states a length.
+    """
+
+    of_each = _present_keys((first, second), ignore, download)
+    a, b = (
+        _require_text_model(read_config(config, pairing=pairing, base=base, ignore=keys, download=download))
+        for config, keys in zip((first, second), of_each, strict=True)
+    )
+    longest = _longest(a, b, length)
+    rows, static_ropes = _compare_layers(a, b, longest)
+    other_differences = _other_differences(a, b)
+    facts: dict[str, Any] = {
+        "first": _summary(a),
+        "second": _summary(b),
+        "length": longest,
+        "layers": rows,
+        "layer_counts": [len(a.layers), len(b.layers)],
+        "beside": other_differences,
+        "weights": _judge_weights(a, b, rows),
+        "kv_cache": _judge_kv_cache(a, b, rows),
+        "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
+    }
+    return ConfigDiff(facts, tuple(static_ropes))
+
+
+def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
+    """Return for each config those of the keys to ignore that it has, since `from_config` rejects missing ones."""
+    if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
+        return [ignore, ignore]  # from_config raises the error
+    found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]
+    for key in ignore:
+        if key not in found[0] and key not in found[1]:
+            must, fix = "every key to ignore must be in one of the configs", "Do not pass it."
+            raise _checks.error("diff.configs", must, _checks.shown(key), fix)
+    return found
+
+
+def _has_key(config: Any, key: str, download: bool) -> bool:
+    if source.gguf_path(config) is not None:
+        return True  # the GGUF reader raises if the key is missing
+    values, name = source.load(config, download=download)
+    try:
+        source.without_keys(values, (key,), name)
+    except _checks.RopeError:
+        return False
+    return True
+
+
+def _require_text_model(ropes: ModelRopes) -> ModelRopes:
+    if not ropes.layers:
+        fix = "Compare two text models."
+        raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)
+    return ropes
+
+
+def _longest(a: ModelRopes, b: ModelRopes, length: int | None) -> int:
+    if length is not None:
+        return _checks.length("diff.configs", "length", length)
+    known = [n for ropes in (a, b) for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
+    if not known:
+        must, fix = "the length must be passed if neither config states it", f"Pass {_checks.argument('length')}."
+        raise _checks.error("diff.configs", must, "none", fix)
+    return max(known)
+
+
+def _summary(ropes: ModelRopes) -> dict[str, Any]:
+    return {
+        "source": ropes.source,
+        "model_type": ropes.model_type,
+        "max_position_embeddings": ropes.max_position_embeddings,
+        "trained_length": ropes.trained_length,
+        "warnings": list(ropes.warnings),
+    }
+
+
+def _compare_layers(
+    a: ModelRopes, b: ModelRopes, longest: int
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
+    """Compare the ropes of all layers.
+
+    Returns:
+        A list with the facts about each distinct pair of ropes that differ, and a list with these pairs, both as in
+        `ConfigDiff`.
+    """
+    layers_of: dict[tuple[Rope | None, Rope | None], list[int]] = {}
+    for index, both in enumerate(zip(a.layers, b.layers, strict=False)):
+        layers_of.setdefault(both, []).append(index)
+    short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
+    rows, static_ropes = [], []
+    for (rope_a, rope_b), layers in layers_of.items():
+        row, ropes = _compare_ropes(rope_a, rope_b, sorted({short, longest}))
+        if row is not None:
+            rows.append({"layers": layers, **row})
+            static_ropes.append(ropes)
+    return rows, static_ropes
+
+
+def _compare_ropes(
+    a: Rope | None, b: Rope | None, lengths: list[int]
+) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
+    if a is None or b is None:
+        if a is b:
+            return None, {}
+        changed = [{"what": "rotates", "first": a is not None, "second": b is not None}]
+        return {"changed": changed, "at": [], "same_channels": a is b}, {}
+    if a == b:
+        return None, {}
+    changed = [
+        {"what": name, "first": _fact(a, name), "second": _fact(b, name)}
+        for name in (*_CHANNELS, "pairing", "base", "scaling", "axes")
+        if _fact(a, name) != _fact(b, name)
+    ]
+    channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
+    if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
+        return {"changed": changed, "at": [], "same_channels": channels}, {}
+    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n).facts()} for n in lengths]
+    # Schemes that switch between lists can differ at a length in between, even if both ends are the same.
+    same = all(found["same"] for found in at) and a.is_static and b.is_static
+    if same and channels and a.pairing == b.pairing:
+        return None, {}
+    ropes = {"first": a.at_length(lengths[-1]), "second": b.at_length(lengths[-1])}
+    return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
+
+
+def _fact(rope: Rope, name: str) -> Any:
+    value = getattr(rope, name)
+    if name == "scaling":
+        return {"rope_type": "default"} if value is None else value.facts()
+    return repr(value) if name == "axes" and value is not None else value
+
+
+_OTHER_PROPERTIES: dict[str, Callable[[ModelRopes], Any]] = {
+    "softmax_factor": lambda ropes: ropes.softmax_factor,
+    "query_scale": lambda ropes: None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
+    "output_order": lambda ropes: ropes.output_order,
+    "rotates_values": lambda ropes: ropes.rotates_values,
+    "others": lambda ropes: {name: repr(rope) for name, rope in ropes.extra_ropes.items()},
+    "vision": lambda ropes: None if ropes.vision is None else [repr(rope) for rope in ropes.vision.ropes],
+}
+
+
+def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
+    """Return the differences between the configs outside the ropes of the layers, such as the softmax factor."""
+    return [
+        {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
+    ]
+
+
+def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Decide whether weights of the first config fit the second.
+
+    In the result, "permute" is true if they do not fit unchanged but would fit if q and k were permuted.
+    """
+    changed = {change["what"] for row in rows for change in row["changed"]}
+    if len(a.layers) != len(b.layers):
+        return {"fit": False, "permute": False, "why": "the number of layers differs"}
+    if "head_dim" in changed:
+        return {"fit": False, "permute": False, "why": "the head size differs"}
+    if "pairing" in changed:
+        return {"fit": False, "permute": True, "why": "the pairings differ"}
+    if changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}:
+        why = "other channels are rotated, which the model must have been trained for"
+        return {"fit": True, "permute": False, "why": why}
+    if any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
+        return {"fit": True, "permute": False, "why": "the same channels are rotated, at other frequencies"}
+    if rows:
+        return {"fit": True, "permute": False, "why": "only the attention factor differs"}
+    return {"fit": True, "permute": False, "why": "the rotation is the same"}
+
+
+def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Decide whether cached keys of the first config fit the second.
+
+    In the result, "rescale" is the factor by which the keys would have to be multiplied to fit, or None.
+    """
+    changed = {change["what"] for row in rows for change in row["changed"]}
+    if len(a.layers) != len(b.layers):
+        why = "the number of layers differs"
+    elif "pairing" in changed or a.output_order != b.output_order:
+        why = "the channels of the stored keys are in another order"
+    elif a.extra_ropes != b.extra_ropes:
+        why = (
+            f"the stored keys of {' and '.join(sorted({*a.extra_ropes, *b.extra_ropes}))} were rotated by other angles"
+        )
+    elif a.rotates_values != b.rotates_values:
+        why = "only one of them rotates the values"
+    elif not rows:
+        fixed = all(rope is None or rope.is_static for rope in a.layers)
+        same = "the keys are rotated identically"
+        return {"fit": True, "rescale": None, "why": same if fixed else f"{same}, if both run at the same length"}
+    elif (ratio := _factor_ratio(rows)) is not None:
+        return {"fit": False, "rescale": ratio, "why": "only the attention factor differs"}
+    else:
+        why = "the stored keys were rotated by other angles"
+    return {"fit": False, "rescale": None, "why": why}
+
+
+def _factor_ratio(rows: list[dict[str, Any]]) -> float | None:
+    """Return the ratio of the attention factors if it is the same in all layers and nothing else differs, else None."""
+    at = [found for row in rows for found in row["at"]]
+    if any(not row["at"] or not row["same_channels"] for row in rows):
+        return None
+    ratios = {found["attention_factor_ratio"] for found in at}
+    frequencies = any(found["inv_freq"]["pairs_that_differ"] for found in at)
+    return next(iter(ratios)) if len(ratios) == 1 and not frequencies else None

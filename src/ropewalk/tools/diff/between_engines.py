@@ -1,0 +1,236 @@
+"""Compare how engines rotate for one config."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ropewalk import _checks
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.read import ropes_for_engines
+from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
+from ropewalk.rope import Rope
+from ropewalk.tools.diff.engines_text import engines_text
+from ropewalk.tools.diff.rope_difference import difference
+
+
+@dataclass(frozen=True)
+class EngineDiff:
+    """A comparison of the rotations of inference engines for one config.
+
+    Args:
+        facts: the whole comparison as a dict of JSON values.
+        ropes: for each entry of `facts["ropes"]`, a dict from the engines to their static ropes for sequences of
+            `entry["drawn_at"]` tokens. This is the longest compared length at which the engines differ, or the longest
+            compared length if they agree. Engines without a rope for the config are omitted, and engines that rotate
+            another number of channels than the first one.
+    """
+
+    facts: Mapping[str, Any]
+    ropes: tuple[Mapping[str, Rope], ...] = field(repr=False)
+
+    @property
+    def verdict(self) -> Literal["agree", "differ", "not judged"]:
+        """The result in one word.
+
+        "differ": an engine rotates differently from the first one, or rejects the config. "agree": at least two engines
+        were judged, and they rotate identically; or the only selected engine runs the config. "not judged": neither, or
+        an engine that `names` selects could not be judged.
+        """
+        return self.facts["verdict"]  # type: ignore[no-any-return]
+
+    @property
+    def agree(self) -> bool:
+        """Whether the verdict is "agree"."""
+        return self.verdict == "agree"
+
+    def text(self) -> str:
+        """Return the comparison as text for a terminal."""
+        return engines_text(self.facts)
+
+
+def engines(
+    source: Any,
+    *,
+    length: int | None = None,
+    names: Collection[str] = (),
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> EngineDiff:
+    """Compare how inference engines rotate for one config of Hugging Face.
+
+    No engine is run. For each engine, at the version that the result names, ropewalk has rules that reproduce its
+    functions for computing frequencies, and a table of its models and of the keys that the file of each model reads.
+    The result says which parts were recorded from the running engine. An engine is not judged if it does not have the
+    model, or if what it reads for the model was not recorded. If tokens have several positions (M-RoPE), the rotation
+    of text tokens is compared.
+
+    Args:
+        source: as in `from_config`, except for GGUF files and Meta's params.json.
+        length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
+            that is compared. None means the length that the config states, or twice that length if the frequencies
+            change only beyond it.
+        names: the engines to compare, from `ropewalk.engines.ENGINES`, such as "vllm". An empty collection means all.
+            The first one that was judged and runs the config is the reference for the others.
+        pairing, base, ignore, download: as in `from_config`.
+
+    Returns:
+        An `EngineDiff`, with the result as text (`.text()`) and as data (`.facts`).
+
+    Raises:
+        RopeError: the config cannot be read or states no length, or an engine is unknown.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
+        raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
+    chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
+    ropes, config_ropes = ropes_for_engines(
+        source, *chosen, pairing=pairing, base=base, ignore=ignore, download=download
+    )
+    setting = _setting(ropes, length)
+    rows, static_ropes = [], []
+    for config, layers in config_ropes:
+        answers = {engine.name: engine.answer(config) for engine in chosen}
+        row, static = _compare_rope(config, layers, answers, ropes, setting)
+        rows.append(row)
+        static_ropes.append(static)
+    facts = {
+        "source": ropes.source,
+        "model_type": ropes.model_type,
+        "model": config_ropes[0][0].model.partition("/")[0] if config_ropes else ropes.model_type,
+        "layers": len(ropes.layers),
+        "max_position_embeddings": ropes.max_position_embeddings,
+        "trained_length": ropes.trained_length,
+        "length": setting,
+        "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
+        "ropes": rows,
+        "query_scale": _query_scale(ropes, chosen),
+        "not_compared": _not_compared(ropes),
+        "warnings": list(ropes.warnings),
+    }
+    states = {entry.name: _state(entry.name, facts) for entry in chosen}
+    return EngineDiff(
+        {**facts, "states": states, "verdict": _verdict(states, selected=bool(names))}, tuple(static_ropes)
+    )
+
+
+def _state(name: str, facts: Mapping[str, Any]) -> str:
+    """Return what the comparison found about an engine: "same", "differs", "refused", "absent" or "unknown"."""
+    entries = [entry for row in facts["ropes"] for entry in row["engines"] if entry["name"] == name]
+    compared = [
+        at["engines"][name]["apart"]["same"] for row in facts["ropes"] for at in row["at"] if name in at["engines"]
+    ]
+    for why in ("absent", "refused", "unknown"):
+        if any(entry["why"] == why for entry in entries):
+            return why
+    if not all(entry["judged"] for entry in entries):
+        return "unknown"
+    return "same" if all(compared) and name not in facts["query_scale"] else "differs"
+
+
+def _verdict(states: Mapping[str, str], *, selected: bool) -> str:
+    found = list(states.values())
+    if "differs" in found or "refused" in found:
+        return "differ"
+    unjudged = found.count("absent") + found.count("unknown")
+    if unjudged and (selected or len(found) - unjudged < 2):
+        return "not judged"
+    return "agree"
+
+
+def _setting(ropes: ModelRopes, length: int | None) -> int:
+    if length is not None:
+        return _checks.length("diff.engines", "length", length)
+    known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
+    if not known:
+        must, fix = "the length must be passed if the config does not state it", f"Pass {_checks.argument('length')}."
+        raise _checks.error(ropes.source, must, "none", fix)
+    changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
+    return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
+
+
+def _compare_rope(
+    config: ConfigRope, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
+) -> tuple[dict[str, Any], dict[str, Rope]]:
+    """Compare the engines for one rope of the config.
+
+    Returns:
+        The facts, and a dict from each engine that can run the config to its static rope, as in `EngineDiff`.
+    """
+    ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
+    changing = any(not rope.is_static for rope in ropes_compared)
+    short = min(ropes.trained_length or setting, setting)
+    sequences = sorted({short, setting}) if changing else [setting]
+    running = [name for name, answer in answers.items() if answer.rope is not None]
+    reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
+    compared = [_compare_at_length(answers, reference, sequence, setting) for sequence in sequences]
+    row: dict[str, Any] = {
+        "layers": layers,
+        "scheme": "default" if config.rope.scaling is None else config.rope.scaling.rope_type,
+        "compared_with": reference,
+        "engines": [
+            {
+                "name": name,
+                "refused": answer.refusal or None,
+                "why": answer.why or None,
+                "judged": answer.is_judged,
+                "decided_by": answer.decided_by,
+                "seen": answer.evidence,
+                "source": answer.source,
+                "notes": list(answer.notes),
+            }
+            for name, answer in answers.items()
+        ],
+        "at": [{"sequence": n, "engines": found} for n, found in zip(sequences, compared, strict=True)],
+    }
+    differ = [
+        n
+        for n, found in zip(sequences, compared, strict=True)
+        if any(not entry["apart"]["same"] for entry in found.values())
+    ]
+    row["drawn_at"] = max(differ, default=setting)
+    static = {name: answer.at(row["drawn_at"], setting) for name, answer in answers.items()}
+    first = None if reference is None else static[reference]
+    count = 0 if first is None else first.rotary_dim
+    return row, {name: rope for name, rope in static.items() if rope is not None and rope.rotary_dim == count}
+
+
+def _compare_at_length(
+    answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int
+) -> dict[str, dict[str, Any]]:
+    """Return facts about the rope of each engine at one length, and about its difference from the reference."""
+    if reference is None:
+        return {}
+    ropes = {name: answer.at(sequence, setting) for name, answer in answers.items()}
+    first = ropes[reference]
+    known: dict[Rope, dict[str, Any]] = {}
+    found = {}
+    for name, rope in ropes.items():
+        if rope is None or first is None:
+            continue
+        if rope not in known:
+            known[rope] = difference(first, rope, sequence)
+        found[name] = {
+            "attention_factor": rope.attention_factor,
+            "inv_freq": rope.inv_freq.tolist(),
+            "apart": known[rope],
+        }
+    return found
+
+
+def _not_compared(ropes: ModelRopes) -> list[str]:
+    """Return what the config states about the attention, and the comparison leaves out."""
+    found = ["which layers rotate"] if None in ropes.layers else []
+    if ropes.softmax_factor != 1.0:
+        found.append(f"the softmax scale, which this config multiplies by {ropes.softmax_factor:.6g}")
+    return found
+
+
+def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
+    """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
+    if ropes.query_scale is None or not ropes.query_scale.beta:
+        return {}
+    return {entry.name: entry.query_scale for entry in chosen if entry.query_scale}

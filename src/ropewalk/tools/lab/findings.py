@@ -1,0 +1,315 @@
+"""Report the findings of a study in words: test claims of the literature on the numbers of every seed.
+
+A claim that holds only on some seeds depends on chance. The same is true of two methods whose order differs between
+seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ropewalk.tools.lab.results import Results
+
+ZERO_SHOT, TUNED = "trained", "tuned"
+
+_Cell = tuple[str, str, str, float]
+"""Model, method, measure, and length as a multiple of the trained length."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about some cells of the result table, which is tested for each seed.
+
+    Attributes:
+        task: name of the task.
+        says: the statement. {steps} in it is replaced by the number of steps of a fine-tune.
+        cells: the cells that the statement is about, all of one measure.
+        holds: a function that gets the numbers in these cells for one seed, and returns whether the statement is true.
+    """
+
+    task: str
+    says: str
+    cells: tuple[_Cell, ...]
+    holds: Callable[[Sequence[float]], bool]
+
+
+def _row(model: str, method: str, measure: str, *times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, t) for t in times)
+
+
+def _column(model: str, methods: Sequence[str], measure: str, times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, times) for method in methods)
+
+
+def _lower(task: str, measure: str, model: str, better: str, worse: str, times: float, says: str) -> Claim:
+    return Claim(task, says, _column(model, [better, worse], measure, times), lambda v: v[0] < v[1])
+
+
+_COPY = (
+    Claim(
+        "copy",
+        "Without scaling, copying is nearly perfect at the trained length (accuracy of at least 0.9), but accuracy "
+        "falls below 0.5 at twice that length",
+        _row(ZERO_SHOT, "none", "accuracy", 1, 2),
+        lambda v: v[0] >= 0.9 and v[1] < 0.5,
+    ),
+    *(
+        Claim(
+            "copy",
+            f"At the trained length, a fixed {method} factor more than doubles the loss, but a dynamic {method} factor "
+            "does not increase it",
+            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
+            lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
+        )
+        for method in ("PI", "YaRN")
+    ),
+    *(
+        Claim(
+            "copy",
+            f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give an accuracy of at least "
+            "0.9 there",
+            _row(TUNED, method, "accuracy", 4),
+            lambda v: v[0] >= 0.9,
+        )
+        for method in ("PI", "YaRN")
+    ),
+    *(
+        Claim(
+            "copy",
+            f"After fine-tuning at 4 times the trained length, accuracy there is lower {how} than with PI and with "
+            "YaRN",
+            _column(TUNED, [method, "PI", "YaRN"], "accuracy", 4),
+            lambda v: v[0] < min(v[1:]),
+        )
+        for method, how in (("none", "without scaling"), ("NTK", "with NTK"))
+    ),
+    Claim(
+        "copy",
+        "No model that was fine-tuned at 4 times the trained length reaches an accuracy of 0.5 at 8 times that length",
+        _column(TUNED, ["none", "PI", "NTK", "YaRN", "larger base"], "accuracy", 8),
+        lambda v: max(v) < 0.5,
+    ),
+    Claim(
+        "copy",
+        "YaRN's attention factor helps at 2 and 4 times the trained length: accuracy is higher with YaRN than with by "
+        "parts, which is YaRN without this factor",
+        (
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 2),
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 4),
+        ),
+        lambda v: v[0] > v[1] and v[2] > v[3],
+    ),
+    Claim(
+        "copy",
+        "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK",
+        _column(ZERO_SHOT, ["PI dynamic", "NTK dynamic"], "accuracy", 2),
+        lambda v: v[0] > v[1],
+    ),
+)
+
+_TRIAL = ("none", "PI", "NTK", "by parts", "YaRN", "PI dynamic", "NTK dynamic")
+"""The methods that YaRN dynamic was compared with when it was found to be the best."""
+
+_TEXT = (
+    Claim(
+        "text",
+        "Without scaling, perplexity explodes beyond the trained length: at twice that length, the perplexity of the "
+        "last bytes is more than twice as high",
+        _row(ZERO_SHOT, "none", "last", 1, 2),
+        lambda v: v[1] > 2 * v[0],
+    ),
+    Claim(
+        "text",
+        "PI without fine-tuning is bad at every length: from half to 4 times the trained length, its perplexity is at "
+        "least 1.5 times the perplexity without scaling at the trained length",
+        (*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
+        lambda v: min(v[1:]) >= 1.5 * v[0],
+    ),
+    Claim(
+        "text",
+        "NTK with factor 4 works at twice the trained length and fails at 4 times: compared with no scaling at the "
+        "trained length, its perplexity of the last bytes is at most 1.25 times as high in the first case, and more "
+        "than 1.5 times as high in the second",
+        (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
+        lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
+    ),
+    *(
+        Claim(
+            "text",
+            f"At the trained length, a fixed {method} factor increases the perplexity by more than 5 %, but a dynamic "
+            f"{method} factor does not increase it",
+            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
+            lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
+        )
+        for method in ("PI", "YaRN")
+    ),
+    _lower(
+        "text",
+        "perplexity",
+        ZERO_SHOT,
+        "YaRN",
+        "by parts",
+        4,
+        "YaRN's attention factor helps at 4 times the trained length: perplexity is lower with YaRN than with by "
+        "parts, which is YaRN without this factor",
+    ),
+    *(
+        Claim(
+            "text",
+            f"Without fine-tuning, at {times} times the trained length, the perplexity of YaRN dynamic is the lowest "
+            f"of {among}, or within 1 % of it",
+            _column(ZERO_SHOT, ["YaRN dynamic", *others], "perplexity", times),
+            lambda v: v[0] <= 1.01 * min(v[1:]),
+        )
+        for among, others in (
+            ("all methods", (*_TRIAL, "Llama 3", "Self-Extend")),
+            ("all methods except Llama 3 and Self-Extend", _TRIAL),
+        )
+        for times in (2, 4, 8)
+    ),
+    _lower(
+        "text",
+        "perplexity",
+        ZERO_SHOT,
+        "NTK dynamic",
+        "PI dynamic",
+        2,
+        "At twice the trained length, perplexity is lower with dynamic NTK than with dynamic PI",
+    ),
+    *(
+        _lower(
+            "text",
+            "perplexity",
+            TUNED,
+            better,
+            worse,
+            4,
+            f"After fine-tuning at 4 times the trained length, perplexity there is lower {how}",
+        )
+        for better, worse, how in (
+            ("YaRN", "NTK", "with YaRN than with NTK"),
+            ("NTK", "none", "with NTK than without scaling"),
+            ("none", "PI", "without scaling than with PI"),
+        )
+    ),
+    Claim(
+        "text",
+        "Of the fine-tuned models, only the one with the larger base still works at 8 times the trained length: "
+        "only its perplexity of the last bytes is at most 1.2 times as high as at 4 times the trained length",
+        tuple(c for m in ("larger base", "none", "PI", "NTK", "YaRN") for c in _row(TUNED, m, "last", 4, 8)),
+        lambda v: v[1] <= 1.2 * v[0] and all(v[i + 1] > 1.2 * v[i] for i in range(2, len(v), 2)),
+    ),
+)
+
+CLAIMS = (*_COPY, *_TEXT)
+
+_NAMES = {
+    "accuracy": "Accuracy",
+    "loss": "Loss",
+    "perplexity": "Perplexity",
+    "last": "Perplexity of the last bytes",
+}
+"""Measures → their names in sentences."""
+
+_ORDERED = {"accuracy": True, "perplexity": False}
+"""Measures by which methods are ordered → whether larger values are better."""
+
+
+def paragraphs(results: Results) -> list[str]:
+    """Write paragraphs on one task: claims that held, failed, or depended on the seed, and the order of the methods."""
+    count = len(results.seeds)
+    several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
+    seeds = several if count > 1 else dict.fromkeys(several, "this seed")
+    held_on: dict[Claim, list[bool]] = {}
+    for claim in CLAIMS:
+        if claim.task == results.about["name"]:
+            # A study of fewer methods or lengths cannot test every claim.
+            with contextlib.suppress(KeyError):
+                held_on[claim] = _evaluate(claim, results)
+    paragraphs = []
+    if held_on:
+        on_each = " on each seed" if count > 1 else ""
+        paragraphs.append(f"The claims below are followed by their numbers{on_each}. 1x is the trained length.")
+    for verdict, belongs in _VERDICTS.items():
+        sentences = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
+        if sentences:
+            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {sentence}" for sentence in sentences))
+    orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
+    if orders:
+        sign = (
+            "> means the same order on every seed, ≈ an order that depends on the seed, = equal results on every seed"
+            if count > 1
+            else "the order may differ with another seed; = means equal results"
+        )
+        paragraphs.append(f"Methods from best to worst ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
+    return paragraphs
+
+
+_VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
+    "Expected, and true on {every}:": all,
+    "Expected, but not true on {any}:": lambda held: not any(held),
+    "True on some seeds only:": lambda held: any(held) and not all(held),
+}
+"""Headings of groups of claims → which claims belong to the group, by whether they held on each seed."""
+
+
+def _evaluate(claim: Claim, results: Results) -> list[bool]:
+    cells = [results.value(*cell).values for cell in claim.cells]
+    return [claim.holds(values) for values in zip(*cells, strict=True)]
+
+
+def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
+    says = claim.says.format(steps=results.about["tune_steps"])
+    some = f" (on {sum(held)} of {len(held)} seeds)" if 0 < sum(held) < len(held) else ""
+    (measure,) = {measure for _, _, measure, _ in claim.cells}
+    shown = "; ".join(_number(cell, results) for cell in claim.cells)
+    return f"{says}{some}. {_NAMES[measure]}: {shown}."
+
+
+def _number(cell: _Cell, results: Results) -> str:
+    _, method, measure, times = cell
+    values = results.value(*cell).values
+    return f"{method} at {times:g}x: {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
+
+
+def _orders(results: Results, model: str) -> list[str]:
+    """Write a line for each measure and length, with the methods from best to worst."""
+    lines = []
+    for measure, more_is_better in _ORDERED.items():
+        if measure not in results.about["measures"]:
+            continue
+        for times in (1, 2, 4, 8):
+            try:
+                spreads = {m: results.value(model, m, measure, times) for m in results.methods(model)}
+            except KeyError:
+                continue
+            if len(spreads) > 1:
+                kind = "without" if model == ZERO_SHOT else "after"
+                length = results.lengths[results.length_index(times)]
+                order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
+                at = f"at {length:,} {results.about['length_is']} ({times}x)"
+                lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")
+    return lines
+
+
+def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
+    """Format the order as `a > b ≈ c`, from the best to the worst mean. = joins methods equal on every seed."""
+    sign = -1 if more_is_better else 1
+    names = sorted(values, key=lambda name: sign * sum(values[name]))
+    text = names[0]
+    for before, name in itertools.pairwise(names):
+        pairs = [(sign * a, sign * b) for a, b in zip(values[before], values[name], strict=True)]
+        joint = "=" if all(a == b for a, b in pairs) else ">" if all(a < b for a, b in pairs) else "≈"
+        text += f" {joint} {name}"
+    return text
+
+
+def decimals(value: float, measure: str) -> int:
+    """Return how many decimals to show: two for accuracies, otherwise up to four, for three significant digits."""
+    if measure == "accuracy" or value == 0:
+        return 2
+    return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

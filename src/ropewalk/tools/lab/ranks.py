@@ -1,0 +1,164 @@
+"""Coordinate the processes that train one model: connect them, run code in the first one only, share errors.
+
+A single process counts as the first one, and then nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ropewalk import RopeError, _checks
+from ropewalk.tools import _lock
+
+T = TypeVar("T")
+
+
+class FirstFailedError(RopeError):
+    """The error that ends the other processes after an error in the first one. Only the first process reports it."""
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Connect the processes that torchrun started while the body runs. Without torchrun, there is a single process.
+
+    Each process uses its own GPU, and the processes communicate with NCCL. On a machine without GPUs they use the CPU
+    and gloo. If a process ends with an error, the others lose their connection to it and end as well.
+
+    Raises:
+        RopeError: the machine has GPUs, but more processes than GPUs.
+    """
+    if not dist.is_available() or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+        yield
+        return
+    local_processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if 0 < gpus < local_processes:
+        raise _checks.error(
+            "lab",
+            "each process must have its own GPU",
+            f"{local_processes} processes on a machine with {gpus}",
+            f"Pass --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU.",
+        )
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    try:
+        with report_lost_peers():
+            yield
+    except BaseException:
+        if not gpus:  # gloo closes its connections; NCCL would wait for processes that may wait for this one
+            dist.destroy_process_group()
+        raise
+    dist.barrier()  # no process ends while another one still communicates with it
+    dist.destroy_process_group()
+
+
+@contextmanager
+def report_lost_peers() -> Iterator[None]:
+    """Convert PyTorch's errors about lost connections in the body to a one-line error.
+
+    Raises:
+        RopeError: this process has lost the connection to another one.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        must, got = "all processes must run until the end", f"process {rank()} without a connection to another one"
+        fix = "Read the error of that process, then start all processes again. They resume from the last checkpoint."
+        raise _checks.error("lab", must, got, fix) from e
+
+
+def count() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process, from 0."""
+    return dist.get_rank() if count() > 1 else 0
+
+
+def device() -> torch.device:
+    """Return the device on which this process trains: its GPU inside `process_group`, otherwise the CPU."""
+    if count() > 1 and "nccl" in dist.get_backend_config():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def on_first(act: Callable[[], T]) -> T:
+    """Call `act` only in the first process, and return its result in every process.
+
+    Args:
+        act: the function. With several processes, its result must be picklable.
+
+    Raises:
+        Exception: the exception of `act` in the first process, and `FirstFailedError` with its message in the others.
+    """
+    if count() == 1:
+        return act()
+    outcome: list[Any] = [None, None]
+    error: Exception | None = None
+    if rank() == 0:
+        try:
+            outcome[0] = act()
+        except Exception as e:  # the other processes wait for a result or an error
+            error, outcome[1] = e, str(e) or type(e).__name__
+    dist.broadcast_object_list(outcome, src=0)
+    if error is not None:
+        raise error
+    if outcome[1] is not None:
+        raise FirstFailedError(outcome[1])
+    result: T = outcome[0]
+    return result
+
+
+def fail(error: Exception) -> NoReturn:
+    """Raise an error that every process has detected, in such a way that only the first one reports it.
+
+    Raises:
+        Exception: `error` in the first process, and `FirstFailedError` with its message in the others.
+    """
+    if rank() == 0:
+        raise error
+    raise FirstFailedError(str(error)) from error
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return the values of all processes, in the order of the ranks. They must be picklable."""
+    values: list[Any] = [value] * count()
+    if count() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_processes(value: torch.Tensor) -> float:
+    """Sum a scalar tensor on `device()` over all processes, and return the sum as a float."""
+    value = value.detach()
+    if count() > 1:
+        dist.all_reduce(value)
+    return float(value)
+
+
+@contextmanager
+def hold_lock(file: Path, what: str) -> Iterator[None]:
+    """Hold a lock file (`_lock.hold`) while the body runs. The first process holds it for all processes.
+
+    Args:
+        file: the lock file.
+        what: what the lock protects, for the error message.
+
+    Raises:
+        RopeError: another run holds the lock.
+    """
+    with ExitStack() as stack:
+        on_first(lambda: stack.enter_context(_lock.hold("lab", file, what)))
+        yield
