@@ -357,8 +357,9 @@ bool read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at,
 // Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
 // q. Returns None, without any effect, if the call is left to Python. `slots` has one int64 per token, in the order of `layout`.
 nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                      int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, nb::handle q_weight, nb::handle k_weight, double eps,
-                      bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots, bool profiled) {
+                      int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, nb::handle q_weight,
+                      nb::handle k_weight, double eps, bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache,
+                      nb::handle slots, bool profiled) {
     const nb::object left_to_python = nb::none();
     if (k.is_none()) return left_to_python;
     PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
@@ -528,8 +529,8 @@ NB_MODULE(_cpu, m) {
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
-          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

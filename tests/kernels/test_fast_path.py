@@ -19,7 +19,7 @@ from ropewalk import Axes, Rope, RopeError, Rotation
 from ropewalk.kernels import backend, cpu
 from unusual import OBSERVERS, TENSORS, Subclass, inference
 
-pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or a PyTorch before 2.10, or not to be used")
+pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or not to be used")
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 3, 1, 24
 

@@ -17,7 +17,7 @@ from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import reference
 from unusual import OBSERVERS, TENSORS, resized
 
-pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or a PyTorch before 2.10, or not to be used")
+pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or not to be used")
 
 HEAD_DIM, KV_HEADS = 24, 1
 

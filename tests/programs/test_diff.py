@@ -156,6 +156,12 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
     assert "vLLM 0.32.0 (not judged) " in ran.stdout
 
 
+def test_a_broken_config_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"model_type": "llava", "text_config": [1, 2]}')
+    assert run(path).stderr.startswith(f"Error: {path}: text_config must be an object")
+
+
 def test_standard_input(config: Path) -> None:
     command = [sys.executable, "-m", "ropewalk", "diff", "-"]
     ran = subprocess.run(command, input=config.read_bytes(), capture_output=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import error
-from ropewalk.configs.hf import text_path
+from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
@@ -67,9 +67,7 @@ def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine
 
 def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ConfigRope` that all ropes of a config share."""
-    path, text = text_path(values), values
-    for key in path:
-        text = text[key]
+    path, text = find_text(values)
     return {
         "model_type": ropes.model_type,
         "longest": ropes.max_position_embeddings,

@@ -7,6 +7,8 @@ is an error.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -48,12 +50,13 @@ def read(
     return dataclasses.replace(ropes, vision=tower, warnings=(*ropes.warnings, *warnings))
 
 
-def text_path(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that lead to the config of the text model inside a config that can be read."""
+def find_text(config: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
+    """Return the keys that lead to the config of the text model inside a config that can be read, and that config."""
     fields = Fields(config, "config")
     while (inner := text_part(fields, ARCHITECTURES, False)) is not None:
         fields = Fields(inner.config, inner.source, inner.path)
-    return fields.path.split(".")[:-1]
+    path = fields.path.split(".")[:-1]
+    return path, functools.reduce(operator.getitem, path, config)
 
 
 def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
@@ -164,12 +162,12 @@ def _read_for_engines(
     values = source.without_keys(values, ignore, name)
     if diffusers.is_denoiser(values) or meta.is_params(values):
         raise error(name, must, "another format", "Pass the config.json of the model.")
-    path = hf.text_path(values)
-    text = functools.reduce(operator.getitem, path, values)
-    converted = (".".join((*path, PAIRING_KEY)),) if PAIRING_KEY in text else ()
-    known = source.without_keys(values, (*engine_ropes.find_engine_keys(values), *converted), name)
+    known = source.without_keys(values, engine_ropes.find_engine_keys(values), name)
     ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
-    if converted:
+    path, text = hf.find_text(values)
+    if PAIRING_KEY in text:
+        known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
+        ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
         ropes = replace(ropes, warnings=(*ropes.warnings, note))
     return ropes, values

@@ -53,7 +53,7 @@ if _unavailable_reason is None and (functions := _openmp()):
 
 FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
 """Whether `rotate_plain`, `step_plain` and `angles_plain` exist. They run a whole call in compiled code, including the
-checks, and return None if they cannot. They need PyTorch 2.10 or later, which exposes tensors to C."""
+checks, and return None if they cannot."""
 if FAST_PATH:
     rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
 

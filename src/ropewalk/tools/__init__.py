@@ -1,1 +1,1 @@
-"""Programs: the command line, the demo and the benchmark. Besides public names, they use only `_checks` for errors."""
+"""What people run: the commands, and the tools behind them. Nothing in the library imports a tool."""
