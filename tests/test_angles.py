@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
-from ropewalk import Rope, RopeError, YaRN, _fixed_point, angles
+from ropewalk import Rope, RopeError, YaRN
+from ropewalk.angles import exact as angles
+from ropewalk.angles import fixed_point
 from ropewalk.kernels import backend, steps
 
 BASES = [100.0, 1e4, 5e5, 1e6, 1e8]
@@ -384,8 +386,8 @@ def test_an_attention_factor_above_1_doubles_the_rounding() -> None:
 
 def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:
     rope = Rope(64, 5e5, "half")
-    assert rope._steps == tuple(_fixed_point.step(float(w)) for w in rope.inv_freq)
-    assert rope._steps[1] != _fixed_point.step(float(np.float32(rope.inv_freq[1])))
+    assert rope._steps == tuple(fixed_point.step(float(w)) for w in rope.inv_freq)
+    assert rope._steps[1] != fixed_point.step(float(np.float32(rope.inv_freq[1])))
 
 
 def printed_by(program: str) -> str:

@@ -16,7 +16,8 @@ import torch
 
 import oracle
 from ropewalk import NTK, Axes, DynamicNTK, Llama3, Rope, RopeError, RotaryEmbedding, YaRN, schemes
-from ropewalk.rope import Numerics
+from ropewalk.angles import exact as angles
+from ropewalk.rope.rope import Numerics
 from ropewalk.schemes import Linear, PerPair, Proportional
 
 LIMIT = 2**31
@@ -158,8 +159,6 @@ class TestExactness:
 
     @PATTERN
     def test_without_float64(self, axes: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ropewalk import angles
-
         monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
         made, positions = rope(axes), places(axes, 20)
         rotation = made.at(positions)

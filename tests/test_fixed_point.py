@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
-from ropewalk import _fixed_point
-from ropewalk._fixed_point import step
+from ropewalk.angles import fixed_point
+from ropewalk.angles.fixed_point import step
 
 
 def exact_step(inv_freq: float) -> int:
@@ -22,7 +22,7 @@ def exact_step(inv_freq: float) -> int:
 
 def test_constant_is_one_over_two_pi() -> None:
     with mpmath.workprec(400):
-        assert int(mpmath.floor(mpmath.mpf(2) ** 256 / (2 * mpmath.pi))) == _fixed_point._INVERSE_TWO_PI
+        assert int(mpmath.floor(mpmath.mpf(2) ** 256 / (2 * mpmath.pi))) == fixed_point._INVERSE_TWO_PI
 
 
 @pytest.mark.parametrize("base", [100.0, 1e4, 5e5, 1e6, 1e8])

@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import oracle
 import ropewalk
 from each import each
-from ropewalk import NTK, DynamicNTK, Llama3, Proportional, Rope, RopeError, YaRN, _float32, schemes
+from ropewalk import NTK, DynamicNTK, Llama3, Proportional, Rope, RopeError, YaRN, schemes
 from ropewalk.kernels import backend
+from ropewalk.rope import float32
 from ropewalk.schemes import Linear, PerPair, Scheme
 from test_golden import GOLDEN, MEANING, MODELS, PEERS, ROWS, load, recorded
 
@@ -82,7 +83,7 @@ def test_every_recorded_length_bit_for_bit() -> None:
 
 
 def frequencies(rope: Rope) -> list[float]:
-    return list(_float32.frequencies(rope.base, rope.rotary_dim, rope.scaling)[0])
+    return list(float32.frequencies(rope.base, rope.rotary_dim, rope.scaling)[0])
 
 
 def as_float32(numbers: list[float]) -> list[float]:
@@ -318,7 +319,7 @@ class TestPositions:
     def test_compiled_bit_for_bit(self, numerics: Any, backend_name: str) -> None:
         """Frequencies are constants of the graph, so each rope is compiled separately."""
         torch.compiler.reset()
-        _float32._cached_frequencies.cache_clear()
+        float32._cached_frequencies.cache_clear()
         compiled = torch.compile(lambda r, p: r.at(p, numerics=numerics).cos, fullgraph=True, backend=backend_name)
         ropes = [Rope(64, 5e5, "half", scaling=s) for s in (None, YaRN(8.0, 4096), YaRN(16.0, 4096), Linear(4.0))]
         uses = [*((rope, torch.arange(5)) for rope in ropes), (ropes[0], torch.tensor([[0.5, 1e5]]))]
@@ -341,16 +342,16 @@ class TestPositions:
         rope, expected = of_row(self.row, dict(self.row["rope_parameters"])), products(self.row, POSITIONS)[0]
         use = lambda: rope.at(POSITIONS, numerics="float32").cos  # noqa: E731
         with FakeTensorMode():
-            _float32._cached_frequencies.cache_clear()
+            float32._cached_frequencies.cache_clear()
             rope.at(torch.arange(3), numerics="float32")
         assert torch.equal(use(), expected)
-        _float32._cached_frequencies.cache_clear()
+        float32._cached_frequencies.cache_clear()
         with torch.device("meta"):
             assert torch.equal(use(), expected)
-        _float32._cached_frequencies.cache_clear()
+        float32._cached_frequencies.cache_clear()
         mapped = torch.func.vmap(lambda p: rope.at(p, numerics="float32").cos)(POSITIONS.reshape(2, 4))
         assert torch.equal(mapped.flatten(0, 1), expected)
-        _float32._cached_frequencies.cache_clear()
+        float32._cached_frequencies.cache_clear()
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
@@ -404,7 +405,7 @@ ALL = (
 @pytest.mark.parametrize("base", [100.0, 1e4, 12_345.678, 1e8])
 def test_near_the_float64_frequencies(scaling: Scheme | None, base: float) -> None:
     """float32 numbers, close to those of float64: the exponent of ln(base) · 2⁻²⁵ and a few roundings."""
-    made = _float32.frequencies(base, 64, scaling)[0]
+    made = float32.frequencies(base, 64, scaling)[0]
     exact = Rope(64, base, "half", scaling=scaling).inv_freq
     assert np.array(made).astype(np.float32).astype(np.float64).tolist() == list(made)
     np.testing.assert_allclose(made, exact, rtol=1.5e-6)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import oracle
-from ropewalk import DynamicNTK, Llama3, Rope, RopeError, YaRN, angles
+from ropewalk import DynamicNTK, Llama3, Rope, RopeError, YaRN
+from ropewalk.angles import exact as angles
 from ropewalk.schemes import Linear, PerPair, Scheme
 
 LIMIT = 2**31
@@ -82,7 +83,7 @@ def test_more_rows_than_fit_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rope, positions = Rope(8, 1e4, "half"), np.arange(11)
     exact = oracle.cos_sin(positions.tolist(), rope.inv_freq)
     for most in (1, 4, 8, 12, 1 << 16):
-        monkeypatch.setattr("ropewalk._tables._MAX_BLOCK", most)
+        monkeypatch.setattr("ropewalk.angles.numpy._MAX_BLOCK", most)
         for table, truth in zip(rope.tables(positions), exact, strict=True):
             np.testing.assert_allclose(table, truth, rtol=0, atol=3e-16)
 

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from ropewalk.attention.cache_step import CacheStep as CacheStep
     from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
     from ropewalk.attention.kv_cache import KVCache as KVCache
+    from ropewalk.attention.layer import RotaryAttention as RotaryAttention
+    from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
     from ropewalk.attention.layer_cache import LayerCache as LayerCache
     from ropewalk.attention.paged_cache import PagedKVCache as PagedKVCache
     from ropewalk.attention.paged_step import PagedLayer as PagedLayer
     from ropewalk.attention.paged_step import PagedStep as PagedStep
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.attention.two_pass import TwoPass as TwoPass
-    from ropewalk.axes import Axes as Axes
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import VisionRopes as VisionRopes
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
     from ropewalk.learned import LearnedRope as LearnedRope
-    from ropewalk.nn import RotaryAttention as RotaryAttention
-    from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
-    from ropewalk.rope import Rope as Rope
+    from ropewalk.rope.axes import Axes as Axes
+    from ropewalk.rope.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
     from ropewalk.rotation.qk_norm import QKNorm as QKNorm
     from ropewalk.schemes import NTK as NTK
@@ -56,7 +56,7 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "AttendingCache": "attention.attend",
-    "Axes": "axes",
+    "Axes": "rope.axes",
     "CacheStep": "attention.cache_step",
     "DynamicNTK": "schemes",
     "KVCache": "attention.kv_cache",
@@ -73,10 +73,10 @@ _MODULE_OF = {
     "QKNorm": "rotation.qk_norm",
     "QueryScale": "configs",
     "VisionRopes": "configs",
-    "Rope": "rope",
+    "Rope": "rope.rope",
     "RopeError": "_checks",
-    "RotaryAttention": "nn",
-    "RotaryEmbedding": "nn",
+    "RotaryAttention": "attention.layer",
+    "RotaryEmbedding": "attention.layer",
     "Rotation": "rotation.api",
     "SelfExtend": "attention.self_extend",
     "TwoPass": "attention.two_pass",

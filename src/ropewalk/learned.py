@@ -13,7 +13,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk._dtensor import is_dtensor, replicate
 from ropewalk._layout import Pairing
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation import api
 from ropewalk.rotation.api import Rotation
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 _WHO = "xpos.at"

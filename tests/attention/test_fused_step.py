@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, same, shape
 from ropewalk import KVCache, QKNorm, Rope, RopeError, RotaryAttention, Rotation, SelfExtend, rotate_and_store
+from ropewalk.attention.layer import HeadNorm
 from ropewalk.kernels import backend, cpu
-from ropewalk.nn import HeadNorm
 from ropewalk.rotation import qk_norm
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 3, 4, 2, 24

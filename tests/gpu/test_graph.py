@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import oracle
-import ropewalk.angles  # noqa: F401  importing it registers the operator
+import ropewalk.angles.exact  # noqa: F401  importing it registers the operator
 from ropewalk import Axes, Rope, RopeError, YaRN
 
 ROPE = Rope(128, 1e6, "half", scaling=YaRN(factor=4.0, original_max_position_embeddings=32_768))

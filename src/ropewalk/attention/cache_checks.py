@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 def check_size(who: str, capacity: int | None, window: int | None, sinks: int) -> None:

@@ -14,7 +14,7 @@ from ropewalk.attention.attend import check_rotation
 from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.slots import Slots
 from ropewalk.attention.two_pass import TwoPass
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 

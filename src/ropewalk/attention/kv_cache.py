@@ -28,7 +28,7 @@ from ropewalk import _checks
 from ropewalk.attention import cache_checks
 from ropewalk.attention.cache_step import CacheStep, Progress, largest_position
 from ropewalk.attention.slots import EMPTY, Slots, clear, clear_slots
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 

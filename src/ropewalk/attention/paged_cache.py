@@ -21,7 +21,7 @@ from ropewalk.attention.cache_step import Progress, largest_position
 from ropewalk.attention.paged_rows import Row, Rows
 from ropewalk.attention.paged_step import PagedStep, Scratch
 from ropewalk.attention.slots import EMPTY
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 _NAME = "PagedKVCache"
 

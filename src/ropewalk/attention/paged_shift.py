@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropewalk.attention import paged_checks
 from ropewalk.attention.paged_rows import Rows
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 

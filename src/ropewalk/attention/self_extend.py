@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.two_pass import TwoPass
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 @dataclass(frozen=True)

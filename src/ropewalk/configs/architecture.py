@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import number, shown
-from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, read_kinds
 from ropewalk.configs.reader import TRAINED, Reader
-from ropewalk.rope import Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ropewalk._checks import MAX_HEAD_DIM, argument, integer, shown
-from ropewalk.axes import Axes
 from ropewalk.configs.fields import ConfigValue, Fields
+from ropewalk.rope.axes import Axes
 
 _FLAGS = ("mrope_interleaved", "interleaved")
 KEYS = frozenset({"mrope_section", "xdrope_section", *_FLAGS})

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import MAX_HEAD_DIM, integer, nearest, shown
-from ropewalk.axes import Axes
 from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.rope import Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Rope
 
 _THW = ("time", "height", "width")
 _IRC = ("image", "row", "column")

@@ -12,7 +12,7 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 _MAX_DEPTH = 4
 _HOW = {"read": "read, not run", "not recorded": "not recorded for this model"}

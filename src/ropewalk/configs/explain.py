@@ -10,9 +10,9 @@ from typing import Any
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
-from ropewalk.axes import Axes
 from ropewalk.configs.layer_ropes import LayerRopes, VisionRopes
-from ropewalk.rope import Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Rope
 
 
 def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:

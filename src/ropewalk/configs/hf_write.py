@@ -12,7 +12,7 @@ from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
 from ropewalk.configs.source import to_plain
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 _WHO = "ModelRopes.to_hf_config"
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ropewalk._checks import RopeError, with_context
 from ropewalk.configs.reader import Reader
-from ropewalk.rope import Pairing, Rope
+from ropewalk.rope.rope import Pairing, Rope
 
 
 def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, source: str) -> dict[str, Rope]:

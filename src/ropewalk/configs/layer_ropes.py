@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ropewalk._checks import argument, nearest, number, short_key, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3
 
 _SOURCE = "meta-llama/llama-models at a9c89c47, models/llama3/model.py: torch.view_as_complex"

@@ -10,7 +10,7 @@ from ropewalk.configs import explain, hf_write
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.layer_ropes import QueryScale as QueryScale
 from ropewalk.configs.layer_ropes import VisionRopes as VisionRopes
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.configs.layer_ropes import Assumed
-from ropewalk.rope import Pairing
+from ropewalk.rope.rope import Pairing
 from ropewalk.schemes import ALIASES, Scaling
 
 SECTIONS = ("rope_scaling", "rope_parameters")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk.axes import Axes
-from ropewalk.rope import Pairing, Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Pairing, Rope
 
 _GRID = "integers: row and column of each patch in the grid of patches, from 0"
 _MERGED = f"{_GRID}; patches are in the order of the blocks that are merged"

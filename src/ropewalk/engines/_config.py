@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 
 

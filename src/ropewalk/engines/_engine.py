@@ -17,7 +17,7 @@ from ropewalk._checks import RopeError
 from ropewalk.engines import _model_files
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, YaRN
 
 ENGINE_KEYS = frozenset({"attn_factor", "extrapolation_factor", "max_trained_positions"})

@@ -23,7 +23,7 @@ from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 from ropewalk import schemes
 from ropewalk._checks import choice, error
 from ropewalk._layout import Layout, Pairing
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 _WHO = "ropewalk in torchtitan"
 _READ = frozenset(

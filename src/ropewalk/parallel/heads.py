@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ropewalk import _checks
 from ropewalk._dtensor import is_dtensor, sum_gradient
-from ropewalk.nn import RotaryAttention
+from ropewalk.attention.layer import RotaryAttention
 from ropewalk.rotation.api import Rotation
 
 _WHO = "HeadwiseParallel"

@@ -12,7 +12,7 @@ from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.indexer import read_indexer
 from ropewalk.configs.layers import LayerCodes
 from ropewalk.configs.reader import Reader
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

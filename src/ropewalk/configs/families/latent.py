@@ -13,7 +13,7 @@ from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.indexer import read_indexer
 from ropewalk.configs.reader import Reader
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 
 

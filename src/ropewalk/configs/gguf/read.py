@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import cast
 
 from ropewalk._checks import RopeError, argument, check_pairing, nearest, number, shown, unreadable_file
-from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
@@ -37,7 +36,8 @@ from ropewalk.configs.gguf.several_axes import NAMES, axes_of
 from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.source import without_keys
-from ropewalk.rope import Pairing, Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
 
 

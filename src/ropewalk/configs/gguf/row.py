@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ropewalk.rope import Pairing
+from ropewalk.rope.rope import Pairing
 
 SOURCE = "llama.cpp src/llama-model.cpp, llama_model_rope_type"
 

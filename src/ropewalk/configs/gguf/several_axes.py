@@ -5,7 +5,7 @@ Source: ggml_mrope_cache_init in ggml/src/ggml-cpu/ops.cpp of llama.cpp, modes M
 
 from __future__ import annotations
 
-from ropewalk.axes import Axes
+from ropewalk.rope.axes import Axes
 
 NAMES = ("time", "height", "width", "fourth row")
 

@@ -14,7 +14,7 @@ from ropewalk.integrations.transformers.compare import WHO, is_rotary
 from ropewalk.integrations.transformers.dispatch import install
 from ropewalk.integrations.transformers.modules import Angles, insert, remove
 from ropewalk.integrations.transformers.plan import plan
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
 from ropewalk.integrations.transformers.probe import Width, cos_and_sin, drop_repeated_columns, width_of
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 WHO = "accelerate"
 # The relative tolerance of float32 powers: rounding the exponent costs ln(base) · 2⁻²⁵, and scaling rounds again.

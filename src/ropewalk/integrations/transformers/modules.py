@@ -19,7 +19,7 @@ from ropewalk._checks import error, shown
 from ropewalk.integrations.transformers.attached import Attached, attach, make_tables
 from ropewalk.integrations.transformers.dispatch import install
 from ropewalk.integrations.transformers.probe import Form, Place, Width, cos_and_sin, drop_repeated_columns
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import create_unchecked
 
 

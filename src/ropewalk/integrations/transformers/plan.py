@@ -21,7 +21,7 @@ from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import functions_of, original
 from ropewalk.integrations.transformers.modules import Angles, Replacement
 from ropewalk.integrations.transformers.probe import Form, Place, Width, probe, width_of
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 
 @dataclass

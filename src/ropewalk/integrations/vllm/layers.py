@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ropewalk._checks import RopeError, error, shown
 from ropewalk.integrations.vllm.ropes import WHO, difference, rope_of
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 logger = logging.getLogger("vllm.ropewalk")

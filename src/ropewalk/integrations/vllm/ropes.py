@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ropewalk import schemes
 from ropewalk._checks import error
-from ropewalk.axes import Axes
-from ropewalk.rope import Rope
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Rope
 
 WHO = "ropewalk in vLLM"
 # The relative tolerance of float32 powers and products. The largest error in the 32 recorded models is 3.2e-7.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ropewalk import _checks
 from ropewalk._layout import Pairing
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 Role = Literal["q", "k"]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ropewalk import _checks
-from ropewalk.rope import Pairing, Rope
+from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.rotation.api import Rotation
 from ropewalk.tools.convert import meta, pth, shards
 from ropewalk.tools.convert.layouts import Part

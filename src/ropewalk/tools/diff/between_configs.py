@@ -11,7 +11,7 @@ from ropewalk import _checks
 from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.configs_text import configs_text
 from ropewalk.tools.diff.rope_difference import compare_ropes
 

@@ -10,7 +10,7 @@ from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import ropes_for_engines
 from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.rope_difference import difference
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 
 EVERY_DISTANCE_UP_TO = 131_072
 """Scores are compared at every distance up to this one, in tokens.

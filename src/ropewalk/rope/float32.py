@@ -11,8 +11,9 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from ropewalk import _checks, _fixed_point
-from ropewalk.axes import Axes
+from ropewalk import _checks
+from ropewalk.angles import fixed_point
+from ropewalk.rope.axes import Axes
 from ropewalk.schemes import Scaling, Scheme, default
 
 _MAX_CACHED = 1024
@@ -23,7 +24,7 @@ def frequencies(
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Return the float32 frequency of each pair in radians per position, and the same frequencies as steps.
 
-    A step is a 64-bit fraction of a turn per position (`_fixed_point`).
+    A step is a 64-bit fraction of a turn per position (`angles.fixed_point`).
 
     Raises:
         RopeError: a frequency is not finite in float32.
@@ -51,4 +52,4 @@ def _cached_frequencies(
         if not math.isfinite(w):
             must = "frequencies must be finite in float32"
             raise _checks.error("Rope.at", must, f"{w}", 'Pass numerics="exact".')
-    return inv_freq, tuple(_fixed_point.step(w) for w in inv_freq)
+    return inv_freq, tuple(fixed_point.step(w) for w in inv_freq)

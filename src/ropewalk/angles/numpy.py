@@ -33,7 +33,7 @@ def cos_sin(
 
     Args:
         positions: integers of any shape; `[axes, ...]` if each token has several positions.
-        steps: the step of each pair, in 2⁻⁶⁴ turns per position (`_fixed_point`).
+        steps: the step of each pair, in 2⁻⁶⁴ turns per position (`angles.fixed_point`).
         factor: the attention factor, dimensionless.
         axis: for each pair, the index of the axis whose position it uses. None if each token has one position.
         axes: number of positions of each token. None if each token has one position, without the leading axis.

@@ -19,7 +19,7 @@ from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.two_pass import TwoPass
-from ropewalk.rope import Rope
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
 from ropewalk.rotation.reference import rms_norm

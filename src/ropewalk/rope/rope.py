@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ropewalk import _checks, _fixed_point
+from ropewalk import _checks
 from ropewalk._layout import Numerics as Numerics
 from ropewalk._layout import Pairing as Pairing
-from ropewalk.axes import Axes, check_axes, frequencies
+from ropewalk.angles import fixed_point
+from ropewalk.rope.axes import Axes, check_axes, frequencies
 from ropewalk.schemes import Scaling, check_scaling
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Rope:
         inv_freq, factor = (None, None) if resolved is None else resolved
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
-        steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
+        steps = None if inv_freq is None else tuple(fixed_point.step(w) for w in inv_freq)
         object.__setattr__(self, "_steps", steps)
         object.__setattr__(self, "_packed_steps", np.array(steps or (), dtype=np.int64).tobytes())
         axis = () if self.axes is None else self.axes.axis
@@ -197,17 +198,17 @@ class Rope:
             integer position p (both terms times the attention factor, the first with the factor rounded up to a power
             of two), or 1e-7 on devices without float64. Angles of fractional positions are float64 products.
         """
-        from ropewalk import angles
+        from ropewalk.angles import exact
 
         axes = None if self.axes is None else self.axes.count
         factor = self.attention_factor
         tables = None
         if numerics == "exact":
             steps, axis = self._packed_steps, self._packed_axis
-            tables = angles.fast_path(positions, steps, factor, device, dtype, axis, axes or 0)
+            tables = exact.fast_path(positions, steps, factor, device, dtype, axis, axes or 0)
         if tables is None:
             _checks.check_numerics("Rope.at", numerics)
-            angles.check_positions(positions, axes)
+            exact.check_positions(positions, axes)
             tables = self._cos_sin(positions, factor, device, dtype, numerics)
         return self._rotation(tables, factor)
 
@@ -241,13 +242,13 @@ class Rope:
             >>> sin[1].round(4)
             array([0.8415, 0.01  ])
         """
-        from ropewalk import _tables
+        from ropewalk.angles import numpy
 
         factor = self.attention_factor
         if self._steps is None:
             raise self._unresolved_error()
         count, axis = (None, None) if self.axes is None else (self.axes.count, self.axes.axis)
-        return _tables.cos_sin(positions, self._steps, factor, axis, count)
+        return numpy.cos_sin(positions, self._steps, factor, axis, count)
 
     def shift(
         self,
@@ -279,9 +280,9 @@ class Rope:
             >>> torch.allclose(moved, rope.at(torch.tensor([2]))(key, layout="thd"))
             True
         """
-        from ropewalk import angles
+        from ropewalk.angles import exact
 
-        shifts = angles.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
+        shifts = exact.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
         return self._rotation(self._cos_sin(shifts, 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
@@ -329,19 +330,19 @@ class Rope:
         dtype: torch.dtype | None,
         numerics: Numerics = "exact",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from ropewalk import angles
+        from ropewalk.angles import exact
 
         steps, inv_freq = self._steps, self._inv_freq
         if steps is None or inv_freq is None:
             raise self._unresolved_error()
         axis = None if self.axes is None else self.axes.axis
         if numerics != "exact":
-            from ropewalk import _float32
+            from ropewalk.rope import float32
 
-            inv_freq, steps = _float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
+            inv_freq, steps = float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
         if numerics == "float32":
-            return angles.cos_sin_as_deployed(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
-        return angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
+            return exact.cos_sin_as_deployed(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
+        return exact.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
         """Create a Rotation from cos, sin, the attention factor that they include, and the fields of this rope."""

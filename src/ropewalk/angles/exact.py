@@ -150,7 +150,7 @@ def cos_sin(
 
     Args:
         positions: int32, int64, float32 or float64 of any shape; `[axes, ...]` if each token has several positions.
-        steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
+        steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `angles.fixed_point`).
         inv_freq: the rotation of each pair per position in radians, used for fractional positions.
         factor: the attention factor, dimensionless.
         device: device of the result. None means the device of positions.
