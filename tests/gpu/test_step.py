@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("device")
 # The interpreter truncates bfloat16; a GPU rounds it.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float16, torch.float32, torch.float64, *([] if INTERPRETED else [torch.bfloat16])]
-BATCH, SEQ, HEADS, KV_HEADS, EPS = 2, 3, 5, 2, 1e-5
+BATCH, SEQ, HEADS, KV_HEADS, EPS = 2, 3, 3, 2, 1e-5
 BLOCKS, BLOCK = 3, 4
 
 
@@ -81,7 +81,8 @@ SIZES = [(2, 1, 0), (6, 3, 0), (24, 8, 4), (80, 40, 0), (96, 20, 8), (128, 64, 0
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sizes(dtype: torch.dtype, pairing: str) -> None:
     torch.manual_seed(0)
-    for i, sizes in enumerate(SIZES):
+    every = SIZES[DTYPES.index(dtype) % 2 :: 2] if INTERPRETED else SIZES  # the interpreter takes a second for each call
+    for i, sizes in enumerate(every):
         check(dtype, pairing, sizes, add_one=i % 2 == 0, stores=("", "NHD", "HND")[i % 3])
         check(dtype, pairing, sizes, add_one=(None, True)[i % 2], of_weights=torch.float32, stores=("NHD", "")[i % 2])
 
