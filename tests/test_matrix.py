@@ -37,19 +37,6 @@ def test_bad_arguments(matrix: ModuleType, arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-def test_commands(matrix: ModuleType, tmp_path: Path) -> None:
-    venv, torch, stubs, install, test = matrix.commands(matrix.Row("3.12", "2.9"), "/usr/bin/python3.12", tmp_path)
-    assert venv == ["/usr/bin/python3.12", "-m", "venv", str(tmp_path)]
-    assert torch[1:] == ["-m", "pip", "install", "--quiet", "--no-deps", "torch==2.9.*"]
-    assert stubs[1:] == [str(SCRIPT.with_name("torch_without_cuda.py"))]
-    assert install[1:] == ["-m", "pip", "install", "--quiet", f"{SCRIPT.parents[1]}[test]", "torch==2.9.*"]
-    assert test[1:4] == ["-m", "pytest", "tests"]
-    assert Path(install[0]).is_relative_to(tmp_path)
-    assert torch[0] == stubs[0] == install[0] == test[0]
-    newest = matrix.commands(matrix.Row("3.12", "newest"), "python", tmp_path)
-    assert newest[1][-1] == newest[3][-1] == "torch"
-
-
 def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path) -> None:
     project = {
         "dependencies": ["click>=8.1", "torch>=2.9"],
