@@ -83,7 +83,7 @@ def test_sizes(dtype: torch.dtype, pairing: str) -> None:
     torch.manual_seed(0)
     every = (
         SIZES[DTYPES.index(dtype) % 2 :: 2] if INTERPRETED else SIZES
-    )  # the interpreter takes a second for each call
+    )  # where a call takes a second
     for i, sizes in enumerate(every):
         check(dtype, pairing, sizes, add_one=i % 2 == 0, stores=("", "NHD", "HND")[i % 3])
         check(dtype, pairing, sizes, add_one=(None, True)[i % 2], of_weights=torch.float32, stores=("NHD", "")[i % 2])
