@@ -39,8 +39,9 @@ def rope() -> Rope:
 
 @pytest.fixture(scope="module")
 def folder(model: LanguageModel, rope: Rope, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf") / "model"
-    export.to_hugging_face(model, rope, folder, max_positions=64)
+    folder = tmp_path_factory.mktemp("hf")
+    for name, content in export.hugging_face(model, rope, 64).items():
+        (folder / name).write_bytes(content)
     return folder
 
 
@@ -72,8 +73,7 @@ class RunC:
     Reading zero bytes is an error. Strings end at the first byte 0.
     """
 
-    def __init__(self, file: Path, vocab_size: int) -> None:
-        data = file.read_bytes()
+    def __init__(self, data: bytes, vocab_size: int) -> None:
         (self.longest,) = struct.unpack_from("<i", data)
         at, self.pieces, self.scores = 4, [], []
         for _ in range(vocab_size):
@@ -117,10 +117,8 @@ class RunC:
 
 
 @pytest.fixture(scope="module")
-def run_c(model: LanguageModel, rope: Rope, tmp_path_factory: pytest.TempPathFactory) -> RunC:
-    file = tmp_path_factory.mktemp("llama2c") / "model.bin"
-    export.to_llama2c(model, rope, file, max_positions=64)
-    return RunC(file.with_name("tokenizer.bin"), 256)
+def run_c() -> RunC:
+    return RunC(export.llama2c_tokenizer(), 256)
 
 
 def test_run_c_reads_a_prompt_in_ascii_as_its_bytes(run_c: RunC) -> None:
@@ -143,9 +141,6 @@ def test_what_run_c_prints(run_c: RunC) -> None:
     assert run_c.printed([32, 97, 0xC3, 0xA9, 0, 98, 1, 99]) == b"ab"
 
 
-def test_only_models_of_bytes_have_a_tokenizer(rope: Rope, tmp_path: Path) -> None:
+def test_only_models_of_bytes_have_a_tokenizer(rope: Rope) -> None:
     other = LanguageModel(Size(61, 16, 24, 1, 2))
-    export.to_hugging_face(other, rope, tmp_path / "folder", max_positions=64)
-    export.to_llama2c(other, rope, tmp_path / "one" / "model.bin", max_positions=64)
-    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
-    assert names == {"config.json", "model.safetensors", "model.bin"}
+    assert set(export.hugging_face(other, rope, 64)) == {"config.json", "model.safetensors"}

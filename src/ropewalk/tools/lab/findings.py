@@ -9,15 +9,65 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from ropewalk.tools.lab.results import Results
+from typing import Any
 
 ZERO_SHOT, TUNED = "trained", "tuned"
 
 _Cell = tuple[str, str, str, float]
 """Model, method, measure, and length as a multiple of the trained length."""
+
+
+class Results:
+    """The rows of one task. Each look-up returns the values of all seeds, in the order of the seeds.
+
+    Args:
+        about: the description of the task by `report.describe_task`.
+        rows: rows from `Part.run`. Rows of other tasks are ignored.
+    """
+
+    def __init__(self, about: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.about = about
+        self.lengths: list[int] = about["lengths"]
+        self._rows = {(row["model"], row["method"], row["seed"]): row for row in rows if row["task"] == about["name"]}
+        self.models = list(dict.fromkeys(model for model, _, _ in self._rows))
+        self.seeds = sorted({seed for _, _, seed in self._rows})
+
+    def methods(self, model: str) -> list[str]:
+        """Return the methods of a model that were measured on every seed, in the order in which they ran."""
+        methods = dict.fromkeys(method for kind, method, _ in self._rows if kind == model)
+        return [method for method in methods if all((model, method, seed) in self._rows for seed in self.seeds)]
+
+    def values(self, model: str, method: str, measure: str) -> list[tuple[float, ...]]:
+        """Return the values of a measure, in the order of the lengths."""
+        return list(zip(*(self._rows[model, method, seed][measure] for seed in self.seeds), strict=True))
+
+    def loss_by_position(self, model: str, method: str) -> list[tuple[float, ...]]:
+        """Return the loss by position at the longest length, in nats."""
+        return list(zip(*(self._rows[model, method, seed]["by_position"][-1] for seed in self.seeds), strict=True))
+
+    def value(self, model: str, method: str, measure: str, times: float) -> tuple[float, ...]:
+        """Return the value of a measure at a multiple of the trained length.
+
+        Raises:
+            KeyError: that length, method or measure was not measured.
+        """
+        place = self.length_index(times)
+        if method not in self.methods(model):
+            raise KeyError(method)
+        return self.values(model, method, measure)[place]
+
+    def length_index(self, times: float) -> int:
+        """Return the index of the length that is this multiple of the trained length.
+
+        Raises:
+            KeyError: there is no such length.
+        """
+        tokens = times * self.about["trained"]
+        if tokens not in self.about["tokens"]:
+            raise KeyError(times)
+        return int(self.about["tokens"].index(tokens))
 
 
 @dataclass(frozen=True)
@@ -258,8 +308,7 @@ _VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
 
 
 def _evaluate(claim: Claim, results: Results) -> list[bool]:
-    cells = [results.value(*cell).values for cell in claim.cells]
-    return [claim.holds(values) for values in zip(*cells, strict=True)]
+    return [claim.holds(values) for values in zip(*(results.value(*cell) for cell in claim.cells), strict=True)]
 
 
 def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
@@ -272,7 +321,7 @@ def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
 
 def _number(cell: _Cell, results: Results) -> str:
     _, method, measure, times = cell
-    values = results.value(*cell).values
+    values = results.value(*cell)
     return f"{method} at {times:g}x: {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
 
 
@@ -284,13 +333,13 @@ def _orders(results: Results, model: str) -> list[str]:
             continue
         for times in (1, 2, 4, 8):
             try:
-                spreads = {m: results.value(model, m, measure, times) for m in results.methods(model)}
+                values = {m: results.value(model, m, measure, times) for m in results.methods(model)}
             except KeyError:
                 continue
-            if len(spreads) > 1:
+            if len(values) > 1:
                 kind = "without" if model == ZERO_SHOT else "after"
                 length = results.lengths[results.length_index(times)]
-                order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
+                order = _order(values, more_is_better)
                 at = f"at {length:,} {results.about['length_is']} ({times}x)"
                 lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")
     return lines

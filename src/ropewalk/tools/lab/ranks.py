@@ -1,21 +1,23 @@
-"""Coordinate the processes that train one model: connect them, run code in the first one only, share errors.
+"""Coordinate the processes that train one model: connect them, shard it, run code in the first one only, share errors.
 
 A single process counts as the first one, and then nothing here communicates.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ropewalk import RopeError, _checks
 from ropewalk.tools import _lock
+from ropewalk.tools.lab.model import LanguageModel
 
 T = TypeVar("T")
 
@@ -94,6 +96,24 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def shard(model: LanguageModel) -> LanguageModel:
+    """Return a copy of the model on `device()`, with its parameters sharded over all processes by FSDP2.
+
+    Each of `model.layers` is gathered on its own. A single process gets the model itself.
+    """
+    if count() == 1:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device().type, (count(),))
+    shards = copy.deepcopy(model).to(device())
+    for layer in shards.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(shards, mesh=mesh)
+    return shards
+
+
 def on_first(act: Callable[[], T]) -> T:
     """Call `act` only in the first process, and return its result in every process.
 
@@ -119,17 +139,6 @@ def on_first(act: Callable[[], T]) -> T:
         raise FirstFailedError(outcome[1])
     result: T = outcome[0]
     return result
-
-
-def fail(error: Exception) -> NoReturn:
-    """Raise an error that every process has detected, in such a way that only the first one reports it.
-
-    Raises:
-        Exception: `error` in the first process, and `FirstFailedError` with its message in the others.
-    """
-    if rank() == 0:
-        raise error
-    raise FirstFailedError(str(error)) from error
 
 
 def gather_objects(value: T) -> list[T]:
