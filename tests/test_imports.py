@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "tools._files": set(),
     "tools._lock": {"_checks"},
     "tools.diff": BOTTOM | {"configs", "engines", "rope"},
-    "tools.convert": BOTTOM | {"tools._lock", "configs", "rope", "rotation", "schemes"},
+    "tools.convert": BOTTOM | {"tools._files", "tools._lock", "configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
     "tools.plots": BOTTOM,
