@@ -213,6 +213,63 @@ def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int
         export.hugging_face(random_model(), rope, length)
 
 
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export a byte model for transformers."""
+    folder = tmp_path_factory.mktemp("bytes")
+    to_folder(LanguageModel(Size(256, 16, 24, 1, 2, tied=True)), PLAIN, folder, 64)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x",
+        "  two  spaces \t\r\n",
+        "é☃😀",
+        "e\u0301 Å ﬁ",  # not normalised
+        "\x00\x01\x7f",
+        "<s></s><unk><0x41> don't 1234",
+        "",
+    ],
+)
+def test_the_tokenizer_of_transformers(text: str, byte_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    tokens = tokenizer(text)["input_ids"]
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+    assert (len(tokenizer), tokenizer.model_max_length, tokenizer.all_special_tokens) == (256, 64, [])
+
+
+def test_the_tokenizer_of_transformers_has_every_byte(byte_model: Path) -> None:
+    """Each byte is one token. Bytes that are not UTF-8 decode to the replacement character."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    assert len(set(tokenizer.convert_ids_to_tokens(list(range(256))))) == 256
+    for byte in range(256):
+        assert tokenizer.decode([byte]) == bytes([byte]).decode(errors="replace")
+
+
+def test_the_tokenizer_of_llama2c() -> None:
+    """run.c reads the longest length, then score, length and bytes of each piece. Pieces must differ, none empty."""
+    data = export.llama2c_tokenizer()
+    (longest,), at, pieces = struct.unpack_from("<i", data), 4, []
+    while at < len(data):
+        score, length = struct.unpack_from("<fi", data, at)
+        assert score == 0.0
+        pieces.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    assert pieces == [b"<0x00>", *(bytes([byte]) for byte in range(1, 256))]
+    assert longest == 6
+
+
+def test_only_models_of_bytes_have_a_tokenizer() -> None:
+    assert set(export.hugging_face(random_model(), PLAIN, 64)) == {"config.json", "model.safetensors"}
+
+
 def checkpoint_of_bytes(file: Path, seed: int = 0) -> Path:
     """Return the checkpoint of a training with one step."""
     torch.manual_seed(seed)

@@ -15,8 +15,7 @@ import torch
 
 import processes
 import tiny_lab
-from ropewalk import RopeError
-from ropewalk.tools.lab import checkpoint, ranks, study
+from ropewalk.tools.lab import checkpoint, study
 from ropewalk.tools.lab.study import Study
 
 HERE = Path(__file__).parent
@@ -65,7 +64,7 @@ def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
     """A process is killed in a step, and while the file is written: only that step is lost."""
     outcomes = worked[1]["killed"]
     assert [sorted(end.split(":")[0] for end in ends) for ends, _ in outcomes] == [
-        *[["RopeError", "SIGKILL"]] * 2,
+        *[["SIGKILL", "traceback"]] * 2,  # of the lost connection
         ["done", "done"],
     ]
     assert [steps for _, steps in outcomes] == [8, 10, 14]
@@ -76,17 +75,8 @@ def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
 
 
 def test_resumed_by_other_numbers_of_processes(worked: tuple[Path, Outcomes]) -> None:
-    """The numbers are 1, 3, 2 and 1. test_losses_are_those_of_one_process checks the result."""
-    assert [steps for _, steps in worked[1]["others"]] == [2, 7, 9, 14]
-
-
-def test_an_error_of_one_process_ends_all(worked: tuple[Path, Outcomes]) -> None:
-    ends, steps = worked[1]["error"][0]
-    assert "MemoryError: this process has no memory left" in ends[1]
-    assert ends[0].startswith(
-        "RopeError: lab: all processes must run until the end, got process 0 without a connection to "
-    )
-    assert steps == 4
+    """The numbers are 1, 3 and 1. test_losses_are_those_of_one_process checks the result."""
+    assert [steps for _, steps in worked[1]["others"]] == [2, 7, 14]
 
 
 def test_only_the_first_process_reports_an_error_of_all(worked: tuple[Path, Outcomes]) -> None:
@@ -106,16 +96,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(worked: tuple[Path, Outcomes])
     assert str(folder / "full.safetensors") in ends[0]
     assert ends[1].startswith("FirstFailedError: ")
     assert steps == 4
-
-
-def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    message = "each process must have its own GPU, got 4 processes on a machine with 2. Pass --nproc-per-node 2"
-    with pytest.raises(RopeError, match=message), ranks.process_group():
-        pass
 
 
 def test_the_command(tmp_path: Path) -> None:
