@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import struct
 from dataclasses import replace
@@ -15,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import oracle
 from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN
 from ropewalk.schemes import Linear
 from ropewalk.tools import cli
-from ropewalk.tools.lab import export, files
+from ropewalk.tools.lab import export
 from ropewalk.tools.lab.model import LanguageModel, Size
 from ropewalk.tools.lab.train import Batch, Recipe, train
 
@@ -85,6 +83,11 @@ def ours(model: LanguageModel, rope: Rope, seq: int = SEQ) -> Tensor:
         return model(tokens(seq), rope.at_length(seq).at(torch.arange(seq)))
 
 
+def to_folder(model: LanguageModel, rope: Rope, folder: Path, max_positions: int) -> None:
+    for name, content in export.hugging_face(model, rope, max_positions).items():
+        (folder / name).write_bytes(content)
+
+
 def theirs(folder: Path, seq: int = SEQ) -> Tensor:
     from transformers import LlamaForCausalLM
 
@@ -98,35 +101,22 @@ def theirs(folder: Path, seq: int = SEQ) -> Tensor:
 def test_transformers_reads_ours(name: str, tied: bool, tmp_path: Path) -> None:
     rope, length, said = ROPES[name]
     model = random_model(replace(SIZE, tied=tied))
-    export.to_hugging_face(model, rope, tmp_path, max_positions=length)
+    to_folder(model, rope, tmp_path, length)
     for seq in (24, SEQ):  # within the trained length and beyond it
         torch.testing.assert_close(theirs(tmp_path, seq), ours(model, rope, seq), rtol=0, atol=1e-4)
     written = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     assert {key: written[key] for key in said} == said
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("name", ROPES)
-def test_ours_reads_transformers(name: str, tied: bool, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope, length, said = ROPES[name]
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=length, rms_norm_eps=1e-6, tie_word_embeddings=tied,
-        rope_parameters=dict(said), initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(2)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    model, read = export.from_hugging_face(tmp_path)
-    assert read == rope
-    assert model.size == replace(SIZE, norm_eps=1e-6, tied=tied)
-    torch.testing.assert_close(ours(model, read), theirs(tmp_path), rtol=0, atol=1e-4)
-
-
 def test_ntk_is_written_as_a_base(tmp_path: Path) -> None:
     model, rope = random_model(), replace(PLAIN, scaling=NTK(4.0))
-    export.to_hugging_face(model, rope, tmp_path, max_positions=128)
+    to_folder(model, rope, tmp_path, 128)
+    torch.testing.assert_close(theirs(tmp_path), ours(model, rope), rtol=0, atol=1e-4)
+
+
+def test_interleaved_pairs_are_reordered(tmp_path: Path) -> None:
+    model, rope = random_model(), replace(PLAIN, pairing="interleaved")
+    to_folder(model, rope, tmp_path, 128)
     torch.testing.assert_close(theirs(tmp_path), ours(model, rope), rtol=0, atol=1e-4)
 
 
@@ -139,21 +129,8 @@ def test_the_rope_matters() -> None:
             assert (one - other).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_there_and_back_is_bitwise(pairing: str, tmp_path: Path) -> None:
-    model, rope = random_model(), replace(PLAIN, pairing=pairing)
-    export.to_hugging_face(model, rope, tmp_path, max_positions=128)
-    again, read = export.from_hugging_face(tmp_path)
-    assert read == PLAIN
-    torch.testing.assert_close(ours(again, read), ours(model, rope), rtol=0, atol=1e-4)
-    if pairing == "half":
-        for name, value in model.state_dict().items():
-            assert torch.equal(again.state_dict()[name], value)
-
-
-def run_c(file: Path, rows: np.ndarray) -> np.ndarray:
+def run_c(data: bytes, rows: np.ndarray) -> np.ndarray:
     """Compute the logits [seq, vocab] of run.c for tokens [seq], in float64 NumPy, from the description of the file."""
-    data = file.read_bytes()
     dim, hidden, layers, heads, kv_heads, vocab, longest = struct.unpack("<7i", data[:28])
     shared, vocab, head = vocab > 0, abs(vocab), dim // heads
     flat = np.frombuffer(data[28:], dtype="<f4").astype(np.float64)
@@ -204,42 +181,23 @@ def run_c(file: Path, rows: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_llama2c(tied: bool, pairing: str, tmp_path: Path) -> None:
+def test_llama2c(tied: bool, pairing: str) -> None:
     rope = replace(PLAIN, pairing=pairing)
     model = random_model(replace(SIZE, tied=tied))
-    file = tmp_path / "folder" / "model.bin"
-    export.to_llama2c(model, rope, file, max_positions=100)
-    wanted = ours(model, rope)
+    data, wanted = export.llama2c(model, rope, 100), ours(model, rope)
     for row, logits in zip(tokens(), wanted, strict=True):
-        np.testing.assert_allclose(logits.numpy(), run_c(file, row.numpy()), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(logits.numpy(), run_c(data, row.numpy()), rtol=0, atol=1e-4)
 
 
-def test_llama2c_refuses_what_run_c_cannot_run(tmp_path: Path) -> None:
-    file = tmp_path / "model.bin"
+def test_llama2c_refuses_what_run_c_cannot_run() -> None:
     for rope in (
         replace(PLAIN, base=5e5),
         replace(PLAIN, scaling=Linear(2.0)),
         replace(PLAIN, scaling=DynamicNTK(2.0, 32)),
         replace(PLAIN, rotary_dim=4),
     ):
-        with pytest.raises(RopeError, match="to_llama2c: the rope must have base 10000, no scaling"):
-            export.to_llama2c(random_model(), rope, file, max_positions=8)
-    with pytest.raises(RopeError, match=r"norm_eps must be 1e-05, as in run\.c, got 1e-06"):
-        export.to_llama2c(random_model(replace(SIZE, norm_eps=1e-6)), PLAIN, file, max_positions=8)
-    with pytest.raises(RopeError, match="max_positions must be an integer from 1 to 16777216, got 0"):
-        export.to_llama2c(random_model(), PLAIN, file, max_positions=0)
-    assert not file.exists()
-
-
-def test_refusals_of_both(tmp_path: Path) -> None:
-    absolute = LanguageModel(replace(SIZE, absolute="sinusoidal"))
-    for to in (export.to_hugging_face, export.to_llama2c):
-        with pytest.raises(RopeError, match=f"{to.__name__}: absolute must be None, got 'sinusoidal'"):
-            to(absolute, PLAIN, tmp_path / "x", max_positions=8)
-        with pytest.raises(RopeError, match="rope must be a Rope of head_dim=8, got None"):
-            to(random_model(), None, tmp_path / "x", max_positions=8)  # type: ignore[arg-type]
-        with pytest.raises(RopeError, match="rope must be a Rope of head_dim=8, got Rope"):
-            to(random_model(), Rope(16, 1e4, "half"), tmp_path / "x", max_positions=8)
+        with pytest.raises(RopeError, match="export: the rope must have base 10000, no scaling"):
+            export.llama2c(random_model(), rope, 8)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +208,66 @@ def test_refusals_of_both(tmp_path: Path) -> None:
     ],
     ids=["partial", "dynamic with another length"],
 )
-def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int, tmp_path: Path) -> None:
-    with pytest.raises(RopeError, match="to_hugging_face: a Llama config must be able to represent the rope, got Rope"):
-        export.to_hugging_face(random_model(), rope, tmp_path, max_positions=length)
-    assert not list(tmp_path.iterdir())
+def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int) -> None:
+    with pytest.raises(RopeError, match="export: a Llama config must be able to represent the rope, got Rope"):
+        export.hugging_face(random_model(), rope, length)
+
+
+@pytest.fixture(scope="module")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export a byte model for transformers."""
+    folder = tmp_path_factory.mktemp("bytes")
+    to_folder(LanguageModel(Size(256, 16, 24, 1, 2, tied=True)), PLAIN, folder, 64)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x",
+        "  two  spaces \t\r\n",
+        "é☃😀",
+        "e\u0301 Å ﬁ",  # not normalised
+        "\x00\x01\x7f",
+        "<s></s><unk><0x41> don't 1234",
+        "",
+    ],
+)
+def test_the_tokenizer_of_transformers(text: str, byte_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    tokens = tokenizer(text)["input_ids"]
+    assert tokens == list(text.encode())
+    assert tokenizer.decode(tokens) == text
+    assert (len(tokenizer), tokenizer.model_max_length, tokenizer.all_special_tokens) == (256, 64, [])
+
+
+def test_the_tokenizer_of_transformers_has_every_byte(byte_model: Path) -> None:
+    """Each byte is one token. Bytes that are not UTF-8 decode to the replacement character."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    assert len(set(tokenizer.convert_ids_to_tokens(list(range(256))))) == 256
+    for byte in range(256):
+        assert tokenizer.decode([byte]) == bytes([byte]).decode(errors="replace")
+
+
+def test_the_tokenizer_of_llama2c() -> None:
+    """run.c reads the longest length, then score, length and bytes of each piece. Pieces must differ, none empty."""
+    data = export.llama2c_tokenizer()
+    (longest,), at, pieces = struct.unpack_from("<i", data), 4, []
+    while at < len(data):
+        score, length = struct.unpack_from("<fi", data, at)
+        assert score == 0.0
+        pieces.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    assert pieces == [b"<0x00>", *(bytes([byte]) for byte in range(1, 256))]
+    assert longest == 6
+
+
+def test_only_models_of_bytes_have_a_tokenizer() -> None:
+    assert set(export.hugging_face(random_model(), PLAIN, 64)) == {"config.json", "model.safetensors"}
 
 
 def checkpoint_of_bytes(file: Path, seed: int = 0) -> Path:
@@ -282,29 +296,29 @@ def test_an_export_replaces_another_only_with_force(form: str, tmp_path: Path) -
     before = contents(tmp_path)
     ran = command(other, target, form)
     assert (ran.exit_code, ran.stdout) == (1, "")
-    there = {
-        "hf": "a folder with config.json, model.safetensors, tokenizer.json, tokenizer_config.json",
-        "llama2.c": f"a file of {target.stat().st_size:,} bytes",
-    }[form]
-    assert f"{target} must not exist yet, got {there}. Pass another path, or replace it with --force.\n" in ran.stderr
+    there = {"hf": target / "model.safetensors", "llama2.c": target}[form]
+    assert f"export: {there} must not exist yet, got a file or folder with other content. Pass another" in ran.stderr
     assert contents(tmp_path) == before
     assert command(other, target, form, "--force").exit_code == 0
     assert contents(tmp_path).keys() == before.keys()
     assert contents(tmp_path) != before
     assert command(other, tmp_path / "new" / target.name, form).exit_code == 0
     assert contents(tmp_path / "new") == contents(tmp_path / "out")
+    assert command(other, target, form).exit_code == 0  # the same content
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
 def test_an_export_never_replaces_its_checkpoint(force: list[str], tmp_path: Path) -> None:
     source = checkpoint_of_bytes(tmp_path / "folder" / "model.safetensors")
     shutil.copy(source, tmp_path / "folder" / "tokenizer.bin")
+    shutil.copy(source.with_suffix(".json"), tmp_path / "folder" / "tokenizer.json")
     (tmp_path / "link").symlink_to(source)
     os.link(source, tmp_path / "hard")
     before = contents(tmp_path)
     for target, form in (
         (source, "llama2.c"),
         (tmp_path / "folder" / ".." / "folder" / "model.safetensors", "llama2.c"),
+        (source.with_suffix(".json"), "llama2.c"),
         (tmp_path / "link", "llama2.c"),
         (tmp_path / "hard", "llama2.c"),
         (source.parent, "hf"),
@@ -320,33 +334,39 @@ def test_an_export_never_replaces_its_checkpoint(force: list[str], tmp_path: Pat
 def test_what_force_does_not_replace(tmp_path: Path) -> None:
     source = checkpoint_of_bytes(tmp_path / "source")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "config.json").write_text("{}")
     (tmp_path / "folder" / "notes.txt").write_text("precious")
     (tmp_path / "file").write_text("precious")
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "config.json").write_text("{}")
-    (tmp_path / "export.old").write_text("precious")
     before = contents(tmp_path)
     for target, form, message in (
-        (
-            "folder",
-            "hf",
-            r"a folder that --force replaces must contain nothing but config\.json, .* got .* notes\.txt\.",
-        ),
-        ("file", "hf", "must be a folder, got a file"),
-        ("folder", "llama2.c", "must be a file, got something else"),
-        (
-            "export",
-            "hf",
-            r"export\.old must not exist, because .*export is renamed to it while it is replaced, got an existing",
-        ),
+        ("file", "hf", "File exists"),
+        ("folder", "llama2.c", "Is a directory"),
         ("tokenizer.bin", "llama2.c", "the model file must not have the name of the tokenizer file in the same folder"),
     ):
         ran = command(source, tmp_path / target, form, "--force")
-        assert re.search(message, ran.stderr), ran.stderr
+        assert message in ran.stderr
         assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
-    assert contents(tmp_path) == before
-    assert list(tmp_path.rglob("*.unfinished")) == []
+    assert command(source, tmp_path / "folder", "hf", "--force").exit_code == 0
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize(("form", "size"), [("hf", 1000), ("hf", 20_000), ("llama2.c", 1000), ("llama2.c", 20_000)])
+def test_a_full_disk(form: str, size: int, tmp_path: Path) -> None:
+    """The file that does not fit is named, and is not changed."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    source, target = checkpoint_of_bytes(tmp_path / "source"), tmp_path / "out" / "model.bin"
+    named = target if form == "llama2.c" else target / "model.safetensors"
+    named.parent.mkdir(parents=True)
+    named.write_bytes(b"precious")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        ran = command(source, target, form, "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    assert str(named) in ran.stderr
+    assert contents(tmp_path / "out") == {str(named.relative_to(tmp_path / "out")): b"precious"}
 
 
 def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:
@@ -357,7 +377,7 @@ def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:
     wanted = (tmp_path / "out" / "tokenizer.bin").read_bytes()
     (tmp_path / "out" / "tokenizer.bin").write_bytes(wanted[:-1] + b"x")
     ran = command(source, tmp_path / "out" / "c.bin", "llama2.c")
-    assert "tokenizer.bin must not exist yet, got a file of 2,313 bytes" in ran.stderr
+    assert "tokenizer.bin must not exist yet, got a file or folder with other content" in ran.stderr
     assert not (tmp_path / "out" / "c.bin").exists()
     assert command(source, tmp_path / "out" / "c.bin", "llama2.c", "--force").exit_code == 0
     assert (tmp_path / "out" / "tokenizer.bin").read_bytes() == wanted
@@ -370,83 +390,4 @@ def test_an_export_through_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real" / "model")
     assert command(source, tmp_path / "link", "hf", "--force").exit_code == 0
     assert (tmp_path / "link").is_symlink()
-    assert export.from_hugging_face(tmp_path / "link")[1] == PLAIN
-
-
-def change(folder: Path, **keys: Any) -> Path:
-    export.to_hugging_face(random_model(), PLAIN, folder, max_positions=8)
-    config = json.loads((folder / "config.json").read_text()) | keys
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"attention_bias": True}, "from_hugging_face: attention_bias must be False, got True"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"vocab_size": None}, "config.json must state 'vocab_size'"),
-        ({"head_dim": 16}, "head_dim must be hidden_size / num_attention_heads = 8, got 16"),
-        ({"num_hidden_layers": 1}, "missing or unknown: layers.1.input_layernorm.weight, "),
-        ({"num_hidden_layers": 10**4}, "num_layers must be an integer from 0 to 1024, got 10000"),
-        ({"intermediate_size": 2**40}, "intermediate_size must be an integer from 0 to 1048576"),
-        ({"vocab_size": 2**20}, r"embed_tokens.weight must have the shape \(1048576, 32\), got \(61, 32\)"),
-        ({"vocab_size": 60}, r"embed_tokens.weight must have the shape \(60, 32\), got \(61, 32\)"),
-    ],
-)
-def test_a_folder_that_does_not_fit_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(RopeError, match=message):
-        export.from_hugging_face(change(tmp_path, **keys))
-
-
-def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
-    file = change(tmp_path) / "model.safetensors"
-    save_file({name: value.int() for name, value in load_file(file).items()}, file)
-    with pytest.raises(RopeError, match=r"weight must have a floating-point dtype, got I32"):
-        export.from_hugging_face(tmp_path)
-
-
-def test_a_config_that_nests_too_deep(tmp_path: Path) -> None:
-    (change(tmp_path) / "config.json").write_text("[" * 100_000)
-    with pytest.raises(RopeError, match=r"config\.json must be JSON, got maximum recursion depth"):
-        export.from_hugging_face(tmp_path)
-
-
-def test_folders_that_no_other_can_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell in a replaced folder would not see the export, and a mount point cannot be renamed."""
-    source = checkpoint_of_bytes(tmp_path / "source")
-    (tmp_path / "here").mkdir()
-    (tmp_path / "mounted").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
-    before = contents(tmp_path)
-    for target, got in ((Path("."), "the current folder"), (tmp_path / "mounted", "a mount point")):
-        ran = command(source, target, "hf")
-        must = f"{target.resolve()} must be a folder that can be replaced"
-        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Pass a new folder inside it.\n"
-        assert ran.exit_code == 1
-    assert contents(tmp_path) == before
-    assert command(source, Path("new"), "hf").exit_code == 0
-
-
-def test_a_folder_named_like_a_file_is_not_replaced(tmp_path: Path) -> None:
-    source = checkpoint_of_bytes(tmp_path / "source")
-    (tmp_path / "out" / "config.json").mkdir(parents=True)
-    (tmp_path / "out" / "config.json" / "notes.txt").write_text("precious")
-    ran = command(source, tmp_path / "out", "hf", "--force")
-    assert "must contain nothing but config.json" in ran.stderr
-    assert ran.exit_code == 1
-    assert (tmp_path / "out" / "config.json" / "notes.txt").read_text() == "precious"
-
-
-def test_the_slower_of_two_exports_is_refused(tmp_path: Path) -> None:
-    def overtaken() -> None:
-        with files.new_folder("export", tmp_path / "model", force=False, replaceable=()) as unfinished:
-            (unfinished / "config.json").write_text("slow")
-            (tmp_path / "model").mkdir()
-            (tmp_path / "model" / "config.json").write_text("fast")
-
-    with pytest.raises(RopeError, match=r"model must not exist yet, got a folder with config\.json\. Pass another"):
-        overtaken()
-    assert (tmp_path / "model" / "config.json").read_text() == "fast"
-    assert list(tmp_path.rglob("*.unfinished")) == []
+    assert contents(tmp_path / "real" / "model").keys() == contents(tmp_path / "link").keys()

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import ropewalk
-from ropewalk import DynamicNTK, Rope, RopeError
+from ropewalk import DynamicNTK, Rope
 from ropewalk.tools.cli import main
 from ropewalk.tools.lab import checkpoint
 from ropewalk.tools.lab import generate as generating
@@ -107,21 +107,6 @@ def test_sampling_follows_the_temperature() -> None:
     assert again == drawn[:20]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"prompt": []}, r"generate: prompt must be tokens from 0 to 255, at least one, got \[\]"),
-        ({"prompt": [256]}, r"prompt must be tokens from 0 to 255, at least one, got \[256\]"),
-        ({"tokens": 0}, "generate: tokens must be an integer of at least 1, got 0"),
-        ({"temperature": -1.0}, "temperature must be a finite number of at least 0, got -1.0"),
-        ({"seed": -1}, "seed must be an integer from 0 to"),
-    ],
-)
-def test_refusals(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(RopeError, match=message):
-        generate(random_model(), ROPE, **{"prompt": PROMPT, "tokens": 1, "temperature": 0, "seed": 0, **keys})
-
-
 def counting(step: int) -> Batch:
     """Return bytes that count up through the alphabet."""
     rows = (torch.arange(25) + torch.tensor([[0], [5], [11], [20]])) % 26 + ord("a")
@@ -158,18 +143,10 @@ def test_prompts_that_are_not_text_and_any_temperature(trained: Path) -> None:
     assert len(list(generate(model, rope, [97], tokens=9, temperature=1e300, seed=0))) == 9
 
 
-def test_learned_positions_end_before_the_text_begins() -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(replace(SIZE, absolute="learned", max_positions=8))
-    assert len(list(generate(model, None, [97, 98], tokens=6, temperature=0.0, seed=0))) == 6
-    with pytest.raises(RopeError, match=r"prompt and tokens together must be at most 8, .* got 2 and 7"):
-        generate(model, None, [97, 98], tokens=7, temperature=0.0, seed=0)
-
-
 def test_command_refuses(trained: Path, tmp_path: Path) -> None:
     for model, file, message in (
         (LanguageModel(replace(SIZE, vocab_size=300)), tmp_path / "x", "a byte model with 256 tokens, got 300 tokens"),
-        (None, trained, "prompt must be tokens from 0 to 255, at least one"),
+        (None, trained, "prompt must have at least one character"),
     ):
         if model is not None:
             train(model, ROPE, counting, Recipe(1, 1e-3), file=file, about={})
@@ -180,14 +157,10 @@ def test_command_refuses(trained: Path, tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_there_is_memory_for(trained: Path) -> None:
-    """They are refused before anything is printed or allocated (2 layers with 8 channels of keys, float32)."""
-    for tokens in ("10000000000", str(10**30), "16777214"):
-        ran = CliRunner().invoke(main, ["generate", str(trained), "--prompt", "abc", "--tokens", tokens])
-        assert (ran.exit_code, ran.stdout) == (1, "")
-        must = "prompt and tokens together must be at most 16,777,216, whose keys and values take 2 GiB, got 3 and "
-        assert must in ran.stderr
-        assert ran.stderr.count("\n") == 1
-    generate(random_model(), ROPE, [97, 98, 99], tokens=16777213, temperature=0.0, seed=0)  # nothing is made yet
+    for tokens in ("513k", str(10**30)):
+        ran = CliRunner().invoke(main, ["generate", str(trained), "--tokens", tokens])
+        assert (ran.exit_code, ran.stdout) == (2, "")
+        assert "1<=x<=524288" in ran.stderr
 
 
 def test_the_cache_is_as_large_as_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import tiny_lab
-from ropewalk import Rope, RopeError
+from ropewalk import RopeError
 from ropewalk.tools import cli
 from ropewalk.tools._lock import hold
-from ropewalk.tools.lab import study
-from ropewalk.tools.lab.model import LanguageModel, Size
-from ropewalk.tools.lab.study import Study
-from ropewalk.tools.lab.train import Batch, Recipe, train
+from ropewalk.tools.lab import tasks
 
 HOLD = """
 import sys
@@ -46,50 +42,32 @@ def holder(file: Path) -> Iterator[subprocess.Popen[str]]:
             other.kill()
 
 
-def batch(step: int) -> Batch:
-    rows = torch.randint(16, (2, 7), generator=torch.Generator().manual_seed(step))
-    return Batch(rows[:, :-1], rows[:, 1:])
-
-
-def trained(file: Path, batch=batch) -> int:
-    torch.manual_seed(0)
-    model = LanguageModel(Size(16, 8, 12, 1, 2))
-    return len(train(model, Rope(4, 1e4, "half"), batch, Recipe(3, 1e-2), file=file, about={}).losses)
-
-
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "x.safetensors"
-    with holder(tmp_path / "folder" / "x.safetensors.lock") as other:
+    file = tmp_path / "folder" / "lock"
+    with holder(file) as other:
         message = (
-            rf"lab: only one process may write .*x\.safetensors at a time, "
+            rf"lab: only one process may write x at a time, "
             rf"got process {other.pid} on {platform.node()}\. Wait until it has ended"
         )
         for _ in range(2):  # asking does not change who is named
-            with pytest.raises(RopeError, match=message):
-                trained(file)
-        assert not file.exists()
+            with pytest.raises(RopeError, match=message), hold("lab", file, "x"):
+                pass
         other.kill()
         other.wait()
-        assert (tmp_path / "folder" / "x.safetensors.lock").exists()  # it is still there, and holds nobody up
-        assert trained(file) == 3
-    assert [path.name for path in file.parent.iterdir()] == ["x.safetensors"]
+        assert file.exists()  # it is still there, and holds nobody up
+        with hold("lab", file, "x"):
+            pass
+    assert list(file.parent.iterdir()) == []
 
 
 def test_a_second_writer_in_one_process_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    refusals = []
-
-    def twice(step: int) -> Batch:
-        with pytest.raises(RopeError, match=rf"only one process may write .*, got process {os.getpid()} on") as e:
-            trained(file)
-        refusals.append(e)
-        return batch(step)
-
-    assert trained(file, twice) == len(refusals) == 3
+    file, message = tmp_path / "lock", rf"only one process may write x .*, got process {os.getpid()} on"
+    with hold("lab", file, "x"), pytest.raises(RopeError, match=message), hold("lab", file, "x"):
+        pass
 
 
 def test_the_command_of_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "quick", lambda seed, baselines: Study([tiny_lab.COPY], [seed]))
+    monkeypatch.setattr(tasks, "COPY", tiny_lab.COPY)
     with holder(tmp_path / "lock") as other:
         ran = CliRunner().invoke(cli.main, ["lab", "--quick", "--out", str(tmp_path)])
         assert (ran.exit_code, ran.stdout) == (1, "")
@@ -110,4 +88,4 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
 def test_without_filelock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "filelock", None)
     with pytest.raises(RopeError, match=r"filelock must be installed\. Run pip install"):
-        trained(tmp_path / "x")
+        hold("lab", tmp_path / "lock", "x").__enter__()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import tiny_lab
-from ropewalk.tools.lab import findings, methods, pictures, report, tasks
-from ropewalk.tools.lab.parts import BASELINES
-from ropewalk.tools.lab.results import Results
+from ropewalk.tools.lab import findings, methods, report, tasks
+from ropewalk.tools.lab.findings import Results
 
 # Shares copied and losses at |w| = 31, 63, 95, 127, 191, 255, 511: half to 8 times the trained length.
 ACCURACY = {
@@ -278,7 +277,7 @@ def test_report_of_one_seed(tmp_path):
 
 def test_pictures_show_the_numbers():
     swapped = {("trained", "none"): [0.0] * 7}
-    figure = pictures.draw_figures(Results(ABOUT, rows(changed={1: swapped})))["copy-accuracy"]
+    figure = report.draw_figures(Results(ABOUT, rows(changed={1: swapped})))["copy-accuracy"]
     upper, lower = figure.axes
     assert [line.get_label() for line in lower.lines] == ["none", "PI", "NTK", "YaRN", "larger base", "trained length"]
     none = upper.lines[0]
@@ -296,12 +295,12 @@ def test_pictures_show_the_numbers():
 
 
 def test_every_method_has_a_colour():
-    named = {method.name for method in (*methods.METHODS, *methods.TUNES)} | set(BASELINES)
-    assert len(named) <= 10 + len(pictures._FURTHER_COLOURS)
+    named = {method.name for method in (*methods.METHODS, *methods.TUNES)} | set(methods.BASELINES)
+    assert len(named) <= 10 + len(report._FURTHER_COLOURS)
 
 
 def test_picture_of_loss_by_position():
-    drawn = pictures.draw_figures(Results(TEXT_ABOUT, text_rows(TEXT)))
+    drawn = report.draw_figures(Results(TEXT_ABOUT, text_rows(TEXT)))
     assert list(drawn) == ["text-perplexity", "text-last", "text-positions"]
     line = drawn["text-positions"].axes[0].lines[0]
     assert line.get_xdata().tolist() == [16 + 32 * i for i in range(8)]

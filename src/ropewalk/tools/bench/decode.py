@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk._checks import error
+from ropewalk.tools.bench.measure import sample_alternately
 from ropewalk.tools.bench.report import Report, Say, check_files
+from ropewalk.tools.lab.model import Block, LanguageModel, Size
 
 
 @dataclass(frozen=True)
@@ -48,48 +51,6 @@ class DecodeSettings:
     rounds: int = 30
     threads: int | None = None
     geometry: Geometry = Geometry()
-
-
-class Layer(torch.nn.Module):
-    """A layer of Qwen 3, with the parameter names of transformers."""
-
-    def __init__(self, size: Geometry) -> None:
-        super().__init__()
-        self.input_layernorm = torch.nn.RMSNorm(size.hidden, eps=1e-6)
-        self.self_attn = ropewalk.RotaryAttention(
-            size.hidden, size.heads, num_kv_heads=size.kv_heads, head_dim=size.head_dim, qk_norm=1e-6
-        )
-        self.post_attention_layernorm = torch.nn.RMSNorm(size.hidden, eps=1e-6)
-        self.mlp = torch.nn.ModuleDict(
-            {
-                "gate_proj": torch.nn.Linear(size.hidden, size.mlp, bias=False),
-                "up_proj": torch.nn.Linear(size.hidden, size.mlp, bias=False),
-                "down_proj": torch.nn.Linear(size.mlp, size.hidden, bias=False),
-            }
-        )
-
-    def forward(self, x: Tensor, rotation: Any, cache: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
-        h, mlp = self.post_attention_layernorm(x), self.mlp
-        out: Tensor = x + mlp["down_proj"](torch.nn.functional.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
-        return out
-
-
-class Model(torch.nn.Module):
-    """Qwen 3 built with ropewalk's attention."""
-
-    def __init__(self, size: Geometry) -> None:
-        super().__init__()
-        self.embed_tokens = torch.nn.Embedding(size.vocabulary, size.hidden)
-        self.layers = torch.nn.ModuleList(Layer(size) for _ in range(size.layers))
-        self.norm = torch.nn.RMSNorm(size.hidden, eps=1e-6)
-
-    def forward(self, tokens: Tensor, rotation: Any, step: Any) -> Tensor:
-        """Compute the logits of the last token, `[batch, vocabulary]`. The embedding is also the output projection."""
-        x = self.embed_tokens(tokens)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, step.layer(i))
-        return torch.nn.functional.linear(self.norm(x[:, -1]), self.embed_tokens.weight)
 
 
 Step = Callable[[Tensor], Tensor]
@@ -150,7 +111,7 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     return out.found
 
 
-def build_models(size: Geometry, dtype: torch.dtype) -> tuple[Model, Any]:
+def build_models(size: Geometry, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
     """Build ropewalk's model and transformers' Qwen 3 with the same seeded weights."""
     import transformers
 
@@ -170,12 +131,24 @@ def build_models(size: Geometry, dtype: torch.dtype) -> tuple[Model, Any]:
         # Not .to(dtype), which would also cast the inverse frequencies of transformers.
         auto: Any = transformers.AutoModelForCausalLM
         reference = auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    ours = Model(size).to(dtype).eval()
-    ours.load_state_dict(reference.model.state_dict(), assign=True)
-    return ours, reference
+        ours = LanguageModel(
+            Size(size.vocabulary, size.hidden, size.mlp, size.layers, size.heads, size.kv_heads, tied=True)
+        )
+    for module in ours.modules():
+        if isinstance(module, Block):  # heads of another size, with norms
+            module.self_attn = ropewalk.RotaryAttention(
+                size.hidden, size.heads, num_kv_heads=size.kv_heads, head_dim=size.head_dim, qk_norm=config.rms_norm_eps
+            )
+        if isinstance(module, torch.nn.RMSNorm):
+            module.eps = config.rms_norm_eps
+    head = {"lm_head.weight": reference.lm_head.weight}
+    ours.to(dtype).load_state_dict({**reference.model.state_dict(), **head}, assign=True)
+    return ours.eval(), reference
 
 
-def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype: torch.dtype) -> dict[str, Step]:
+def build_steps(
+    size: Geometry, model: LanguageModel, reference: Any, batch: int, dtype: torch.dtype
+) -> dict[str, Step]:
     """Build a decode step for each cache. All caches hold the same keys and values of `context` tokens."""
     import transformers
 
@@ -190,8 +163,8 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
 
     def ours(tokens: Tensor) -> Tensor:
         step = cache.step(1)
-        logits: Tensor = model(tokens, step.rotation(rope), step)
-        return logits
+        logits: Tensor = model(tokens, step.rotation(rope), cache=step)
+        return logits[:, -1]
 
     def transformers_step(cache: Any) -> Step:
         for i, (k, v) in enumerate(cached):
@@ -216,31 +189,39 @@ def time_steps(steps: dict[str, Step], size: Geometry, batch: int, rounds: int) 
     """Time the steps alternately and return a row for each contender. The first step is checked, not timed."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (rounds + 1, batch, 1), generator=draw)
-    logits = {name: step(tokens[0]).double() for name, step in steps.items()}
+    first = {name: step(tokens[0]) for name, step in steps.items()}
+    allowed = 1e-4 if first["transformers, DynamicCache"].dtype == torch.float32 else 0.2
+    logits = {name: result.double() for name, result in first.items()}
     expected = logits["transformers, DynamicCache"]
     spread = float(expected.std())
-    allowed = 1e-4 if next(iter(logits.values())).dtype == torch.float32 else 0.2
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
     errors = {name: float((result - expected).abs().max()) / spread for name, result in logits.items()}
     correct = [name for name in steps if errors[name] <= allowed]
-    for i in range(1, rounds + 1):
-        for name in correct:
-            start = time.perf_counter()
-            steps[name](tokens[i])
-            seconds[name].append(time.perf_counter() - start)
-    ours = statistics.median(seconds["ropewalk, KVCache"]) if seconds["ropewalk, KVCache"] else None
+    samples = sample_alternately({name: _timed(steps[name], iter(tokens[1:])) for name in correct}, rounds, math.inf)
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    ours = medians.get("ropewalk, KVCache")
     rows: list[dict[str, Any]] = []
-    for name in steps:
+    for name, gap in errors.items():
         if name not in correct:
-            rows.append({"contender": name, "state": "wrong", "error": errors[name], "allowed": allowed})
+            rows.append({"contender": name, "state": "wrong", "error": gap, "allowed": allowed})
             continue
-        median = statistics.median(seconds[name])
-        ahead = None if ours is None else median / ours
+        ahead = None if ours is None else medians[name] / ours
         rows.append(
-            {"contender": name, "state": "timed", "error": errors[name], "seconds": median}
-            | {"tokens_per_second": batch / median, "ahead": ahead}
+            {"contender": name, "state": "timed", "error": gap, "seconds": medians[name]}
+            | {"tokens_per_second": batch / medians[name], "ahead": ahead}
         )
     return rows
+
+
+def _timed(step: Step, tokens: Iterator[Tensor]) -> Callable[[], float]:
+    """Return a function that makes the step with the next tokens, and returns its seconds."""
+
+    def sample() -> float:
+        now = next(tokens)
+        start = time.perf_counter()
+        step(now)
+        return time.perf_counter() - start
+
+    return sample
 
 
 def _show(rows: Sequence[dict[str, Any]], say: Say) -> None:

@@ -28,7 +28,7 @@ Examples:
 )
 @click.option(
     "--max-positions",
-    type=Length(min=1),
+    type=Length(min=1, max=2**24),
     required=True,
     help="The context length to write, in tokens; 4k is 4,096.",
 )
@@ -36,12 +36,11 @@ Examples:
 def export(checkpoint: Path, target: Path, form: str, max_positions: int, force: bool) -> None:
     """Export CHECKPOINT, a model that `ropewalk lab` trained, to TARGET for Hugging Face or llama2.c.
 
-    With hf, TARGET is a new or empty folder. It gets config.json, model.safetensors and, for a byte-level model,
-    tokenizer.json and tokenizer_config.json, all at once. With llama2.c, TARGET is a new file; for a byte-level model,
-    tokenizer.bin is written next to it.
+    With hf, TARGET is a folder. It gets config.json, model.safetensors and, for a byte-level model, tokenizer.json and
+    tokenizer_config.json. With llama2.c, TARGET is a file; for a byte-level model, tokenizer.bin is written next to it.
 
-    Existing files are replaced only with --force, and then only the files named above. CHECKPOINT itself, and folders
-    that contain other files, are never replaced.
+    Existing files are replaced only with --force, and then only the files named above. CHECKPOINT itself is never
+    replaced.
     """
     from ropewalk.tools.lab import export as the_export
 

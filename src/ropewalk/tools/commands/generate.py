@@ -23,7 +23,7 @@ Examples:
 )
 @click.option(
     "--tokens",
-    type=Length(min=1),
+    type=Length(min=1, max=2**19),  # their keys and values take 2 GiB with the text model of the lab
     default=200,
     show_default=True,
     help="The number of bytes to generate; 4k is 4,096.",

@@ -35,8 +35,8 @@ def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) ->
     """Train small models on short sequences, and measure context-extension methods on long ones.
 
     There are two tasks: to copy a sequence, and to model the text that ships with Python. Both run with three seeds,
-    which takes about an hour on two cores. --quick runs only the first task, with one seed, in less than 6 minutes. The
-    command prints an estimate of the time before it starts. At the end it writes tables, JSON, plots and a report.
+    which takes about an hour on two cores. --quick runs only the first task, with one seed, in less than 6 minutes. At
+    the end, the command writes tables, JSON, plots and a report.
 
     The methods are no scaling, position interpolation (PI), NTK, NTK by parts, Llama 3, YaRN, the dynamic forms of PI,
     NTK and YaRN, and Self-Extend. Models are also fine-tuned with no scaling, PI, NTK, YaRN and a larger base.
@@ -55,9 +55,8 @@ def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) ->
 
     if quick and task == "text":
         raise click.UsageError("--quick is the copy task, so it cannot be combined with --task text. Drop one of them.")
-    chosen = {None: study.full, "copy": study.quick, "text": study.text}["copy" if quick else task]
     try:
         with ranks.process_group():
-            study.run(chosen(seed, baselines=baselines), out, click.echo)
+            study.run(study.choose("copy" if quick else task, seed, baselines=baselines), out, click.echo)
     except ranks.FirstFailedError:
         raise SystemExit(1) from None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ropewalk import _checks
-from ropewalk.tools import _lock
+from ropewalk.tools import _files, _lock
 from ropewalk.tools.convert import pth, shards
 from ropewalk.tools.convert.plan import Plan
 
@@ -69,10 +69,10 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
                     shutil.rmtree(unfinished)
                     raise
             for name in plan.source.companion_files if plan.form == plan.source.form else ():
-                _write_atomically(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
+                _write_file(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
             for name, content in plan.texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-                _write_atomically(unfinished / name, lambda new, text=text: _write_text(new, text))  # type: ignore[misc]
+                _write_file(unfinished / name, lambda new, text=text: _write_text(new, text))  # type: ignore[misc]
             (unfinished / _STATE).unlink()
             if target.exists():
                 target.rmdir()
@@ -119,7 +119,7 @@ def _prepare(unfinished: Path, state: str) -> None:
         if unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
-        _write_atomically(kept, lambda new: _write_text(new, state))
+        _write_file(kept, lambda new: _write_text(new, state))
     for path in unfinished.glob("*.partial"):
         path.unlink()
 
@@ -135,25 +135,24 @@ def _write_weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
             done += count
             progress(file, done, total)
 
-        def write_file(new: Path) -> None:
+        def make(new: Path) -> None:
             if plan.form == "meta":
                 pth.write(new, tensors, report)  # noqa: B023
             else:
                 shards.write(new, tensors, plan.metadata.get(file, {}), report)  # noqa: B023
 
         if not (unfinished / file).exists():
-            _write_atomically(unfinished / file, write_file)
+            _write_file(unfinished / file, make)
         before += size
         progress(file, before, total)
 
 
-def _write_atomically(file: Path, make: Callable[[Path], None]) -> None:
-    """Write a file under a temporary name with `make`, flush it to the disk, and then rename it."""
-    partial = file.with_name(f"{file.name}.partial")
-    make(partial)
-    with partial.open("rb+") as written:
-        os.fsync(written.fileno())
-    os.replace(partial, file)
+def _write_file(file: Path, make: Callable[[Path], None]) -> None:
+    """Write a file with `make`. It appears when it is complete and flushed to the disk."""
+    with _files.replaced(file) as new:
+        make(new)
+        with new.open("rb+") as written:
+            os.fsync(written.fileno())
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -9,15 +9,54 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from ropewalk.tools.lab.results import Results
+from typing import Any
 
 ZERO_SHOT, TUNED = "trained", "tuned"
 
 _Cell = tuple[str, str, str, float]
 """Model, method, measure, and length as a multiple of the trained length."""
+
+
+class Results:
+    """The rows of one task. Each look-up returns the values of all seeds, in the order of the seeds.
+
+    Args:
+        about: the description of the task by `report.describe_task`.
+        rows: rows from `Part.run`. Rows of other tasks are ignored.
+    """
+
+    def __init__(self, about: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.about = about
+        self.lengths: list[int] = about["lengths"]
+        self._rows = {(row["model"], row["method"], row["seed"]): row for row in rows if row["task"] == about["name"]}
+        self.models = list(dict.fromkeys(model for model, _, _ in self._rows))
+        self.seeds = sorted({seed for _, _, seed in self._rows})
+
+    def methods(self, model: str) -> list[str]:
+        """Return the methods of a model that were measured on every seed, in the order in which they ran."""
+        methods = dict.fromkeys(method for kind, method, _ in self._rows if kind == model)
+        return [method for method in methods if all((model, method, seed) in self._rows for seed in self.seeds)]
+
+    def values(self, model: str, method: str, measure: str) -> list[tuple[float, ...]]:
+        """Return the values of a measure, in the order of the lengths."""
+        return list(zip(*(self._rows[model, method, seed][measure] for seed in self.seeds), strict=True))
+
+    def loss_by_position(self, model: str, method: str) -> list[tuple[float, ...]]:
+        """Return the loss by position at the longest length, in nats."""
+        return list(zip(*(self._rows[model, method, seed]["by_position"][-1] for seed in self.seeds), strict=True))
+
+    def value(self, model: str, method: str, measure: str, times: float) -> tuple[float, ...]:
+        """Return the value of a measure at a multiple of the trained length.
+
+        Raises:
+            KeyError: that length, method or measure was not measured.
+        """
+        tokens = times * self.about["trained"]
+        if method not in self.methods(model) or tokens not in self.about["tokens"]:
+            raise KeyError(method, times)
+        return self.values(model, method, measure)[self.about["tokens"].index(tokens)]
 
 
 @dataclass(frozen=True)
@@ -37,16 +76,9 @@ class Claim:
     holds: Callable[[Sequence[float]], bool]
 
 
-def _row(model: str, method: str, measure: str, *times: float) -> tuple[_Cell, ...]:
-    return tuple((model, method, measure, t) for t in times)
-
-
-def _column(model: str, methods: Sequence[str], measure: str, times: float) -> tuple[_Cell, ...]:
-    return tuple((model, method, measure, times) for method in methods)
-
-
-def _lower(task: str, measure: str, model: str, better: str, worse: str, times: float, says: str) -> Claim:
-    return Claim(task, says, _column(model, [better, worse], measure, times), lambda v: v[0] < v[1])
+def _cells(model: str, methods: str, measure: str, *times: float) -> tuple[_Cell, ...]:
+    """Return the cells of methods, separated by commas, at multiples of the trained length."""
+    return tuple((model, method, measure, t) for method in methods.split(", ") for t in times)
 
 
 _COPY = (
@@ -54,7 +86,7 @@ _COPY = (
         "copy",
         "Without scaling, copying is nearly perfect at the trained length (accuracy of at least 0.9), but accuracy "
         "falls below 0.5 at twice that length",
-        _row(ZERO_SHOT, "none", "accuracy", 1, 2),
+        _cells(ZERO_SHOT, "none", "accuracy", 1, 2),
         lambda v: v[0] >= 0.9 and v[1] < 0.5,
     ),
     *(
@@ -62,7 +94,7 @@ _COPY = (
             "copy",
             f"At the trained length, a fixed {method} factor more than doubles the loss, but a dynamic {method} factor "
             "does not increase it",
-            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
+            _cells(ZERO_SHOT, f"none, {method}, {method} dynamic", "loss", 1),
             lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
         )
         for method in ("PI", "YaRN")
@@ -72,7 +104,7 @@ _COPY = (
             "copy",
             f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give an accuracy of at least "
             "0.9 there",
-            _row(TUNED, method, "accuracy", 4),
+            _cells(TUNED, method, "accuracy", 4),
             lambda v: v[0] >= 0.9,
         )
         for method in ("PI", "YaRN")
@@ -82,7 +114,7 @@ _COPY = (
             "copy",
             f"After fine-tuning at 4 times the trained length, accuracy there is lower {how} than with PI and with "
             "YaRN",
-            _column(TUNED, [method, "PI", "YaRN"], "accuracy", 4),
+            _cells(TUNED, f"{method}, PI, YaRN", "accuracy", 4),
             lambda v: v[0] < min(v[1:]),
         )
         for method, how in (("none", "without scaling"), ("NTK", "with NTK"))
@@ -90,28 +122,25 @@ _COPY = (
     Claim(
         "copy",
         "No model that was fine-tuned at 4 times the trained length reaches an accuracy of 0.5 at 8 times that length",
-        _column(TUNED, ["none", "PI", "NTK", "YaRN", "larger base"], "accuracy", 8),
+        _cells(TUNED, "none, PI, NTK, YaRN, larger base", "accuracy", 8),
         lambda v: max(v) < 0.5,
     ),
     Claim(
         "copy",
         "YaRN's attention factor helps at 2 and 4 times the trained length: accuracy is higher with YaRN than with by "
         "parts, which is YaRN without this factor",
-        (
-            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 2),
-            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 4),
-        ),
+        (*_cells(ZERO_SHOT, "YaRN, by parts", "accuracy", 2), *_cells(ZERO_SHOT, "YaRN, by parts", "accuracy", 4)),
         lambda v: v[0] > v[1] and v[2] > v[3],
     ),
     Claim(
         "copy",
         "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK",
-        _column(ZERO_SHOT, ["PI dynamic", "NTK dynamic"], "accuracy", 2),
+        _cells(ZERO_SHOT, "PI dynamic, NTK dynamic", "accuracy", 2),
         lambda v: v[0] > v[1],
     ),
 )
 
-_TRIAL = ("none", "PI", "NTK", "by parts", "YaRN", "PI dynamic", "NTK dynamic")
+_TRIAL = "none, PI, NTK, by parts, YaRN, PI dynamic, NTK dynamic"
 """The methods that YaRN dynamic was compared with when it was found to be the best."""
 
 _TEXT = (
@@ -119,14 +148,14 @@ _TEXT = (
         "text",
         "Without scaling, perplexity explodes beyond the trained length: at twice that length, the perplexity of the "
         "last bytes is more than twice as high",
-        _row(ZERO_SHOT, "none", "last", 1, 2),
+        _cells(ZERO_SHOT, "none", "last", 1, 2),
         lambda v: v[1] > 2 * v[0],
     ),
     Claim(
         "text",
         "PI without fine-tuning is bad at every length: from half to 4 times the trained length, its perplexity is at "
         "least 1.5 times the perplexity without scaling at the trained length",
-        (*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
+        (*_cells(ZERO_SHOT, "none", "perplexity", 1), *_cells(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
         lambda v: min(v[1:]) >= 1.5 * v[0],
     ),
     Claim(
@@ -134,7 +163,7 @@ _TEXT = (
         "NTK with factor 4 works at twice the trained length and fails at 4 times: compared with no scaling at the "
         "trained length, its perplexity of the last bytes is at most 1.25 times as high in the first case, and more "
         "than 1.5 times as high in the second",
-        (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
+        (*_cells(ZERO_SHOT, "none", "last", 1), *_cells(ZERO_SHOT, "NTK", "last", 2, 4)),
         lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
     ),
     *(
@@ -142,65 +171,56 @@ _TEXT = (
             "text",
             f"At the trained length, a fixed {method} factor increases the perplexity by more than 5 %, but a dynamic "
             f"{method} factor does not increase it",
-            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
+            _cells(ZERO_SHOT, f"none, {method}, {method} dynamic", "perplexity", 1),
             lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
         )
         for method in ("PI", "YaRN")
     ),
-    _lower(
+    Claim(
         "text",
-        "perplexity",
-        ZERO_SHOT,
-        "YaRN",
-        "by parts",
-        4,
         "YaRN's attention factor helps at 4 times the trained length: perplexity is lower with YaRN than with by "
         "parts, which is YaRN without this factor",
+        _cells(ZERO_SHOT, "YaRN, by parts", "perplexity", 4),
+        lambda v: v[0] < v[1],
     ),
     *(
         Claim(
             "text",
             f"Without fine-tuning, at {times} times the trained length, the perplexity of YaRN dynamic is the lowest "
             f"of {among}, or within 1 % of it",
-            _column(ZERO_SHOT, ["YaRN dynamic", *others], "perplexity", times),
+            _cells(ZERO_SHOT, f"YaRN dynamic, {others}", "perplexity", times),
             lambda v: v[0] <= 1.01 * min(v[1:]),
         )
         for among, others in (
-            ("all methods", (*_TRIAL, "Llama 3", "Self-Extend")),
+            ("all methods", f"{_TRIAL}, Llama 3, Self-Extend"),
             ("all methods except Llama 3 and Self-Extend", _TRIAL),
         )
         for times in (2, 4, 8)
     ),
-    _lower(
+    Claim(
         "text",
-        "perplexity",
-        ZERO_SHOT,
-        "NTK dynamic",
-        "PI dynamic",
-        2,
         "At twice the trained length, perplexity is lower with dynamic NTK than with dynamic PI",
+        _cells(ZERO_SHOT, "NTK dynamic, PI dynamic", "perplexity", 2),
+        lambda v: v[0] < v[1],
     ),
     *(
-        _lower(
+        Claim(
             "text",
-            "perplexity",
-            TUNED,
-            better,
-            worse,
-            4,
             f"After fine-tuning at 4 times the trained length, perplexity there is lower {how}",
+            _cells(TUNED, methods, "perplexity", 4),
+            lambda v: v[0] < v[1],
         )
-        for better, worse, how in (
-            ("YaRN", "NTK", "with YaRN than with NTK"),
-            ("NTK", "none", "with NTK than without scaling"),
-            ("none", "PI", "without scaling than with PI"),
+        for methods, how in (
+            ("YaRN, NTK", "with YaRN than with NTK"),
+            ("NTK, none", "with NTK than without scaling"),
+            ("none, PI", "without scaling than with PI"),
         )
     ),
     Claim(
         "text",
         "Of the fine-tuned models, only the one with the larger base still works at 8 times the trained length: "
         "only its perplexity of the last bytes is at most 1.2 times as high as at 4 times the trained length",
-        tuple(c for m in ("larger base", "none", "PI", "NTK", "YaRN") for c in _row(TUNED, m, "last", 4, 8)),
+        _cells(TUNED, "larger base, none, PI, NTK, YaRN", "last", 4, 8),
         lambda v: v[1] <= 1.2 * v[0] and all(v[i + 1] > 1.2 * v[i] for i in range(2, len(v), 2)),
     ),
 )
@@ -258,8 +278,7 @@ _VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
 
 
 def _evaluate(claim: Claim, results: Results) -> list[bool]:
-    cells = [results.value(*cell).values for cell in claim.cells]
-    return [claim.holds(values) for values in zip(*cells, strict=True)]
+    return [claim.holds(values) for values in zip(*(results.value(*cell) for cell in claim.cells), strict=True)]
 
 
 def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
@@ -272,26 +291,21 @@ def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
 
 def _number(cell: _Cell, results: Results) -> str:
     _, method, measure, times = cell
-    values = results.value(*cell).values
+    values = results.value(*cell)
     return f"{method} at {times:g}x: {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
 
 
 def _orders(results: Results, model: str) -> list[str]:
     """Write a line for each measure and length, with the methods from best to worst."""
+    about, methods = results.about, results.methods(model)
+    kind = "without" if model == ZERO_SHOT else "after"
     lines = []
     for measure, more_is_better in _ORDERED.items():
-        if measure not in results.about["measures"]:
-            continue
-        for times in (1, 2, 4, 8):
-            try:
-                spreads = {m: results.value(model, m, measure, times) for m in results.methods(model)}
-            except KeyError:
-                continue
-            if len(spreads) > 1:
-                kind = "without" if model == ZERO_SHOT else "after"
-                length = results.lengths[results.length_index(times)]
-                order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
-                at = f"at {length:,} {results.about['length_is']} ({times}x)"
+        for length, tokens in zip(results.lengths, about["tokens"], strict=True):
+            times = tokens / about["trained"]
+            if measure in about["measures"] and times in (1, 2, 4, 8) and len(methods) > 1:
+                order = _order({m: results.value(model, m, measure, times) for m in methods}, more_is_better)
+                at = f"at {length:,} {about['length_is']} ({times:g}x)"
                 lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")
     return lines
 

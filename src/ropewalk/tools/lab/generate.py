@@ -14,13 +14,11 @@ from ropewalk import _checks
 from ropewalk.tools.lab import checkpoint
 from ropewalk.tools.lab.model import LanguageModel
 
-LARGEST_CACHE = 2**31
-"""Maximum size of keys and values in bytes. It allows 524,288 tokens with the text model of the lab."""
-
 AT_ONCE = 128
 """Tokens of the prompt in one pass. The memory for attention grows with this number times the number of tokens."""
 
 
+@torch.no_grad()
 def generate(
     model: LanguageModel,
     rope: ropewalk.Rope | None,
@@ -41,48 +39,9 @@ def generate(
         seed: seed of the random draws. Equal seeds give equal tokens.
 
     Raises:
-        RopeError: an argument is out of range, or there are too many tokens for learned positions or LARGEST_CACHE.
+        RopeError: the model has learned positions, and the text becomes longer than these.
     """
-    _checks.integer("generate", "tokens", tokens, at_least=1)
-    _checks.number("generate", "temperature", temperature, at_least=0.0)
-    _checks.integer("generate", "seed", seed, at_least=0, at_most=2**63 - 1)
-    if not prompt or not all(0 <= token < model.size.vocab_size for token in prompt):
-        raise _checks.error(
-            "generate",
-            f"prompt must be tokens from 0 to {model.size.vocab_size - 1}, at least one",
-            _checks.shown(prompt),
-            "Pass at least one token.",
-        )
-    longest = model.size.max_positions
-    if longest is not None and len(prompt) + tokens > longest:
-        raise _checks.error(
-            "generate",
-            f"prompt and tokens together must be at most {longest}, because the positions of this model are learned",
-            f"{len(prompt)} and {tokens}",
-            "Generate fewer tokens.",
-        )
-    for_each = 2 * model.size.num_layers * model.size.num_kv_heads * model.size.head_dim * 4  # keys, values; float32
-    if (len(prompt) + tokens) * for_each > LARGEST_CACHE:
-        raise _checks.error(
-            "generate",
-            f"prompt and tokens together must be at most {LARGEST_CACHE // for_each:,}, whose keys and values take "
-            f"{LARGEST_CACHE / 2**30:g} GiB",
-            f"{len(prompt):,} and {_checks.shown(tokens)}",
-            "Generate fewer tokens.",
-        )
-    return _generate(model, rope, prompt, tokens, temperature, torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def _generate(
-    model: LanguageModel,
-    rope: ropewalk.Rope | None,
-    prompt: list[int],
-    tokens: int,
-    temperature: float,
-    chance: torch.Generator,
-) -> Iterator[int]:
-    size, length = model.size, len(prompt) + tokens
+    size, length, chance = model.size, len(prompt) + tokens, torch.Generator().manual_seed(seed)
     # The last generated token is never an input, so the cache needs no slot for it.
     cache = ropewalk.KVCache(size.num_layers, 1, size.num_kv_heads, size.head_dim, capacity=length - 1)
     rope = None if rope is None else rope.at_length(length)
@@ -119,7 +78,7 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
         A line with the time to the first token and the tokens per second.
 
     Raises:
-        RopeError: the file is no checkpoint of a byte model, or an argument is out of range.
+        RopeError: the file is no checkpoint of a byte model, or the prompt is empty.
     """
     model, rope, _ = checkpoint.load(file)
     if model.size.vocab_size != 256:
@@ -129,6 +88,8 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
             f"{model.size.vocab_size} tokens in {file}",
             "Pass the checkpoint of a text model.",
         )
+    if not prompt:
+        raise _checks.error("generate", "prompt must have at least one character", "''", "Pass some text to continue.")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     encoded = prompt.encode(errors="surrogateescape")  # the shell may pass bytes that are not UTF-8
     following = generate(model, rope, list(encoded), tokens=tokens, temperature=temperature, seed=seed)

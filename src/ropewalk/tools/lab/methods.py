@@ -115,3 +115,10 @@ TUNES = (
     ),
 )
 """Methods for fine-tunes, which are trained and measured with the same rope. All are fixed."""
+
+BASELINES = {
+    "learned": "a learned vector for each absolute position; those beyond the trained length keep their initial values",
+    "sinusoidal": "the sines and cosines of the first Transformer, added to the embeddings",
+    "no positions": "nothing but the causal mask",
+}
+"""Models that are trained without rotation: name → how the model gets positions."""

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 import ropewalk
 from ropewalk import _checks
 
-LARGEST = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
-    "num_layers": 2**10,
-    "max_positions": 2**24,
-}
-"""Upper bounds far above any lab model. A size from a broken file is rejected before memory is allocated for it."""
+EPS = 1e-5
+"""ε of every RMSNorm, as in Llama 2 and 3 and in llama2.c."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +25,10 @@ class Size:
         intermediate_size: channels inside the SwiGLU.
         num_layers: number of layers.
         num_heads: number of query heads. Each has `head_dim = hidden_size / num_heads` channels, an even number.
-        num_kv_heads: number of key and value heads. None means num_heads, and is replaced by it.
-        norm_eps: ε of RMSNorm, greater than 0; 1e-5 in Llama 2 and 3 and in llama2.c.
+        num_kv_heads: number of key and value heads, a divisor of num_heads. None means num_heads.
         tied: whether the output head shares the weight of the token embedding.
         absolute: "learned" or "sinusoidal" adds a vector for each absolute position to the embedding. None adds none.
         max_positions: number of learned positions, in tokens; only for "learned".
-
-    Raises:
-        RopeError: a size is out of range or does not match another. The message names it.
     """
 
     vocab_size: int
@@ -45,74 +37,18 @@ class Size:
     num_layers: int
     num_heads: int
     num_kv_heads: int = cast(int, None)  # an int from __post_init__ on
-    norm_eps: float = 1e-5
     tied: bool = False
     absolute: Literal["learned", "sinusoidal"] | None = None
     max_positions: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            _checks.integer("Size", name, getattr(self, name), at_least=1)
-        for name, largest in LARGEST.items():
-            if (value := getattr(self, name)) is not None:
-                _checks.integer("Size", name, value, at_least=0, at_most=largest)
-        _checks.boolean("Size", "tied", self.tied)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
-        kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)
-        _checks.number("Size", "norm_eps", self.norm_eps, above=0.0)
-        if self.hidden_size % (2 * self.num_heads):
-            raise _checks.error(
-                "Size",
-                "hidden_size must be a multiple of 2 · num_heads, so that every head has whole pairs",
-                f"{self.hidden_size} and {self.num_heads} heads",
-                "Change one of them.",
-            )
-        if self.num_heads % kv_heads:
-            raise _checks.error(
-                "Size",
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads",
-                str(kv_heads),
-                "Pass a divisor of num_heads: all key heads have equally many query heads.",
-            )
-        if self.absolute is not None:
-            _checks.choice("Size", "absolute", self.absolute, ("learned", "sinusoidal"))
-        if self.absolute == "learned":
-            _checks.length("Size", "max_positions", self.max_positions)
-        elif self.max_positions is not None:
-            raise _checks.error(
-                "Size", "max_positions must be None unless absolute is 'learned'", str(self.max_positions), "Omit it."
-            )
 
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
         return self.hidden_size // self.num_heads
-
-
-def shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Return a dict from the names of all parameters of a `LanguageModel` of this size to their shapes."""
-    width, inside, kv_width = size.hidden_size, size.intermediate_size, size.num_kv_heads * size.head_dim
-    layer = {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (width, width),
-        "self_attn.k_proj": (kv_width, width),
-        "self_attn.v_proj": (kv_width, width),
-        "self_attn.o_proj": (width, width),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (inside, width),
-        "mlp.up_proj": (inside, width),
-        "mlp.down_proj": (width, inside),
-    }
-    modules: dict[str, tuple[int, ...]] = {"embed_tokens": (size.vocab_size, width)}
-    if size.max_positions is not None:
-        modules["embed_positions"] = (size.max_positions, width)
-    for i in range(size.num_layers):
-        modules |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    modules["norm"] = (width,)
-    if not size.tied:
-        modules["lm_head"] = (size.vocab_size, width)
-    return {f"{name}.weight": shape for name, shape in modules.items()}
 
 
 class SwiGLU(nn.Module):
@@ -135,9 +71,9 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.input_layernorm = nn.RMSNorm(size.hidden_size, eps=EPS)
         self.self_attn = ropewalk.RotaryAttention(size.hidden_size, size.num_heads, num_kv_heads=size.num_kv_heads)
-        self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=EPS)
         self.mlp = SwiGLU(size)
 
     def forward(
@@ -169,7 +105,7 @@ class LanguageModel(nn.Module):
         if size.max_positions is not None:
             self.embed_positions = nn.Embedding(size.max_positions, size.hidden_size)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.norm = nn.RMSNorm(size.hidden_size, eps=EPS)
         self.lm_head = nn.Linear(size.hidden_size, size.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -221,14 +157,9 @@ class LanguageModel(nn.Module):
         if self.size.absolute == "learned":
             rows = self.embed_positions.num_embeddings
             if int(positions.max()) >= rows:
-                raise _checks.error(
-                    "LanguageModel",
-                    f"positions must be below max_positions={rows}",
-                    str(int(positions.max())),
-                    "There is no learned vector there.",
-                )
-            learned: Tensor = x + self.embed_positions(positions)
-            return learned
+                must, got = f"positions must be below max_positions={rows}", str(int(positions.max()))
+                raise _checks.error("LanguageModel", must, got, "There is no learned vector there.")
+            return x + cast(Tensor, self.embed_positions(positions))
         # Vaswani et al. 2017 (1706.03762), sections 3.4 and 3.5: the embedding is multiplied by √width.
         width = self.size.hidden_size
         speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)

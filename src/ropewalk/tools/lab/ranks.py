@@ -1,21 +1,23 @@
-"""Coordinate the processes that train one model: connect them, run code in the first one only, share errors.
+"""Coordinate the processes that train one model: connect them, shard it, run code in the first one only, share errors.
 
 A single process counts as the first one, and then nothing here communicates.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ropewalk import RopeError, _checks
+from ropewalk import RopeError
 from ropewalk.tools import _lock
+from ropewalk.tools.lab.model import LanguageModel
 
 T = TypeVar("T")
 
@@ -30,51 +32,23 @@ def process_group() -> Iterator[None]:
 
     Each process uses its own GPU, and the processes communicate with NCCL. On a machine without GPUs they use the CPU
     and gloo. If a process ends with an error, the others lose their connection to it and end as well.
-
-    Raises:
-        RopeError: the machine has GPUs, but more processes than GPUs.
     """
     if not dist.is_available() or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    local_processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if 0 < gpus < local_processes:
-        raise _checks.error(
-            "lab",
-            "each process must have its own GPU",
-            f"{local_processes} processes on a machine with {gpus}",
-            f"Pass --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU.",
-        )
+    gpus = torch.cuda.is_available()
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     try:
-        with report_lost_peers():
-            yield
+        yield
     except BaseException:
         if not gpus:  # gloo closes its connections; NCCL would wait for processes that may wait for this one
             dist.destroy_process_group()
         raise
     dist.barrier()  # no process ends while another one still communicates with it
     dist.destroy_process_group()
-
-
-@contextmanager
-def report_lost_peers() -> Iterator[None]:
-    """Convert PyTorch's errors about lost connections in the body to a one-line error.
-
-    Raises:
-        RopeError: this process has lost the connection to another one.
-    """
-    try:
-        yield
-    except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
-            raise
-        must, got = "all processes must run until the end", f"process {rank()} without a connection to another one"
-        fix = "Read the error of that process, then start all processes again. They resume from the last checkpoint."
-        raise _checks.error("lab", must, got, fix) from e
 
 
 def count() -> int:
@@ -92,6 +66,24 @@ def device() -> torch.device:
     if count() > 1 and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def shard(model: LanguageModel) -> LanguageModel:
+    """Return a copy of the model on `device()`, with its parameters sharded over all processes by FSDP2.
+
+    Each of `model.layers` is gathered on its own. A single process gets the model itself.
+    """
+    if count() == 1:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device().type, (count(),))
+    shards = copy.deepcopy(model).to(device())
+    for layer in shards.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(shards, mesh=mesh)
+    return shards
 
 
 def on_first(act: Callable[[], T]) -> T:
@@ -119,17 +111,6 @@ def on_first(act: Callable[[], T]) -> T:
         raise FirstFailedError(outcome[1])
     result: T = outcome[0]
     return result
-
-
-def fail(error: Exception) -> NoReturn:
-    """Raise an error that every process has detected, in such a way that only the first one reports it.
-
-    Raises:
-        Exception: `error` in the first process, and `FirstFailedError` with its message in the others.
-    """
-    if rank() == 0:
-        raise error
-    raise FirstFailedError(str(error)) from error
 
 
 def gather_objects(value: T) -> list[T]:

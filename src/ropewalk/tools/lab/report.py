@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropewalk import plots
-from ropewalk.tools.lab import findings, pictures
-from ropewalk.tools.lab.files import atomic_write
-from ropewalk.tools.lab.methods import METHODS, TUNES
-from ropewalk.tools.lab.parts import BASELINES
-from ropewalk.tools.lab.results import Results, Spread
+from ropewalk.tools import _files
+from ropewalk.tools.lab import findings
+from ropewalk.tools.lab.findings import Results
+from ropewalk.tools.lab.methods import BASELINES, METHODS, TUNES
 from ropewalk.tools.lab.tasks import Task
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FURTHER_COLOURS = ("black", "navy", "darkred", "darkgreen")  # of the methods after the first ten
 _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "separate training")}
 
 
@@ -43,16 +47,13 @@ def write(result: dict[str, Any], folder: Path) -> list[str]:
     lines: list[str] = []
     for about in result["tasks"]:
         results = Results(about, result["rows"])
-        lines += [
-            *_tables(results),
-            *(line for text in findings.paragraphs(results) for line in ("", *text.split("\n"))),
-        ]
-        for name, figure in pictures.draw_figures(results).items():
-            with atomic_write(folder / f"{name}.png", folder / f"{name}.unfinished.png") as unfinished:
-                plots.save(figure, unfinished)
+        lines += _tables(results)
+        lines += (line for text in findings.paragraphs(results) for line in ("", *text.split("\n")))
+        for name, figure in draw_figures(results).items():
+            plots.save(figure, folder / f"{name}.png")
     lines += ["", *_legend(result), ""]
-    with atomic_write(folder / "report.txt") as unfinished:
-        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with _files.replaced(folder / "report.txt") as new:
+        new.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [*lines, f"The report, JSON and plots are in {folder}."]
 
 
@@ -76,9 +77,14 @@ def _rows(results: Results, measure: str) -> list[list[str]]:
     return rows
 
 
-def _cell(value: Spread, measure: str) -> str:
-    digits = findings.decimals(value.mean, measure)
-    return f"{value.mean:.{digits}f}" + (f" ±{value.half_range:.{digits}f}" if len(value.values) > 1 else "")
+def _cell(values: Sequence[float], measure: str) -> str:
+    mean, half_range = _mean(values), (max(values) - min(values)) / 2
+    digits = findings.decimals(mean, measure)
+    return f"{mean:.{digits}f}" + (f" ±{half_range:.{digits}f}" if len(values) > 1 else "")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -102,3 +108,77 @@ def _legend(result: dict[str, Any]) -> list[str]:
         "Methods (n is the number of tokens, and trained is the trained length):",
         *(f"- {name}: {text}" for name, text in what.items() if name in names),
     ]
+
+
+def draw_figures(results: Results) -> dict[str, Figure]:
+    """Draw the figures of one task.
+
+    Models without fine-tuning are in the upper half and fine-tuned ones in the lower half. Lines are means over the
+    seeds, and bands extend from the smallest to the largest value.
+
+    Returns:
+        A dict from file names without suffix to figures.
+    """
+    about = results.about
+    figures = {}
+    multiples = [tokens / about["trained"] for tokens in about["tokens"]]
+    for measure, description in about["measures"].items():
+        figures[f"{about['name']}-{measure}"] = _figure(
+            results,
+            multiples,
+            lambda model, method, measure=measure: results.values(model, method, measure),  # type: ignore[misc]
+            xlabel="length (× trained length)",
+            ylabel=description,
+            trained=1,
+            logarithmic=True,
+        )
+        figures[f"{about['name']}-{measure}"].axes[0].set_yscale("linear" if measure == "accuracy" else "log")
+    if (width := about["position_width"]) is not None:
+        figures[f"{about['name']}-positions"] = _figure(
+            results,
+            [width * i + width // 2 for i in range(about["tokens"][-1] // width)],
+            results.loss_by_position,
+            xlabel="position (tokens)",
+            ylabel=f"loss (nats per byte), means of {width} positions",
+            trained=about["trained"],
+            logarithmic=False,
+        )
+    return figures
+
+
+def _figure(
+    results: Results,
+    x: Sequence[float],
+    line: Callable[[str, str], list[tuple[float, ...]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    trained: int,
+    logarithmic: bool,
+) -> Figure:
+    """Plot a line for each model and method. `line(model, method)` returns its values at the coordinates x."""
+    figure = plots.blank(height=10.0)
+    upper, lower = figure.subplots(2, sharex=True, sharey=True)
+    names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))
+    untuned = ["trained", *(row for row in results.models if row not in ("trained", "tuned"))]
+    for axes, models, title in ((upper, untuned, "without fine-tuning"), (lower, ["tuned"], "fine-tuned")):
+        for model in models:
+            for method in results.methods(model):
+                _draw(axes, x, line(model, method), method, names.index(method))
+        axes.axvline(trained, color="0.45", linewidth=1, label="trained length")
+        axes.set(ylabel=ylabel, title=f"{results.about['name']}, {title}")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    lower.set_xlabel(xlabel)
+    if logarithmic:
+        lower.set_xscale("log", base=2)
+        lower.set_xticks(x, [f"{value:g}" for value in x])
+    return figure
+
+
+def _draw(axes: Axes, x: Sequence[float], spreads: list[tuple[float, ...]], method: str, number: int) -> None:
+    color, style = (f"C{number}", "-") if number < 10 else (_FURTHER_COLOURS[number - 10], "--")
+    mean = [_mean(values) for values in spreads]
+    axes.plot(x, mean, style, marker="o", markersize=3, linewidth=1.5, label=method, color=color)
+    least, most = ([extreme(values) for values in spreads] for extreme in (min, max))
+    axes.fill_between(x, least, most, color=color, alpha=0.15, linewidth=0)
