@@ -18,7 +18,7 @@ import oracle
 import tiny_models
 from ropewalk import Rotation
 from ropewalk.integrations.transformers import accelerate, restore
-from ropewalk.integrations.transformers.attached import attached_to
+from ropewalk.integrations.transformers.functions import attached_to
 
 NEAR, FAR = 5e-6, 99_936  # float32 and float32 tables differ by rounding at the start, and by their drift there
 
@@ -93,8 +93,7 @@ def attached(tables: Any) -> Rotation:
     given = {"freqs_cis": tables} if isinstance(tables, Tensor) else {"cos": tables[0], "sin": tables[1]}
     found = attached_to(given)
     assert found is not None
-    [rotation] = found.rotations
-    return rotation
+    return found.rotation
 
 
 def tokens(batch: int = 2, seq: int = 64) -> Tensor:

@@ -40,13 +40,3 @@ def rotating_function(
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     return function
-
-
-def without_key(alone: str) -> Callable[..., Any]:
-    plain = rotating_function("half")
-
-    def function(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
-        rotated, rotated_k = plain(q, q if k is None else k, cos, sin, unsqueeze_dim)
-        return (rotated, rotated_k) if k is not None else rotated if alone == "q" else (rotated, None)
-
-    return function

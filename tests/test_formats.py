@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from ropewalk import Rope, RopeError, Rotation, YaRN, formats
+from ropewalk import Axes, Rope, RopeError, Rotation, YaRN, formats
 
 POSITIONS = torch.tensor([[0, 1, 7, 4095, 100_000]])
 Q, K = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
@@ -134,3 +134,58 @@ ROTATION = Rope(16, 1e4, "half").at(torch.arange(5))
 def test_refusals(call: Callable[[], Rotation | Tensor], message: str) -> None:
     with pytest.raises(RopeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("columns", "width"),
+    [("0101", "halves"), ("0011", "each"), ("01", "half"), ("0110", None), ("010", None)],
+)
+def test_the_width_of_a_table(columns: str, width: Any) -> None:
+    pairs = torch.randn(3, 2)
+    table = pairs[:, [int(column) for column in columns]]
+    assert formats.width_of(table, 2) == width
+    if width is not None:
+        assert torch.equal(formats.widen(pairs, width), table)
+        assert torch.equal(formats.narrow(table, width), pairs)
+    complex_ = torch.complex(table, table)
+    assert formats.width_of(complex_, 2) == ("complex" if width == "half" else None)
+
+
+class TestDifference:
+    """Frequencies of float32 code, which round the exponent and four results, and of wrong code."""
+
+    @pytest.mark.parametrize("base", [100.0, 1e4, 5e5, 1e8])
+    def test_of_float32_code(self, base: float) -> None:
+        scaled = Rope(128, base, "half", scaling=YaRN(40.0, 4096, attention_factor=1.0))
+        exact = torch.from_numpy(np.array([float(w) for w in oracle.inv_freq(base, 128)]))
+        plain = Rope(128, base, "half")
+        for found in (
+            1.0 / base ** (torch.arange(0, 128, 2).float() / 128),
+            torch.exp(-np.log(base) * (torch.arange(0, 128, 2).float() / 128)),
+            exact,
+        ):
+            assert formats.difference(plain, found, 1.0) == ""
+            assert formats.difference(plain, found.bfloat16().float(), 1.0) == ""
+            assert formats.difference(scaled, found, 1.0).startswith("inv_freq[")
+
+    @pytest.mark.parametrize("pair", [0, 7])
+    def test_the_first_wrong_pair_is_named(self, pair: int) -> None:
+        found = torch.from_numpy(Rope(16, 1e4, "half").inv_freq.copy())
+        found[pair] *= 1 + 1.5e-6
+        assert formats.difference(Rope(16, 1e4, "half"), found, 1.0).startswith(f"inv_freq[{pair}] ")
+        found[pair] = torch.nan
+        assert formats.difference(Rope(16, 1e4, "half"), found, 1.0).startswith(f"inv_freq[{pair}] nan instead of ")
+
+    def test_numbers_and_factors(self) -> None:
+        rope = Rope(16, 1e4, "half", scaling=YaRN(4.0, 512))
+        found = torch.from_numpy(rope.inv_freq)
+        assert formats.difference(rope, found, rope.attention_factor * (1 + 1e-7)) == ""
+        assert formats.difference(rope, found, 1.0) == "attention factor 1 instead of 1.13862944"
+        assert formats.difference(rope, found[:4], rope.attention_factor) == "4 frequencies instead of 8"
+
+    def test_axes_may_share_frequencies_in_any_order(self) -> None:
+        rope = Rope(16, 1e4, "half", axes=Axes.axial((8, 8)))
+        shared = torch.tensor([float(w) for w in oracle.inv_freq(1e4, 8)])
+        assert formats.difference(rope, shared.flip(0), 1.0) == ""
+        assert formats.difference(rope, shared.repeat(2), 1.0) == ""
+        assert formats.difference(rope, shared * 1.1, 1.0).startswith("inv_freq[0] 1.1")

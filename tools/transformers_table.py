@@ -65,7 +65,7 @@ _TOWERS_HEAD = (
     + """
 The second table lists {count} towers, each with random weights in float32. Their inputs are images of several sizes,
 several packed images, and videos for towers that accept them. In this table, the columns compare the last hidden states
-instead of the logits. A tower whose function is "its own" reorders its tables, so its own function rotates by exact cos
+instead of the logits. Where the function is "its own", the tower's own code rotates by exact cos
 and sin. **difference** and **theirs, bitwise** are measured at the positions of these images, which go up
 to 8. **rope** also names the pattern of the axes, which is the name of a constructor of
 [`Axes`](several-axes.md#which-pair-uses-which-axis).

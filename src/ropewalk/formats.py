@@ -6,6 +6,9 @@
 | complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
+`width_of`, `widen` and `narrow` recognize and convert the columns of a table, and `difference` compares the frequencies
+of other code with a rope.
+
 Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing` states
 this, and its value follows from the code that uses the table. To convert the result of `to_full_width` or `to_complex`
 back, also pass the rotation's `head_dim`, `rotary_offset`, `attention_factor` and `per_head`, which tables do not tell.
@@ -20,12 +23,87 @@ from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
+from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 Repeated = Literal["halves", "each"]
 """How a row repeats its values: both halves of the row are equal, or each value is repeated next to itself."""
 
+Width = Literal["halves", "each", "half", "complex"]
+"""The columns of a table: repeated as in `Repeated`, one for each pair, or one complex number for each pair."""
+
 _FLOATS = (torch.float32, torch.float64)
+
+
+def widen(table: Tensor, width: Width) -> Tensor:
+    """Repeat the columns of a table `[…, pairs]`: `[…, 2 · pairs]` for "halves" and "each", otherwise the table."""
+    if width == "halves":
+        return torch.cat((table, table), dim=-1)
+    return table.repeat_interleave(2, dim=-1) if width == "each" else table
+
+
+def narrow(table: Tensor, width: Width) -> Tensor:
+    """Return a view `[…, pairs]` of a table of this width, with the first of the columns that are repeated."""
+    if width == "halves":
+        return table[..., : table.shape[-1] // 2]
+    return table[..., ::2] if width == "each" else table
+
+
+def width_of(table: Tensor, pairs: int) -> Width | None:
+    """Return the width of a table of cos or sin, or of both as complex numbers. None means any other table."""
+    columns = table.shape[-1]
+    if columns == pairs:
+        return "complex" if table.is_complex() else "half"
+    widths: tuple[Width, ...] = ("halves", "each") if columns == 2 * pairs and not table.is_complex() else ()
+    return next((width for width in widths if torch.equal(table, widen(narrow(table, width), width))), None)
+
+
+FLOAT32 = 2.0**-22
+"""The relative error that float32 code explains: four roundings, such as a power, its reciprocal and two of a scheme.
+
+A frequency f is off by up to |ln f| · 2⁻²⁴ more, because the exponent of the power is rounded as well.
+"""
+
+
+def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
+    """Describe how the frequencies and the attention factor of other code differ from those of a static rope.
+
+    Args:
+        rope: the rope.
+        inv_freq: the frequencies of the other code, `[pairs]`, in radians per position. Those of several axes may be
+            stored once, and in any order. If they are numbers of a 16-bit dtype, they may have been rounded to it.
+        attention_factor: the factor of its cos and sin, dimensionless.
+
+    Returns:
+        What differs by more than float32 explains, or "" if nothing does.
+    """
+    factor = rope.attention_factor
+    if not abs(attention_factor - factor) <= FLOAT32 * factor:
+        return f"attention factor {attention_factor:.9g} instead of {factor:.9g}"
+    found, expected = inv_freq.detach().to("cpu", torch.float64), torch.from_numpy(rope.inv_freq)
+    if rope.axes is not None:
+        if found.shape != expected.shape:
+            expected = torch.tensor([*{*expected.tolist()}], dtype=torch.float64)
+        found, expected = found.sort(descending=True).values, expected.sort(descending=True).values
+    if found.shape != expected.shape:
+        return f"{found.numel()} frequencies instead of {expected.numel()}"
+    error = expected * FLOAT32 + torch.xlogy(expected, expected).abs() * 2.0**-24
+    dtype = torch.finfo(stored_dtype(found))
+    if dtype.bits == 16:
+        error = error + expected * dtype.eps / 2 + dtype.smallest_normal * dtype.eps / 2
+    wrong = ~((found - expected).abs() <= error)
+    if bool(wrong.any()):
+        pair = int(wrong.nonzero()[0])
+        return f"inv_freq[{pair}] {float(found[pair]):.9g} instead of {float(expected[pair]):.9g}"
+    return ""
+
+
+def stored_dtype(table: Tensor) -> torch.dtype:
+    """Return the narrowest float dtype that stores these numbers exactly, also after they were cast back."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.equal(table.to(dtype).to(table.dtype), table):
+            return dtype
+    return table.dtype
 
 
 def from_full_width(
@@ -69,13 +147,13 @@ def from_full_width(
         if table.ndim < 1 or table.shape[-1] % 2:
             must = f"{name} must have one column per rotated channel, an even number"
             raise error(who, must, describe(table), "For tables of half width, use Rotation(cos, sin, pairing=...).")
-        first, second = table.chunk(2, dim=-1) if repeated == "halves" else (table[..., 0::2], table[..., 1::2])
-        if not torch.equal(first, second):
+        half = narrow(table, repeated)
+        if not torch.equal(table, widen(half, repeated)):
             other = "each" if repeated == "halves" else "halves"
             must = f"{name} must contain every value twice, {_PLACES[repeated]}"
             fix = f"Pass repeated={other!r}; for tables of half width, use Rotation(cos, sin, pairing=...)."
             raise error(who, must, "different values", fix)
-        halves.append(first)
+        halves.append(half)
     return Rotation(
         *halves,
         pairing=pairing,
@@ -105,10 +183,8 @@ def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype 
     who = "formats.to_full_width"
     _check_rotation(who, rotation)
     choice(who, "repeated", repeated, ("halves", "each"))
-    tables = rotation.cos, rotation.sin
-    wide = [torch.cat((t, t), dim=-1) if repeated == "halves" else t.repeat_interleave(2, dim=-1) for t in tables]
-    cos, sin = (t if dtype is None else t.to(dtype) for t in wide)
-    return cos, sin
+    cos, sin = (widen(t, repeated) for t in (rotation.cos, rotation.sin))
+    return (cos, sin) if dtype is None else (cos.to(dtype), sin.to(dtype))
 
 
 def from_complex(

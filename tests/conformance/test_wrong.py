@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import conformance
-from ropewalk.tools.check.bugs import BUGS
+from ropewalk.tools.check.report import BUGS
 
 FILES = sorted((Path(__file__).parent / "wrong").glob("*.py"))
 

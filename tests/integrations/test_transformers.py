@@ -17,7 +17,8 @@ import ropewalk
 import tiny_models
 from model_checks import FAR, NEAR, attached, gradients, output, relative, rms, tokens, with_exact_tables
 from ropewalk import RopeError
-from ropewalk.integrations.transformers import accelerate, dispatch, restore
+from ropewalk.integrations.transformers import accelerate, restore
+from ropewalk.integrations.transformers.functions import original
 
 pytest.importorskip("transformers", "5.23")
 
@@ -35,31 +36,7 @@ def far_with_exact_tables(name: str) -> Tensor:
 
 
 class TestNumbers:
-    """One model for each kind of function and table. The others are in the table."""
-
-    @pytest.mark.parametrize(
-        "name", ["llama", "glm", "cohere", "gpt_oss", "gemma3n_text", "deepseek_v3", "llama4_text"]
-    )
-    def test_exact_angles(self, name: str) -> None:
-        model, ids = tiny_models.build(name), tokens()
-        with torch.no_grad():
-            near, far = output(model, ids), output(model, ids, FAR)
-        accelerate(model)
-        with torch.no_grad():
-            assert relative(output(model, ids), near) <= NEAR
-            assert torch.equal(output(model, ids, FAR), far_with_exact_tables(name))
-        restore(model)
-        with torch.no_grad():
-            assert torch.equal(output(model, ids, FAR), far)
-
-    @pytest.mark.parametrize("name", ["llama", "glm", "cohere", "gpt_oss", "deepseek_v3", "llama4_text"])
-    def test_their_angles_bit_for_bit(self, name: str) -> None:
-        model, ids = tiny_models.build(name), tokens()
-        with torch.no_grad():
-            near, far = output(model, ids), output(model, ids, FAR)
-            accelerate(model, angles="theirs")
-            assert torch.equal(output(model, ids), near)
-            assert torch.equal(output(model, ids, FAR), far)
+    """What test_transformers_table.py does not measure for each model."""
 
     def test_their_angles_in_bfloat16(self) -> None:
         """Like the kernel, OLMo 2 rotates in float32 and rounds once, so the results are bitwise equal."""
@@ -272,7 +249,7 @@ class TestCodeThatUsesTheTables:
         ids, calls = tokens(), []
         accelerate(llama)
         expected = output(llama, ids)
-        plain = dispatch.original(file.apply_rotary_pos_emb)
+        plain = original(file.apply_rotary_pos_emb)
         monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda *given: calls.append(1) or plain(*given))
         assert torch.equal(output(llama, ids), expected)
         assert len(calls) == 2
@@ -282,7 +259,7 @@ class TestCodeThatUsesTheTables:
         """For example Liger's on a CPU. The report gives the exception."""
         import transformers.models.llama.modeling_llama as file
 
-        plain, ids = dispatch.original(file.apply_rotary_pos_emb), tokens()
+        plain, ids = original(file.apply_rotary_pos_emb), tokens()
 
         def needs_a_gpu(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
             if q.shape[0] == 2 and q.shape[-2] != ids.shape[1]:

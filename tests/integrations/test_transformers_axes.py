@@ -137,7 +137,7 @@ def test_compiled_in_one_graph() -> None:
         assert relative(compiled(input_ids=ids, position_ids=places(16))[0], wanted) <= NEAR
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2_vl_text", "qwen3_vl_text", "ernie4_5_vl_moe_text"])
 def test_a_model_that_was_cast(name: str) -> None:
     said = accelerate(built(name).to(torch.bfloat16))
     assert all(rope.axes is not None for rope in said.ropes.values())

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 import oracle
 import tiny_models
 from model_checks import output, tokens
-from ropewalk import Rope, Rotation
-from ropewalk.integrations.transformers import accelerate, dispatch, restore
-from ropewalk.integrations.transformers.attached import Attached, make_tables
-from ropewalk.integrations.transformers.probe import Form, probe
-from rotating_functions import rotating_function, without_key
+from ropewalk import Rope, Rotation, formats
+from ropewalk.integrations.transformers import accelerate, restore
+from ropewalk.integrations.transformers.functions import Form, attach, dispatcher, original, probe
+from rotating_functions import rotating_function
 
 pytest.importorskip("transformers", "5.23")
 
@@ -32,8 +31,8 @@ def llama() -> Any:
 
 def carrying(rotation: Rotation, form: Form, place: tuple[str, str] = PLACE) -> Any:
     """Return tables that carry a Rotation."""
-    rows = rotation.tokens if len(rotation.tokens) == 2 else (1, *rotation.tokens)
-    return make_tables(Attached((rotation,), {place: form}), "halves", rows, torch.float32)
+    cos, sin = formats.to_full_width(rotation, repeated="halves")
+    return attach((cos, sin) if cos.ndim == 3 else (cos[None], sin[None]), rotation, {place: form})
 
 
 class TestProbe:
@@ -42,26 +41,37 @@ class TestProbe:
     @pytest.mark.parametrize("width", ["halves", "half"])
     def test_every_way(self, pairing: str, order: str, whole: str | None, width: Any) -> None:
         form = probe(rotating_function(pairing, order, whole, wide=width == "halves"), width)
-        assert form is not None
+        assert isinstance(form, Form)
         assert (form.pairing, form.order, form.whole) == (pairing, order, whole)
         assert dict(form.layouts) == {1: "bhsd", 2: "bshd"}
         assert form.unsqueeze_dim == 1
-        assert form.alone is None
 
-    def test_the_other_direction_and_other_functions(self) -> None:
-        assert probe(rotating_function("half", sign=-1.0), "halves") is None
-        assert probe(lambda q, k, cos, sin: (q, k), "halves") is None
-        assert probe(lambda q, k, cos, sin: (q * cos, k * sin), "halves") is None
-        assert probe(lambda q, k: (q, k), "halves") is None
-        assert probe(rotating_function("half"), "complex") is None
-        assert probe(rotating_function("half", wide=False), "halves") is None
+    @pytest.mark.parametrize(
+        ("function", "width"),
+        [
+            (rotating_function("half", sign=-1.0), "halves"),
+            (lambda q, k, cos, sin: (q, k), "halves"),
+            (lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), "halves"),
+            (lambda q, k, cos, sin: (q, k, cos), "halves"),
+            (lambda q, k: (q, k), "halves"),
+            (rotating_function("half"), "complex"),
+            (lambda q, k, cos, sin: rotating_function("half")(q, -k, cos, sin), "halves"),
+        ],
+    )
+    def test_the_other_direction_and_other_functions(self, function: Any, width: Any) -> None:
+        assert probe(function, width) == "rotates in a way that no Rotation describes, or may do more"
+
+    def test_tables_of_another_width(self) -> None:
+        found = probe(rotating_function("half", wide=False), "halves")
+        assert isinstance(found, str)
+        assert found.startswith("raised ValueError: the tables do not fit")
 
     def test_one_tensor_and_a_fixed_layout(self) -> None:
         def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
             return rotating_function("half")(x, x, cos, sin, unsqueeze_dim=2)[0]
 
         form = probe(turn, "halves")
-        assert form is not None
+        assert isinstance(form, Form)
         assert (form.at, form.names, form.layouts) == (1, ("x", "sin", "cos"), ((None, "bshd"),))
 
     @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
@@ -75,7 +85,7 @@ class TestProbe:
             return q, k
 
         form = probe(apply_rotary_emb, "complex")
-        assert form is not None
+        assert isinstance(form, Form)
         assert (form.layouts, form.pairing) == (((None, layout),), "interleaved")
 
     def test_no_random_numbers_are_drawn(self) -> None:
@@ -92,8 +102,8 @@ class TestDispatcher:
     def test_dispatcher_rotates_as_the_function_does(self, axis: int, layout: str, whole: str) -> None:
         function = rotating_function("interleaved", "half", whole)
         form = probe(function, "halves")
-        assert form is not None
-        rotate = dispatch.dispatcher(function, PLACE)
+        assert isinstance(form, Form)
+        rotate = dispatcher(function, PLACE)
         positions = torch.tensor([[0, 5, 9, 70_000, 3]])
         rotation = Rope(8, 10_000.0, "interleaved").at(positions[0])
         cos, sin = oracle.cos_sin(positions[0].tolist(), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
@@ -106,27 +116,11 @@ class TestDispatcher:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, *tables, axis), wanted, strict=True))
 
-    @pytest.mark.parametrize("alone", ["q", "pair"])
-    def test_a_query_without_a_key(self, alone: str) -> None:
-        function = without_key(alone)
-        form = probe(function, "halves")
-        assert form is not None
-        assert form.alone == alone
-        rotation, q = Rope(8, 10_000.0, "half").at(torch.arange(5)), torch.randn(2, 3, 5, 8)
-        cos, sin = oracle.cos_sin(range(5), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
-        tables = [torch.from_numpy(t).float().repeat(1, 2)[None] for t in (cos, sin)]
-        rotate = dispatch.dispatcher(function, PLACE)
-        got, wanted = rotate(q, None, *carrying(rotation, form)), function(q, None, *tables)
-        if alone == "pair":
-            assert (got[1], wanted[1]) == (None, None)
-            got, wanted = got[0], wanted[0]
-        assert torch.equal(got, wanted)
-
     def test_a_function_that_is_a_module(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the package `kernels`, the function of the file is an nn.Module."""
         import transformers.models.llama.modeling_llama as file
 
-        plain, ids = dispatch.original(file.apply_rotary_pos_emb), tokens()
+        plain, ids = original(file.apply_rotary_pos_emb), tokens()
 
         class Function(nn.Module):
             def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -144,14 +138,14 @@ class TestDispatcher:
         function = rotating_function("half", whole="first")
         rotation, q = Rope(8, 10_000.0, "half").at(torch.arange(5)), torch.randn(2, 3, 5, 12)
         form = probe(function, "halves")
-        assert form is not None
-        rotate = dispatch.dispatcher(function, PLACE)
+        assert isinstance(form, Form)
+        rotate = dispatcher(function, PLACE)
         for whole, at in (("first", slice(0, 8)), ("last", slice(4, 12))):
             tables = carrying(rotation, dataclasses.replace(form, whole=whole))
             wanted = function(q[..., at], q[..., at], *map(torch.Tensor.clone, tables))[0]
             assert torch.equal(rotate(q, q, *tables)[0][..., at], wanted)
 
-    @pytest.mark.parametrize("change", ["cos", "sin", "exchanged", "tokens", "batch", "heads", "axis", "place"])
+    @pytest.mark.parametrize("change", ["cos", "sin", "exchanged", "tokens", "batch", "heads", "axis", "place", "key"])
     def test_the_original_where_tables_do_not_fit(self, change: str) -> None:
         """Tables that the model's code has changed, and shapes that only the original can broadcast."""
         calls = []
@@ -161,7 +155,7 @@ class TestDispatcher:
             return q, k
 
         form = probe(rotating_function("half"), "halves")
-        assert form is not None
+        assert isinstance(form, Form)
         rotation = Rope(8, 10_000.0, "half").at(torch.arange(10).reshape(2, 5))
         cos, sin = carrying(rotation, form)
         q, axis = torch.randn(2, 3, 5, 8), 1
@@ -175,9 +169,9 @@ class TestDispatcher:
             axis = 0
         elif change == "place":
             cos, sin = carrying(rotation, form, ("elsewhere", "function"))
-        else:
+        elif change != "key":
             q = torch.randn({"tokens": (2, 3, 4, 8), "batch": (1, 3, 5, 8), "heads": (2, 3, 5, 12)}[change])
-        dispatch.dispatcher(function, PLACE)(q, q, cos, sin, axis)
+        dispatcher(function, PLACE)(q, None if change == "key" else q, cos, sin, axis)
         assert calls == [(cos, sin)]
 
     def test_parts_that_are_not_of_the_text_model(self) -> None:

@@ -11,7 +11,6 @@ import pytest
 from model_checks import NEAR, measure
 from tiny_models import MODELS
 from tiny_towers import TOWERS
-from tower_checks import check
 from tower_checks import measure as measure_tower
 
 pytest.importorskip("transformers", "5.23")
@@ -54,7 +53,11 @@ def test_model(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(TOWERS))
 def test_tower(name: str) -> None:
     row = measure_tower(name)
-    check(row)
+    assert row.seen > 0.1  # a rotation that was left out would show
+    assert row.near <= NEAR
+    assert row.gradient <= LARGEST_GRADIENT
+    assert row.theirs_equal is not False
+    assert row.undone
     made, page = tool().tower_cells(row), rows_of_the_page(towers=True)[name]
     assert all(page[column] == made[column] for column in (0, 1, 2, 4, 6))
 

@@ -337,7 +337,7 @@ def test_yarn_with_three_axes_only_when_asked(stub: stub_vllm.Stub, caplog: pyte
     stub.config.additional_config = {"ropewalk": {"override": True}}
     with caplog.at_level("WARNING", logger="vllm.ropewalk"):
         layer = made(stub, "MRotaryEmbedding", **how)
-    assert "MRotaryEmbedding rotates by its attributes. vLLM's table has attention factor 1, but" in caplog.text
+    assert "MRotaryEmbedding rotates by its attributes. vLLM's table has attention factor 1 instead of" in caplog.text
     assert layer.rope.scaling.original_max_position_embeddings == 64
     yarn = oracle.yarn(10_000.0, HEAD, 4.0, 64)
     assert layer.rope.inv_freq == pytest.approx([float(w) for w in yarn], rel=1e-12)

@@ -7,8 +7,9 @@ particular schemes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -147,6 +148,22 @@ class Scaling(ABC):
         Config writers use this base if the config format cannot express the scheme.
         """
         return None
+
+    def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
+        """Yield what wrong implementations of this scheme compute, by which `ropewalk check` names their bugs.
+
+        Yields:
+            The code of the bug in the report of `check`, a description in one sentence, and the wrong frequencies in
+            radians per position, in which NaN stands for any frequency.
+        """
+        yield from ()
+
+
+def reversed_ramp(code: str, plain: Sequence[float], factor: float) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yield the bug, as in `known_bugs`, of a ramp that divides the fastest of the frequencies, and not the slowest."""
+    if factor > 1.01:
+        wrong = (plain[0] / factor, *[math.nan] * (len(plain) - 2), plain[-1])
+        yield code, "Fast pairs are divided by the factor, and slow ones are not.", wrong
 
 
 class Scheme(Scaling):

@@ -9,11 +9,12 @@ as `_compute_llama3_parameters` in transformers 5.23.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import Scheme, reversed_ramp
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,16 @@ class Llama3(Scheme):
             return w / self.factor
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - smooth) * w / self.factor + smooth * w
+
+    def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
+        """Yield the frequencies of a mirrored ramp, and those of a reversed one."""
+        plain = default.inv_freq(base, rotary_dim)
+        pairs = [(w, w / self.factor, f) for w, f in zip(plain, self.inv_freq(base, rotary_dim), strict=True)]
+        between = [slowest * (1 + 1e-9) < f < w * (1 - 1e-9) for w, slowest, f in pairs]
+        says = f"The {sum(between)} pairs on the ramp have the mirrored frequency."
+        wrong = [w + slowest - f if on else f for (w, slowest, f), on in zip(pairs, between, strict=True)]
+        yield "llama3-smooth-inverted", says, wrong
+        yield from reversed_ramp("llama3-smooth-inverted", plain, self.factor)
 
     def trained_length(self, longest: int | None) -> int:
         """Return original_max_position_embeddings."""

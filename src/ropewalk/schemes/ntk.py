@@ -8,7 +8,7 @@ s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -75,6 +75,11 @@ class NTK(Scheme):
             got = f"base={base:g} and alpha={self.alpha:g}"
             raise _checks.error("NTK", must, got, "Pass a smaller alpha; Hunyuan has 1000.")
         return stretched
+
+    def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, tuple[float, ...]]]:
+        """Yield the frequencies of base · alpha."""
+        wrong = default.inv_freq(base * self.alpha, rotary_dim)
+        yield "ntk-exponent", f"The base is multiplied by {self.alpha:g}.", wrong
 
     def to_hf(self) -> dict[str, Any]:
         """Return rope_type "dynamic" and alpha, as in Hunyuan's configs."""

@@ -13,13 +13,13 @@ mscale_all_dim: DeepSeek-V2, arXiv:2405.04434, section 3.1.4, and its released c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import Scheme, reversed_ramp
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,13 @@ class YaRN(Scheme):
             return 1.0
         m = self._mscale(self.mscale_all_dim)
         return m * m
+
+    def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
+        """Yield the frequencies of the other value of `truncate`, and those of a reversed ramp."""
+        other = replace(self, truncate=not self.truncate)
+        says = f"The frequencies are those of truncate: {str(other.truncate).lower()}."
+        yield "yarn-truncate", says, other.inv_freq(base, rotary_dim)
+        yield from reversed_ramp("yarn-ramp-swapped", default.inv_freq(base, rotary_dim), self.factor)
 
     def trained_length(self, longest: int | None) -> int:
         """Return original_max_position_embeddings."""

@@ -11,7 +11,7 @@ from torch import nn
 import ropewalk
 from ropewalk._checks import choice, error, shown
 from ropewalk.integrations.transformers.compare import WHO, is_rotary
-from ropewalk.integrations.transformers.dispatch import install
+from ropewalk.integrations.transformers.functions import install
 from ropewalk.integrations.transformers.modules import Angles, insert, remove
 from ropewalk.integrations.transformers.plan import plan
 from ropewalk.rope.rope import Rope
@@ -59,11 +59,11 @@ def accelerate(
 ) -> Accelerated:
     """Make a model of transformers rotate q and k through ropewalk. `restore(model)` undoes it.
 
-    The model's rotary module is replaced by one that returns a `Rotation` instead of cos and sin. The rotating
-    function in the model's modeling file is replaced by one that calls the original for everything except a `Rotation`,
-    so other models of that file do not change. Weights, state_dict and config do not change either, and nothing is
-    added to a saved model. Vision towers are supported like text models. A tower that is not supported keeps its own
-    rotation and is reported with the reason.
+    The model's rotary module then returns exact cos and sin, which carry a `Rotation`. The rotating function in the
+    model's modeling file is replaced by one that rotates by it, and that calls the original for tables without a
+    `Rotation`, so other models of that file do not change. Weights, state_dict and config do not change either, and
+    nothing is added to a saved model. Vision towers are supported like text models. A tower that is not supported keeps
+    its own rotation and is reported with the reason.
 
     Args:
         model: a model of transformers 5 with loaded weights. It may be inside a model of PEFT.

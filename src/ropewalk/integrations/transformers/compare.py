@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ropewalk import formats
 from ropewalk._checks import error, shown
-from ropewalk.integrations.transformers.probe import Width, cos_and_sin, drop_repeated_columns, width_of
+from ropewalk.formats import Width
+from ropewalk.integrations.transformers.functions import cos_and_sin
 from ropewalk.rope.rope import Rope
 
 WHO = "accelerate"
-# The relative tolerance of float32 powers: rounding the exponent costs ln(base) · 2⁻²⁵, and scaling rounds again.
-_FLOAT32 = 2e-6
-_FACTOR = 1e-6  # the relative tolerance of an attention factor
 # Small and large positions, because a custom module may compute something else beyond some length.
 _POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)
 _ARGUMENTS = {"self", "x", "position_ids", "layer_type"}  # of the forward method of a rotary module
@@ -52,6 +51,12 @@ def factor_of(module: nn.Module, kind: str | None) -> float:
     return float(getattr(module, name, 1.0))
 
 
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise a RopeError if the tensor of a rotary module is on the meta device."""
+    if tensor.is_meta:
+        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
+
+
 def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
     """Find out the format of the module's tables, by calling it with a few positions.
 
@@ -59,7 +64,14 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
         RopeError: the tables are not cos and sin of position · frequency, layer types have tables of different
             formats, or the module is on the meta device.
     """
-    found = {_width(name, module, kind) for kind in kinds}
+    found = set()
+    for kind in kinds:
+        check_values(name, frequencies(module, kind)[0])
+        positions = torch.tensor([_POSITIONS])
+        returned, now = _call(module, kind, positions)
+        form = formats.width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
+        fits = form is not None and _are_near(returned, positions[..., None] * now, factor_of(module, kind), form)
+        found.add(form if fits else None)
     if None in found or len(found) != 1:
         raise error(
             WHO,
@@ -70,38 +82,25 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
     return found.pop()  # type: ignore[return-value]
 
 
-def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
-    now, _ = frequencies(module, kind)
-    if now.is_meta:
-        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
+def _call(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, Tensor]:
+    """Call the module, and return its tables and its frequencies after the call, in the order of the pairs."""
     module = copy.deepcopy(module)  # a call of LongRoPE or dynamic NTK overwrites their buffers
-    positions = torch.tensor([_POSITIONS], device=now.device)
-    keywords = {} if kind is None else {"layer_type": kind}
+    device = frequencies(module, kind)[0].device
+    x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)  # tables are cast to the dtype of x
     with torch.no_grad():
-        tokens = len(_POSITIONS)
-        x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # tables are cast to the dtype of x
-        returned = module(x, positions, **keywords)
-        now = _table_frequencies(module, kind)
-        found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
-        angles, factor = positions[..., None].double() * now, factor_of(module, kind)
-        near = found is not None and _are_near(cos_and_sin(returned), angles, factor, found)
-    return found if near else None
-
-
-def _table_frequencies(module: nn.Module, kind: str | None) -> Tensor:
-    """Return the module's current frequencies, float64, in the order of the pairs in its tables."""
-    now, _ = frequencies(module, kind)
+        returned = module(x, positions.to(device), **({} if kind is None else {"layer_type": kind}))
+    now = frequencies(module, kind)[0].to("cpu", torch.float64)
     # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
-    return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
+    return returned, now.sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now
 
 
-def _are_near(tables: Iterable[Tensor], angles: Tensor, factor: float, found: Width) -> bool:
-    """Return whether the tables are factor · cos and factor · sin of the angles, within the error of float32 angles."""
-    cos, sin = tables
-    drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
+def _are_near(returned: Any, angles: Tensor, factor: float, width: Width) -> bool:
+    """Return whether tables are factor · cos and factor · sin of the angles, within the error of float32 angles."""
+    drift = (1e-5 + angles.abs() * formats.FLOAT32) * max(1.0, factor)
+    tables = [formats.narrow(table, width).to("cpu", torch.float64) for table in cos_and_sin(returned)]
     return all(
-        bool(((drop_repeated_columns(actual, found).double() - factor * expected).abs() <= drift).all())
-        for actual, expected in ((cos, angles.cos()), (sin, angles.sin()))
+        table.shape == angles.shape and bool(((table - factor * exact).abs() <= drift).all())
+        for table, exact in zip(tables, (angles.cos(), angles.sin()), strict=True)
     )
 
 
@@ -112,44 +111,35 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
         RopeError: a pair uses the position on another axis, or the module has axes that its config does not state.
     """
     sections = getattr(module, "mrope_section", None)
-    if rope.axes is None:
-        if sections:
-            must, got = (
-                f"the config must state the axes of {name}",
-                f"mrope_section {shown(sections)} only in the module",
-            )
-            raise error(WHO, must, got, "Use angles='theirs'.")
-        return
-    module = copy.deepcopy(module)
-    device, axes = frequencies(module, kind)[0].device, rope.axes
-    positions = distinct_positions(axes.count, device)[:, None]  # [axes, 1, tokens]
-    pair_positions = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
-    keywords = {} if kind is None else {"layer_type": kind}
-    with torch.no_grad():
-        x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
-        returned = module(x, positions, **keywords)
-    if not _are_near(
-        cos_and_sin(returned), pair_positions * _table_frequencies(module, kind), factor_of(module, kind), width
-    ):
-        must = f"the pairs of {name} must rotate by the axes of its config ({axes})"
-        raise error(WHO, must, "other axes", "Use angles='theirs'.")
+    if rope.axes is not None:
+        positions = distinct_positions(rope.axes.count)[:, None]  # [axes, 1, tokens]
+        returned, now = _call(module, kind, positions)
+        angles = positions[list(rope.axes.axis)].movedim(0, -1) * now  # [1, tokens, pairs]
+        if not _are_near(returned, angles, factor_of(module, kind), width):
+            raise _other_axes(name, rope)
+    elif sections:
+        got = f"mrope_section {shown(sections)} only in the module"
+        raise error(WHO, f"the config must state the axes of {name}", got, "Use angles='theirs'.")
 
 
-def distinct_positions(axes: int, device: torch.device) -> Tensor:
+def _other_axes(name: str, rope: Rope) -> Exception:
+    must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
+    return error(WHO, must, "other axes", "Use angles='theirs'.")
+
+
+def distinct_positions(axes: int) -> Tensor:
     """Return small and large positions `[axes, tokens]`. Those of one token differ from axis to axis."""
-    rows = torch.tensor(_POSITIONS, device=device)
+    rows = torch.tensor(_POSITIONS)
     return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
 
 
-def check_tower(
-    name: str, module: nn.Module, rope: Rope, tables: Iterable[Tensor], positions: Tensor, width: Width
-) -> None:
+def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positions: Tensor, width: Width) -> None:
     """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's frequencies.
 
     Args:
         name, module: the name of the tower's rotary module, and the module itself.
         rope: the rope of the tower's config.
-        tables: cos and sin that the module returned for `positions`.
+        returned: what the module returned for `positions`.
         positions: `[axes, tokens]`.
         width: the format of the tables.
 
@@ -161,12 +151,10 @@ def check_tower(
         find_rope(name, module, None, [rope])
         values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
     axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
-    angles = positions[axis].T.cpu().double() * torch.from_numpy(values[index])
-    tables = [table.cpu().flatten(0, -2) for table in tables]
-    fit = all(drop_repeated_columns(table, width).shape == angles.shape for table in tables)
-    if not (fit and _are_near(tables, angles, factor_of(module, None), width)):
-        must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
-        raise error(WHO, must, "other axes", "Use angles='theirs'.")
+    angles = positions[axis].T.cpu() * torch.from_numpy(values[index])
+    tables = [table.flatten(0, -2) for table in cos_and_sin(returned)]
+    if not _are_near(tables, angles, factor_of(module, None), width):
+        raise _other_axes(name, rope)
 
 
 def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
@@ -178,8 +166,9 @@ def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Ro
     """
     now, built = frequencies(module, kind)
     factor = factor_of(module, kind)
-    ropes = list(dict.fromkeys(ropes))
-    found = [rope for rope in ropes if not difference(rope, built, factor)]
+    # The buffers start with the frequencies of a short sequence.
+    differences = {rope: formats.difference(rope.at_length(1), built, factor) for rope in ropes}
+    found = [rope for rope, difference in differences.items() if not difference]
     if found and not any(_are_frequencies_of(now, rope, module, kind) for rope in found):
         raise error(
             WHO,
@@ -193,62 +182,23 @@ def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Ro
         raise error(
             WHO,
             f"{name} must have the frequencies of one rope of its config",
-            f"several, in {rounded_to(built)}: {'; '.join(map(str, found))}",
+            f"several, in {formats.stored_dtype(built)}: {'; '.join(map(str, found))}",
             "Call accelerate before the model is cast.",
         )
-    how = "; ".join(f"{difference(rope, built, factor)} ({rope})" for rope in ropes) or "a config without ropes"
     raise error(
         WHO,
         f"{name} must have the frequencies and the attention factor of its config",
-        how,
+        "; ".join(f"{how} ({rope})" for rope, how in differences.items()) or "a config without ropes",
         "If the config was changed on purpose, use angles='theirs', which uses the model's own numbers.",
     )
 
 
 def _are_frequencies_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
     """Return whether the module's current frequencies are the rope's at a length that the module may have used."""
-    if rope.is_static:
-        return not _describe_difference(now, rope)
     cached_length = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
     longest = getattr(rope.scaling, "original_max_position_embeddings", 0)
-    return any(not _describe_difference(now, rope.at_length(max(1, n))) for n in (1, int(cached_length), longest + 1))
-
-
-def difference(rope: Rope, built: Tensor, factor: float) -> str:
-    """Describe how a module's initial frequencies or attention factor differ from a rope. Return "" if they agree."""
-    rope = rope.at_length(1)  # the buffers start with the frequencies of a short sequence
-    if off := _describe_difference(built, rope):
-        return off
-    if abs(factor - rope.attention_factor) > _FACTOR * rope.attention_factor:
-        return f"attention factor {factor:.9g}, and {rope.attention_factor:.9g} in the config"
-    return ""
-
-
-def _describe_difference(built: Tensor, rope: Rope) -> str:
-    """Describe how frequencies differ from those of a static rope. Return "" if they agree."""
-    expected = torch.from_numpy(rope.inv_freq)
-    if rope.axes is not None and built.shape != expected.shape:
-        expected = torch.from_numpy(np.unique(rope.inv_freq))  # stored once for all axes
-    if built.shape != expected.shape:
-        return f"{built.numel()} frequencies, and {expected.numel()} in the config"
-    actual = built.detach().to("cpu", torch.float64)
-    if rope.axes is not None:  # stored in another order than in the tables (Ernie 4.5 VL), which `check_axes` checks
-        actual, expected = actual.sort(descending=True).values, expected.sort(descending=True).values
-    info = torch.finfo(rounded_to(built))
-    relative = max(_FLOAT32, info.eps)
-    errors = (actual - expected).abs()
-    if not bool((errors <= relative * expected.abs() + info.smallest_normal * info.eps).all()):
-        worst = int(torch.argmax(errors / expected.abs().clamp_min(1e-30)))
-        return f"inv_freq[{worst}] {float(actual[worst]):.9g}, and {float(expected[worst]):.9g} in the config"
-    return ""
-
-
-def rounded_to(inv_freq: Tensor) -> torch.dtype:
-    """Return the narrowest dtype that stores these numbers exactly: that of a cast, even if the model was cast back."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.equal(inv_freq.to(dtype).to(inv_freq.dtype), inv_freq):
-            return dtype
-    return inv_freq.dtype
+    static = (rope.at_length(max(1, n)) for n in (1, int(cached_length), longest + 1))
+    return any(not formats.difference(each, now, each.attention_factor) for each in static)
 
 
 def own_config(module: nn.Module, model_config: Any) -> Any:

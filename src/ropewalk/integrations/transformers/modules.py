@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
-from ropewalk.integrations.transformers.attached import Attached, attach, make_tables
-from ropewalk.integrations.transformers.dispatch import install
-from ropewalk.integrations.transformers.probe import Form, Place, Width, cos_and_sin, drop_repeated_columns
+from ropewalk.formats import Width, narrow, widen
+from ropewalk.integrations.transformers.functions import Form, Place, attach, cos_and_sin, install
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import create_unchecked
 
@@ -32,17 +31,15 @@ class Replacement:
             None if the module is called without a layer type. If ropes is None, the angles are the module's own.
         width: the format of the module's tables.
         forms: maps each function that rotates by these tables to the way in which it rotates.
-        parts: the number of parts of a head that are rotated separately.
     """
 
     ropes: Mapping[str | None, tuple[Rope, ...]] | None
     width: Width
     forms: Mapping[Place, Form]
-    parts: int = 1
 
 
 class Angles(nn.Module):
-    """The base class. A call returns tables like those of the original, with the Rotations attached to them.
+    """The base class. A call returns tables like those of the original, with the Rotation attached to them.
 
     It overrides the call and not `forward`, so other libraries may wrap `forward`, before or after the replacement.
     """
@@ -66,7 +63,7 @@ class Angles(nn.Module):
         raise NotImplementedError
 
     def _exact(self, positions: Tensor, x: Tensor, shape: tuple[int, ...], kind: str | None = None) -> Any:
-        """Return tables `[*shape, columns]` of exact angles.
+        """Return tables `[*shape, columns]` of exact angles. Those of several parts of a head are joined.
 
         Args:
             positions: as for `Rope.at`.
@@ -78,31 +75,31 @@ class Angles(nn.Module):
         made = self.ropewalk
         dtype = torch.float64 if x.dtype is torch.float64 else None
         ropes = (made.ropes or {})[kind]
-        rotations = tuple(rope.at(positions, device=x.device, dtype=dtype) for rope in ropes)
-        return make_tables(Attached(rotations, made.forms), made.width, shape, x.dtype)
+        rotations = [rope.at(positions, device=x.device, dtype=dtype) for rope in ropes]
+        if made.width == "complex":
+            tables: Any = torch.complex(rotations[0].cos, rotations[0].sin).reshape(*shape, -1)
+        else:
+            parts = ([widen(t.to(x.dtype), made.width) for t in (r.cos, r.sin)] for r in rotations)
+            tables = tuple(torch.cat(part, dim=-1).reshape(*shape, -1) for part in zip(*parts, strict=True))
+        return attach(tables, rotations[0], made.forms)
 
     def _own(self, dtype: torch.dtype, *arguments: Any, **keywords: Any) -> Any:
         """Return the tables that the original computes from these arguments, whose tensors are float32.
 
-        The attached Rotations are float32. The tables are cast to `dtype`, as the original would have done.
+        The attached Rotation is float32. The tables are cast to `dtype`, as the original would have done.
         """
         made = self.ropewalk
         returned = super().__call__(*arguments, **keywords)
-        pairing = next(iter(made.forms.values())).pairing
-        rotations = []
-        parts = split_parts(returned, made.parts)
-        for n, part in enumerate(parts):
-            cos, sin = (drop_repeated_columns(table, made.width) for table in part)
-            if not self._has_batch_axis:
-                cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
-            elif cos.shape[0] == 1:
-                cos, sin = cos[0], sin[0]
-            size = 2 * cos.shape[-1]
-            tables = cos.contiguous(), sin.contiguous()
-            rotations.append(create_unchecked(*tables, pairing, len(parts) * size, size, n * size, 1.0))
+        cos, sin = (narrow(table, made.width) for table in cos_and_sin(returned))
+        if not self._has_batch_axis:
+            cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
+        elif cos.shape[0] == 1:
+            cos, sin = cos[0], sin[0]
+        pairing, size = next(iter(made.forms.values())).pairing, 2 * cos.shape[-1]
+        rotation = create_unchecked(cos.contiguous(), sin.contiguous(), pairing, size, size, 0, 1.0)
         if not isinstance(returned, Tensor):
             returned = returned[0].to(dtype), returned[1].to(dtype)
-        return attach(returned, Attached(tuple(rotations), made.forms))
+        return attach(returned, rotation, made.forms)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -147,12 +144,6 @@ def _replaced_class(kind: type[Angles], original: type) -> type[Angles]:
 def _new(kind: type[Angles], original: type) -> Angles:
     made = _replaced_class(kind, original)
     return made.__new__(made)
-
-
-def split_parts(returned: Any, parts: int) -> list[tuple[Tensor, Tensor]]:
-    """Split the tables that an original returned into cos and sin of each part of a head."""
-    cos, sin = (table.chunk(parts, dim=-1) for table in cos_and_sin(returned))
-    return list(zip(cos, sin, strict=True))
 
 
 class TextAngles(Angles):
@@ -216,8 +207,6 @@ class GridAngles(Angles):
 
 class BatchAngles(GridAngles):
     """Modules that take positions of patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
-
-    _has_batch_axis = True
 
     @classmethod
     def sample(cls, module: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:

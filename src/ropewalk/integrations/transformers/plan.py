@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ropewalk import formats
 from ropewalk._checks import RopeError, error, with_context
 from ropewalk._layout import Pairing
 from ropewalk.configs import vision_towers
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import read_config
+from ropewalk.formats import Width
 from ropewalk.integrations.transformers import compare, modules
 from ropewalk.integrations.transformers.compare import WHO
-from ropewalk.integrations.transformers.dispatch import functions_of, original
+from ropewalk.integrations.transformers.functions import Form, Place, cos_and_sin, functions_of, original, probe
 from ropewalk.integrations.transformers.modules import Angles, Replacement
-from ropewalk.integrations.transformers.probe import Form, Place, Width, probe, width_of
 from ropewalk.rope.rope import Rope
 
 
@@ -121,22 +122,26 @@ def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[Angles], c
         RopeError: the tower is not supported, or its rotation differs from its config.
     """
     module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-    parts, (returned, positions) = _parts(module), _call_tower(name, module, kind)
-    width = _tower_width(name, returned, parts)
-    forms, failed = _forms(owner, width, shared=parts == 1, parts=parts)
-    if hasattr(type(owner), "permute_input_for_window_attn"):
-        forms, failed = {}, "the tower reorders them for its windows"
+    returned, positions = _call_tower(name, module, kind)
+    tables = list(zip(*(table.chunk(_parts(module), dim=-1) for table in cos_and_sin(returned)), strict=True))
+    width = _tower_width(name, returned, tables)
+    forms: Mapping[Place, Form] = {}
+    if len(tables) > 1:
+        failed = "it rotates several parts of a head"
+    elif hasattr(type(owner), "permute_input_for_window_attn"):
+        failed = "the tower reorders them for its windows"
+    else:
+        forms, failed = _forms(owner, width, shared=True)
     ropes: tuple[Rope, ...] | None = None
     if configs is not None:
         vision = configs.ropes_of(module.config).vision
         ropes = () if vision is None else vision.ropes
-        for rope, tables in zip(ropes, modules.split_parts(returned, parts), strict=True):
-            compare.check_tower(name, module, rope, tables, positions, width)
-        if parts == 1:
-            _check_channels(name, forms, ropes)
+        for rope, part in zip(ropes, tables, strict=True):
+            compare.check_tower(name, module, rope, part, positions, width)
+        _check_channels(name, forms, ropes)
         names = [name] if len(ropes) == 1 else [f"{name}:{part}" for part in range(len(ropes))]
         result.ropes.update(zip(names, ropes, strict=True))
-    _add(result, name, kind, Replacement(None if ropes is None else {None: ropes}, width, forms, parts), failed)
+    _add(result, name, kind, Replacement(None if ropes is None else {None: ropes}, width, forms), failed)
 
 
 def _add(result: Plan, name: str, kind: type[Angles], made: Replacement, failed: str) -> None:
@@ -155,25 +160,12 @@ def _add(result: Plan, name: str, kind: type[Angles], made: Replacement, failed:
     result.replacements[name] = kind, made
 
 
-def _forms(owner: nn.Module, width: Width, *, shared: bool = False, parts: int = 1) -> tuple[dict[Place, Form], str]:
-    """Return how functions of the code rotate by tables of the format `width`.
-
-    Returns:
-        The forms, and a text that says why there are none.
-    """
-    forms: dict[Place, Form] = {}
-    errors: dict[str, str] = {}
-    functions = functions_of(owner)
-    for place, function in functions.items():
-        outcomes: list[Exception | None] = []
-        form = probe(original(function), width, shared=shared, parts=parts, outcomes=outcomes)
-        if form is not None:
-            forms[place] = form
-        elif outcomes and None not in outcomes:
-            errors[".".join(place)] = f"raised {type(outcomes[0]).__name__}: {outcomes[0]}"
-        else:
-            errors[".".join(place)] = "rotates in a way that no Rotation describes, or may do more"
-    return forms, "; ".join(f"{name} {how}" for name, how in errors.items()) or "no function has parameters cos and sin"
+def _forms(owner: nn.Module, width: Width, *, shared: bool = False) -> tuple[dict[Place, Form], str]:
+    """Return how functions of the code rotate by tables of the format `width`, and why the others do not."""
+    found = {place: probe(original(function), width, shared=shared) for place, function in functions_of(owner).items()}
+    failed = [f"{'.'.join(place)} {why}" for place, why in found.items() if isinstance(why, str)]
+    forms = {place: form for place, form in found.items() if isinstance(form, Form)}
+    return forms, "; ".join(failed) or "no function has parameters cos and sin"
 
 
 def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> None:
@@ -262,10 +254,9 @@ def _model_type(module: nn.Module) -> str:
 def _call_tower(name: str, module: nn.Module, kind: type[Angles]) -> tuple[Any, Tensor]:
     """Call a copy of the module, and return its tables and the test positions `[axes, tokens]`."""
     buffer = next(iter(module.buffers()))
-    if buffer.is_meta:
-        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
+    compare.check_values(name, buffer)
     axes = len(vision_towers.TOWERS[_model_type(module)].axis_names)
-    arguments, positions = kind.sample(module, compare.distinct_positions(axes, buffer.device))
+    arguments, positions = kind.sample(module, compare.distinct_positions(axes).to(buffer.device))
     try:
         with torch.no_grad():
             return copy.deepcopy(module).eval()(*arguments), positions
@@ -274,7 +265,7 @@ def _call_tower(name: str, module: nn.Module, kind: type[Angles]) -> tuple[Any, 
         raise error(WHO, must, f"{type(e).__name__}: {e}", "This tower is not supported.") from e
 
 
-def _tower_width(name: str, returned: Any, parts: int) -> Width:
+def _tower_width(name: str, returned: Any, tables: list[tuple[Tensor, Tensor]]) -> Width:
     """Return the format of a tower's tables.
 
     Raises:
@@ -282,10 +273,9 @@ def _tower_width(name: str, returned: Any, parts: int) -> Width:
     """
     if isinstance(returned, Tensor) and returned.is_complex():
         return "complex"
-    if not isinstance(returned, Tensor):
-        found = {width_of(cos, cos.shape[-1] // 2) for cos, _ in modules.split_parts(returned, parts)}
-        width = found.pop()
-        if width is not None and not found:
-            return width
-    must = f"{name} must return cos and sin with two columns for each pair, or complex numbers"
-    raise error(WHO, must, "other tables", "This tower computes its angles in a way that is not supported.")
+    found = {formats.width_of(cos, cos.shape[-1] // 2) for cos, _ in tables}
+    width = found.pop()
+    if width is None or found or isinstance(returned, Tensor):
+        must = f"{name} must return cos and sin with two columns for each pair, or complex numbers"
+        raise error(WHO, must, "other tables", "This tower computes its angles in a way that is not supported.")
+    return width

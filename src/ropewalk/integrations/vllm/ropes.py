@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk import schemes
+from ropewalk import formats, schemes
 from ropewalk._checks import error
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
 
 WHO = "ropewalk in vLLM"
-# The relative tolerance of float32 powers and products. The largest error in the 32 recorded models is 3.2e-7.
-_RELATIVE = 5e-7
 _KEEPS = "The layer keeps vLLM's rotation."
 
 
@@ -62,15 +60,7 @@ def difference(rope: Rope, table: Tensor) -> str:
             f"a table {tuple(table.shape)} on {table.device}, without {rope.rotary_dim} numbers for positions 0 and 1"
         )
     cos, sin = table[:2].to("cpu", torch.float64).chunk(2, dim=-1)
-    factor, expected_factor = float(cos[0, 0]), rope.attention_factor
-    if abs(factor - expected_factor) > _RELATIVE * expected_factor:
-        return f"attention factor {factor:.9g}, but its attributes mean {expected_factor:.9g}"
-    angles, expected = torch.atan2(sin[1], cos[1]), torch.from_numpy(rope.inv_freq)
-    differs = (angles - expected).abs() > _RELATIVE * expected.abs()
-    if not bool(differs.any()):
-        return ""
-    pair = int(differs.nonzero()[0])
-    return f"inv_freq[{pair}] {float(angles[pair]):.9g}, but its attributes mean {float(expected[pair]):.9g}"
+    return formats.difference(rope, torch.atan2(sin[1], cos[1]), float(cos[0, 0]))
 
 
 def _axes(layer: Any) -> Axes | None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ropewalk import Rope, _checks
-from ropewalk.tools.check import construct, diagnose, expected, find_call
-from ropewalk.tools.check import target as targets
-from ropewalk.tools.check.bugs import BUGS
-from ropewalk.tools.check.report import Report
-from ropewalk.tools.check.subject import LAYOUTS, CallError
+from ropewalk.tools.check import expected
+from ropewalk.tools.check.find import calls
+from ropewalk.tools.check.find import target as targets
+from ropewalk.tools.check.find.subject import LAYOUTS, CallError
+from ropewalk.tools.check.measure import steps
+from ropewalk.tools.check.report import BUGS, Report
 
 
 def check(
@@ -84,7 +85,7 @@ def check(
                     "Drop torch.set_default_device or torch.device around check.",
                 )
                 raise _checks.error("check", "the default device must be the CPU", got, fix)
-            loaded, expectation, settings = expected.read(
+            loaded, expectation = expected.read(
                 loaded,
                 config,
                 rope,
@@ -100,10 +101,10 @@ def check(
                 layer=layer,
             )
             report = Report(loaded.name, ignored=frozenset(codes))
-            if settings.notes:
-                report.found["note on the config"] = " ".join(settings.notes)
+            if expectation.notes:
+                report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad():
-                _run(loaded, expectation, settings, report, call, layout, compiled)
+                _run(loaded, expectation, report, call, layout, compiled)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -115,7 +116,6 @@ def check(
 def _run(
     target: targets.Target,
     expectation: expected.Expected,
-    settings: construct.Settings,
     report: Report,
     call: str | None,
     layout: str | None,
@@ -123,15 +123,15 @@ def _run(
 ) -> None:
     """Find the call of a loaded target, and run all steps. The caller may slice out the channels that it rotates."""
     try:
-        subject = find_call.find(target, settings, call, layout)
+        subject = calls.find(target, expectation, call, layout)
     except _checks.RopeError:
-        if (sliced := expected.for_slice(expectation, settings)) is None:
+        if (sliced := expected.for_slice(expectation)) is None:
             raise
-        expectation, settings = sliced
-        subject = find_call.find(target, settings, call, layout)
+        expectation = sliced
+        subject = calls.find(target, expectation, call, layout)
         report.found["head"] = "only the rotated channels, which the caller slices out"
     try:
-        diagnose.run(subject, expectation, report, compiled=compiled)
+        steps.run(subject, expectation, report, compiled=compiled)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
         raise _checks.error_from(f"check: {target.name} accepts one call but fails in another", e, fix) from e

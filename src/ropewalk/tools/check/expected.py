@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ropewalk import Rope, _checks, from_config
-from ropewalk.tools.check.construct import Settings
-from ropewalk.tools.check.target import Target
+from ropewalk.tools.check.find.target import Target
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the target should compute. If all fields are None, only results that no rope explains count as wrong.
+    """What the target should compute, and the values with which a class is constructed.
+
+    If rope, pairing and base are None, only results that no rope explains count as wrong.
 
     Args:
         rope: the expected rope, for one fixed length. None if the user's options do not determine a whole rope.
         pairing, base: the expected pairing and base.
+        head_dim: the number of channels of a head, for constructors.
         output_order: "half" if the model reads interleaved pairs and writes them in halves.
         model_type: the model_type of the config, for the report.
         length: the number of tokens up to which `rope` holds, if its scheme depends on the length. Otherwise None.
         unresolved: the rope whose scheme depends on the length, of which `rope` is that of short sequences. Or None.
+        table_length: the number of tokens, for constructors with such a parameter. None keeps the default of the class,
+            or means 4096.
+        config: the config, for constructors with a parameter for it: its keys, or a config object of transformers.
+        layer: the index of the layer whose rope is expected, for code with a parameter for the kind of layer.
+        arguments: maps names of parameters to the values that the user passed. They take precedence over all others.
+        notes: the warnings about the config, such as that only the rope of text tokens is read.
     """
 
     rope: Rope | None = None
     pairing: str | None = None
     base: float | None = None
+    head_dim: int = 64
     output_order: str | None = None
     model_type: str | None = None
     length: int | None = None
     unresolved: Rope | None = None
+    table_length: int | None = None
+    config: Any = None
+    layer: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of rotated channels."""
+        return self.head_dim if self.rope is None else self.rope.rotary_dim
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of a head that is passed to the target, which may be only the rotated slice."""
+        return self.head_dim if self.rope is None else self.rope.head_dim
 
 
 def read(
@@ -42,8 +66,8 @@ def read(
     *,
     head_dim: int | None,
     layer: int | None,
-) -> tuple[Target, Expected, Settings]:
-    """Return the target, what to expect from it, and the settings with which a class is constructed.
+) -> tuple[Target, Expected]:
+    """Return the target and what to expect from it.
 
     The arguments are those of `check`. `reading` contains those that `from_config` has too. If config and rope are
     None, the default config of the target is used. If that describes no rope, only the function of the target, which
@@ -72,11 +96,10 @@ def read(
         if dim % 2:
             fix = f"Pass {dim + 1}, or the config of the model."
             raise _checks.error("check", "head_dim must be even", str(dim), fix)
-        return target, Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
+        return target, Expected(pairing=pairing, base=base, head_dim=dim, arguments=arguments)
     if rope is not None:
-        settings = Settings(rope.head_dim, rope.rotary_dim, rope.base, arguments=arguments)
         expected = _of_rope(rope, 2048)
-        return target, expected, replace(settings, length=expected.length)
+        return target, replace(expected, table_length=expected.length, arguments=arguments)
     try:
         ropes = from_config(config, text_only=True, **reading)
     except _checks.RopeError as e:
@@ -87,21 +110,19 @@ def read(
         raise _checks.error_from(f"check: the default config of {target.name} cannot be used", e, fix) from e
     if not is_given and layer is None and not any(ropes.layers):
         note = "By default this model does not rotate. Only its function is judged. Pass a config for more."
-        return replace(target, objects=target.objects[-1:]), Expected(), Settings(notes=(note,))
+        return replace(target, objects=target.objects[-1:]), Expected(notes=(note,))
     layer, layer_rope = _choose_layer(ropes.layers, layer)
-    expected = _of_rope(layer_rope, ropes.trained_length or 2048)
-    max_positions = ropes.max_position_embeddings
-    settings = Settings(
-        layer_rope.head_dim,
-        layer_rope.rotary_dim,
-        layer_rope.base,
-        None if max_positions is None else min(max_positions, 131_072),
-        config if hasattr(config, "to_dict") else ropes.config,
-        arguments,
+    longest = ropes.max_position_embeddings
+    return target, replace(
+        _of_rope(layer_rope, ropes.trained_length or 2048),
+        output_order=ropes.output_order,
+        model_type=ropes.model_type,
+        table_length=None if longest is None else min(longest, 131_072),
+        config=config if hasattr(config, "to_dict") else ropes.config,
         layer=layer,
+        arguments=arguments,
         notes=ropes.warnings,
     )
-    return target, replace(expected, output_order=ropes.output_order, model_type=ropes.model_type), settings
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:
@@ -121,20 +142,16 @@ def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int
     return chosen, rope
 
 
-def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Settings] | None:
-    """Return `expected` and `settings` for a function that is passed only the rotated channels of each head.
-
-    Return None if all channels are rotated.
-    """
+def for_slice(expected: Expected) -> Expected | None:
+    """Return what to expect from a function that is passed only the rotated channels, or None if all are rotated."""
     rope = expected.rope
     if rope is None or rope.rotary_dim == rope.head_dim:
         return None
-    slice_rope = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
-    return replace(expected, rope=slice_rope), replace(settings, channels=rope.rotary_dim)
+    return replace(expected, rope=replace(rope, head_dim=rope.rotary_dim, rotary_offset=0))
 
 
 def _of_rope(rope: Rope, trained: int) -> Expected:
-    """Return what to expect from code that implements a rope, which may depend on the length."""
     if rope.is_static:
-        return Expected(rope, rope.pairing, rope.base)
-    return Expected(rope.at_length(1), rope.pairing, rope.base, length=trained, unresolved=rope)
+        return Expected(rope, rope.pairing, rope.base, rope.head_dim)
+    short = rope.at_length(1)
+    return Expected(short, rope.pairing, rope.base, rope.head_dim, length=trained, unresolved=rope)

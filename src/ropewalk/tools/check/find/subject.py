@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.tools.check.construct import Arguments
+from ropewalk.tools.check.find.signature import Arguments
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
 """The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
@@ -119,6 +119,21 @@ class Subject:
         q_out, k_out = self.call_native(inputs[0], inputs[1], positions.clone())
         rows = len(positions)
         return self.from_native(q_out.detach(), rows), None if k_out is None else self.from_native(k_out.detach(), rows)
+
+    def linear_maps(self, positions: Tensor, of: str = "q") -> Tensor:
+        """Measure the linear map that the target applies to q or k at positions `[1, seq]`.
+
+        The target is called with one head for each channel, which is 1 in that channel and 0 elsewhere.
+
+        Returns:
+            `[seq, out channels, in channels]`.
+
+        Raises:
+            CallError: as for `call_native`.
+        """
+        eye = torch.eye(self.channels).expand(1, positions.shape[1], -1, -1).contiguous()
+        q_out, k_out = self(eye, eye.clone(), positions)
+        return (q_out if k_out is None or of == "q" else k_out)[0].mT
 
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]`."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.law import Law
+from ropewalk.tools.check.find.subject import Subject
+from ropewalk.tools.check.measure.law import Law
+from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
-from ropewalk.tools.check.structure import Structure
-from ropewalk.tools.check.subject import Subject
 
 TOKENS, HEADS = 5, 6
 SMALL = torch.arange(64)  # the positions of the plain call

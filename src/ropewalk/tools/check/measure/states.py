@@ -11,11 +11,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.baseline import Baseline, measure
-from ropewalk.tools.check.far_positions import LONGEST_CALL
-from ropewalk.tools.check.law import CLOSE, Law, largest_error, moving
+from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.measure.baseline import Baseline, measure
+from ropewalk.tools.check.measure.law import CLOSE, Law, largest_error, moving
+from ropewalk.tools.check.measure.positions import LONGEST_CALL
 from ropewalk.tools.check.report import Grade
-from ropewalk.tools.check.subject import CallError, Subject
 
 FAR = 5_000
 _ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored", "length-ignored"}

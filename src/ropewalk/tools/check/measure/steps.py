@@ -8,18 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ropewalk import Rope
+from ropewalk import Rope, _checks
 from ropewalk._layout import Pairing
-from ropewalk.tools.check import compiled as compile_
-from ropewalk.tools.check import conditions, dtypes, far_positions, law, states
-from ropewalk.tools.check.baseline import SMALL, Baseline, measure
-from ropewalk.tools.check.candidates import GIVEN_BASE, GIVEN_CHANNELS
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find_call import linear_maps
-from ropewalk.tools.check.law import Law
+from ropewalk.tools.check.find.calls import GIVEN
+from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.measure import conditions, law, positions, states
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline, measure
+from ropewalk.tools.check.measure.law import Law
+from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
-from ropewalk.tools.check.structure import Structure, infer
-from ropewalk.tools.check.subject import CallError, Subject
 
 
 def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
@@ -34,7 +32,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
     }[subject.positions]
     if _judge_heads(subject, report):
         return
-    maps = linear_maps(subject, SMALL[None, :16])
+    maps = subject.linear_maps(SMALL[None, :16])
     if maps.dtype not in (torch.float32, torch.float64):
         says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
         report.add("wrong-output-dtype", says)
@@ -56,18 +54,18 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         conditions.judge(baseline)
     if not subject.given_tables and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
-            far_positions.judge(baseline)
+            positions.judge_far(baseline)
         else:
             report.grade("far positions", "not judged: no law explains the angles at positions 0 to 63")
         if measured.code is None or measured.code in report.ignored:
-            far_positions.judge_length(baseline)
+            positions.judge_length(baseline)
     if not (measured.code or "").startswith("low-precision"):
-        dtypes.judge(baseline)
+        positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
     if "earlier-calls-matter" not in report.codes:
-        dtypes.judge_cast(baseline)
+        positions.judge_cast(baseline)
     if compiled:
-        compile_.judge(baseline)
+        _count_graph_breaks(baseline)
 
 
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")
@@ -156,7 +154,7 @@ def _judge_law(subject: Subject, structure: Structure, multipliers: Tensor, expe
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     rope = expected.rope
     if subject.given_tables:
-        rope = Rope(GIVEN_CHANNELS, GIVEN_BASE, "half")
+        rope = GIVEN
     elif rope is None:
         rope = _fitting_rope(subject, structure, multipliers, expected)
     measured = law.identify(multipliers, SMALL, rope, subject.channels)
@@ -241,7 +239,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
     """
     if not subject.has_k:
         return multipliers
-    k_structure = infer(linear_maps(subject, SMALL[None, :16], of="k"))
+    k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
     x = _equal_heads(subject, 3)
     _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :5])
     if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
@@ -264,3 +262,24 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
             report.add("attention-factor", f"The factor of k is {sizes:.5g} times that of q.")
         return k_multipliers
     return multipliers
+
+
+def _count_graph_breaks(baseline: Baseline) -> None:
+    """Count the graph breaks of one call under torch.compile: of two functions, of the one that rotates."""
+    subject, report = baseline.new_subject(), baseline.report
+    q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
+    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, torch.arange(5)[None])
+    torch.compiler.reset()
+    try:
+        explanation = torch._dynamo.explain(function)(**arguments)
+    except Exception as e:  # Dynamo may raise anything on code that it cannot trace
+        says = f"The function cannot be traced: {type(e).__name__}: {_checks.message_of(e)[:150]}"
+        report.add("graph-break", says)
+        return
+    finally:
+        torch.compiler.reset()
+    breaks, reasons = explanation.graph_break_count, explanation.break_reasons
+    if breaks:
+        reason = str(reasons[0].reason).splitlines()[0] if reasons else "Dynamo gives no reason"
+        report.add("graph-break", f"{breaks} graph break(s): {reason}.")
+    report.grade("torch.compile", f"{explanation.graph_count} graph(s)", not breaks or None)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.tools.check.baseline import HEADS, TOKENS, Baseline
-from ropewalk.tools.check.subject import CallError
+from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.measure.baseline import HEADS, TOKENS, Baseline
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
 FIRST = torch.arange(TOKENS)[None]

@@ -75,7 +75,7 @@ def infer(matrices: Tensor) -> Structure | None:
         return None
     ins, outs = torch.tensor([i for i, _ in pairs]), torch.tensor([o for _, o in pairs])
     paired = {*ins.flatten().tolist()}
-    eye = torch.eye(matrices.shape[-1])
+    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     lost = tuple(
         c
         for c in range(matrices.shape[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk import Rope
+from ropewalk import Rope, formats
 
 CLOSE = 2e-5
-"""Tolerance of cos and sin at positions below 64. Float32 frequencies and products cost at most 64 · 2⁻²²."""
+"""Tolerance of cos and sin at positions below 64: five roundings, 64 · 1.25 · FLOAT32, rounded up."""
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -60,7 +60,7 @@ def float32_error(positions: Any) -> Any:
     off by 0.03 to 0.09 if it computes each frequency as a power of the base, and by 0.16 if it computes each frequency
     from the previous one. The limit there is 0.25.
     """
-    return CLOSE + 4 * 2.0**-24 * positions
+    return CLOSE + formats.FLOAT32 * positions
 
 
 def largest_error(multipliers: Tensor, expected: Tensor, factor: float) -> float:
@@ -117,15 +117,18 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         law = replace(right, factor=size)
         if (rounding := find_rounding(multipliers, positions, law)) is not None:
             return replace(law, code=rounding[0], says=rounding[1])
-    for bug, says, wrong in _wrong_frequencies(rope, head_dim):
+    bugs = [(bug, says, np.asarray(wrong)) for bug, says, wrong in _wrong_frequencies(rope, head_dim)]
+    for bug, says, wrong in bugs:
         for kind in (right, backwards):
             law = replace(kind, inv_freq=moving(wrong), code=bug, says=says)
             if len(law.inv_freq) == len(expected) and law.error(multipliers, positions) < CLOSE:
                 return law
     if measured.code is not None:
         return measured
-    if (code := _reversed_ramp(rope, inv_freq)) is not None:
-        return replace(measured, code=code, says="Fast pairs are divided by the factor, and slow ones are not.")
+    for bug, says, wrong in bugs:
+        is_ramp = np.isnan(wrong).any() and len(wrong) == len(inv_freq)
+        if is_ramp and np.nanmax(np.abs(inv_freq.abs().numpy() / wrong - 1)) < 1e-3:
+            return replace(measured, code=bug, says=says)
     fitted = fit_base(inv_freq, rope.rotary_dim)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4:
         return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
@@ -191,8 +194,8 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
     return "angles" if bool(explains(rounded(measured))[clear].all()) else None
 
 
-def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
-    """Yield the code, the description and inv_freq of each known bug in the frequencies."""
+def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Sequence[float] | np.ndarray]]:
+    """Yield the code, the description and inv_freq of each known bug in the frequencies, as `Scaling.known_bugs`."""
     dim, scaling = rope.rotary_dim, rope.scaling
     steps = np.arange(0, dim, 2)
     yield "rotated-twice", "Position 1 has the angles of position 2.", 2 * rope.inv_freq
@@ -203,8 +206,7 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
-        if (bug := _BUG_OF_SCHEME.get(scaling.rope_type)) is not None:
-            yield bug(rope, scaling, plain)
+        yield from scaling.known_bugs(rope.base, dim)
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
@@ -213,42 +215,6 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
             as_base = f"This equals base {rope.base ** (dim / size):.6g} with 2i/{dim}."
             yield "wrong-exponent", f"{says} {as_base}", rope.base ** (-steps / size)
-
-
-_KnownBug = tuple[str, str, np.ndarray]
-"""Code, description and inv_freq of a bug."""
-
-
-def _ntk_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
-    frequencies = (rope.base * scaling.alpha) ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
-    return "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
-
-
-def _yarn_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
-    flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)).inv_freq
-    return "yarn-truncate", f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.", flipped
-
-
-def _llama3_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
-    slowest = plain / scaling.factor
-    between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
-    says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
-    return "llama3-smooth-inverted", says, np.where(between, plain + slowest - rope.inv_freq, rope.inv_freq)
-
-
-# The known bug of one scheme. `_reversed_ramp` finds reversed ramps, which have several forms.
-_BUG_OF_SCHEME = {"ntk": _ntk_bug, "yarn": _yarn_bug, "llama3": _llama3_bug}
-
-
-def _reversed_ramp(rope: Rope, inv_freq: Tensor) -> str | None:
-    """Return the code of a reversed ramp if the fastest pair is divided by the factor, and the slowest is not."""
-    scaling: Any = rope.scaling
-    code = {"yarn": "yarn-ramp-swapped", "llama3": "llama3-smooth-inverted"}.get(getattr(scaling, "rope_type", ""))
-    if code is not None and scaling.factor > 1.01:
-        ratios = replace(rope, scaling=None).inv_freq / inv_freq.abs().numpy()
-        if abs(ratios[0] / scaling.factor - 1) < 1e-3 and abs(ratios[-1] - 1) < 1e-3:
-            return code
-    return None
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:

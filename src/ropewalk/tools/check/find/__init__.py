@@ -1,0 +1,1 @@
+"""The first stage: load the target, and find out how to call it."""

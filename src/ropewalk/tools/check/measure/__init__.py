@@ -1,0 +1,1 @@
+"""The second stage: measure what the target computes, and name its bugs."""
