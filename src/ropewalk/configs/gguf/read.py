@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import cast
 
 from ropewalk._checks import RopeError, argument, check_pairing, nearest, number, shown, unreadable_file
+from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
-from ropewalk.configs.fields import Fields
+from ropewalk.configs.fields import Assumed, Fields
 from ropewalk.configs.gguf import header
 from ropewalk.configs.gguf.architectures import ARCHITECTURES
 from ropewalk.configs.gguf.keys import Keys
@@ -33,8 +34,7 @@ from ropewalk.configs.gguf.row import (
 )
 from ropewalk.configs.gguf.scheme import SchemeReader
 from ropewalk.configs.gguf.several_axes import NAMES, axes_of
-from ropewalk.configs.layer_ropes import Assumed
-from ropewalk.configs.model_ropes import ModelRopes, QueryScale
+from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.source import without_keys
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
@@ -52,7 +52,7 @@ def read(
     except (OSError, ValueError) as e:
         raise unreadable_file(str(path), e) from e
     values = without_keys(values, ignore, str(path))
-    return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
+    return _Reader(Keys(Fields(values, str(path), base=base)), tensors, pairing, base, text_only).read()
 
 
 class _Reader:
@@ -70,7 +70,7 @@ class _Reader:
         self.row = keys.row
         self.tensors = tensors
         self.passed_pairing = pairing
-        self.passed_base = None if base is None else number("from_config", "base", base, above=1.0)
+        self.passed_base = base
         self.text_only = text_only
 
     def read(self) -> ModelRopes:
@@ -252,7 +252,7 @@ class _Reader:
             return self._model_base()
         if name:
             self._record_origin("base", keys[name])
-            return self.keys.fields.base(keys[name], self.keys.fields.get(keys[name]), None)
+            return number(self.keys.fields.source, keys[name], self.keys.fields.get(keys[name]), above=1.0)
         if kind.implied_base is None:
             fix = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
             key = " or ".join(keys.values()) or self.keys.key(BASE)
@@ -264,7 +264,7 @@ class _Reader:
         key = self.keys.key(BASE)
         if self.keys.fields.has(key):
             self._record_origin("base", key)
-            return self.keys.fields.base(key, self.keys.fields.get(key), self.passed_base)
+            return self.keys.fields.check_base(key, self.keys.fields.get(key))
         if self.passed_base is not None:
             self._record_origin("base", "passed by the caller")
             return self.passed_base

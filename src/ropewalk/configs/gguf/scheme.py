@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from ropewalk._checks import RopeError, choice, integer, with_context
+from ropewalk.configs.fields import Assumed
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.keys import REMOVE, Keys
 from ropewalk.configs.gguf.row import ORIGINAL
-from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
 _FACTOR = Linear.gguf["factor"]
