@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from ropewalk._checks import argument, check_pairing, number, shown
+from ropewalk._checks import Assumed, argument, check_pairing, number, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
-from ropewalk.configs.fields import Assumed, ConfigValue
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
 from ropewalk.configs.reader import PAIRING_KEY, TRAINED, Reader
 from ropewalk.rope.axes import Axes

@@ -41,10 +41,6 @@ class ConfigValue:
     origin: str = ""
 
 
-class Assumed(str):
-    """A sentence of `.warnings` about a value that a config does not state and that was assumed."""
-
-
 class Fields:
     """A config with typed access to its keys.
 
@@ -61,9 +57,12 @@ class Fields:
     """
 
     flag_types: tuple[type, ...] = (int, float)
-    """The types of the entries of a list of flags."""
+    flags = "numbers of at least 0"
+    """The types of the entries of a list of flags, and what these entries are, for messages."""
     list_fix = "Check that it is the list of this model."
     """The fix for a list that does not fit the layers."""
+    further_key = "num_nextn_predict_layers"
+    """The key of the number of layers that follow the others and predict further tokens."""
     missing_list_fix = "Add a list with one entry for each layer."
 
     def __init__(self, config: Mapping[str, Any], source: str, path: str = "", *, base: float | None = None) -> None:
@@ -205,13 +204,12 @@ class Fields:
     def layer_list(self, key: str, count: int) -> list[Any] | None:
         """Return the value of the key as a list with one entry for each of `count` layers, or None if it is missing.
 
-        If the list also has entries for the `num_nextn_predict_layers` layers that predict further tokens and follow
-        the others, these entries are dropped.
+        If the list also has entries for the layers that `further_key` counts, these entries are dropped.
         """
         value = self.get(key)
         if value is None:
             return None
-        further = self.get("num_nextn_predict_layers")
+        further = self.get(self.further_key)
         if isinstance(value, (list, tuple)) and type(further) is int and len(value) == count + further > count:
             value = value[:count]
         if not isinstance(value, (list, tuple)) or len(value) != count:

@@ -118,8 +118,7 @@ class LayerFlags:
             flags = c.layer_list(self.key, count) or []
             for flag in flags:
                 if type(flag) not in c.flag_types or flag < 0:
-                    must = "must contain only numbers of at least 0"
-                    raise c.error(self.key, must, shown(flag), "Write 1 if a layer rotates and 0 if not.")
+                    raise c.error(self.key, f"must contain only {c.flags}", shown(flag), c.list_fix)
             c.origins["layer_types"] = f"{c.full(self.key)}{': 0 does not rotate' if self.rest == NO_ROPE else ''}"
             return [self.kind if flag else self.rest for flag in flags]
         if isinstance(self.otherwise, str):

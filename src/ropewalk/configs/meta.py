@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import argument, nearest, short_key, shown
-from ropewalk.configs.fields import ROPE_WORDS, Assumed, Fields
+from ropewalk._checks import Assumed, argument, nearest, short_key, shown
+from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3

@@ -7,9 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ropewalk._checks import boolean, check_pairing, error, number, shown
+from ropewalk._checks import Assumed, boolean, check_pairing, error, number, shown
 from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
-from ropewalk.configs.fields import Assumed
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import PAIRING_KEY

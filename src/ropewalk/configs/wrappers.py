@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ropewalk._checks import shown
-from ropewalk.configs.fields import Assumed, Fields
+from ropewalk._checks import Assumed, shown
+from ropewalk.configs.fields import Fields
 
 _WITH_TEXT_CONFIG = (
     "aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "

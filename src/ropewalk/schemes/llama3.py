@@ -78,5 +78,4 @@ class Llama3(Scheme):
         return (1 - smooth) * w / self.factor + smooth * w
 
     def trained_length(self, longest: int | None) -> int:
-        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings

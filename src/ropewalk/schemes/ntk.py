@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import GgufFile, Scheme
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,15 @@ class NTK(Scheme):
             got = f"base={base:g} and alpha={self.alpha:g}"
             raise _checks.error("NTK", must, got, "Pass a smaller alpha; Hunyuan has 1000.")
         return stretched
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> NTK | None:
+        """Return the scheme, or None if llama.cpp does not read alpha for the architecture, or alpha is 0 or 1."""
+        alpha = file.number(cls.gguf["alpha"]) if file.row.alpha else None
+        if alpha in (None, 0.0, 1.0):
+            return None
+        file.origins["alpha"] = file.origins["scaling"] = file.full(cls.gguf["alpha"])
+        return cls(alpha=alpha)
 
     def to_hf(self) -> dict[str, Any]:
         """Return rope_type "dynamic" and alpha, as in Hunyuan's configs."""

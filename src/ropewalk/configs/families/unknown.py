@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropewalk._checks import Assumed
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families.latent import Latent
-from ropewalk.configs.fields import Assumed
 from ropewalk.configs.layers import ALL, Kind
 from ropewalk.configs.reader import Reader
 
