@@ -224,10 +224,10 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 1280,
+    "": 1290,
     "angles": 440,
     "attention": 3810,
-    "configs": 7150,
+    "configs": 6340,
     "engines": 1270,
     "integrations": 2120,
     "kernels": 1430,
@@ -235,7 +235,7 @@ BUDGET = {
     "positions": 1130,
     "rope": 750,
     "rotation": 1900,
-    "schemes": 1340,
+    "schemes": 1420,
     "tools": 400,
     "tools/bench": 1740,
     "tools/check": 2970,

@@ -39,6 +39,10 @@ class RopeError(ValueError):
         super().__init__(printable(message))
 
 
+class Assumed(str):
+    """A sentence of `.warnings` about a value that a config does not state and that was assumed."""
+
+
 def error(who: str, must: str, got: str, fix: str) -> RopeError:
     """Create an error with a message in the common form.
 

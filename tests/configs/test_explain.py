@@ -11,8 +11,8 @@ import pytest
 
 import oracle
 from ropewalk import Axes, LongRoPE, ModelRopes, Proportional, Rope, RopeError, YaRN, from_config
+from ropewalk.configs import QueryScale
 from ropewalk.configs.explain import ranges
-from ropewalk.configs.model_ropes import QueryScale
 from ropewalk.schemes import Linear
 
 LLAMA31 = {

@@ -1,4 +1,4 @@
-"""An invented model whose row overrides methods of `Architecture`, registered from outside."""
+"""An invented model whose row has functions and overrides a method of `Architecture`, registered from outside."""
 
 from __future__ import annotations
 
@@ -14,28 +14,40 @@ import pytest
 from config_mutations import outcome
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import models
-from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.fields import ConfigValue
-from ropewalk.configs.layers import ALL, NO_ROPE
+from ropewalk.configs.layers import ALL, NO_ROPE, Kind
 from ropewalk.configs.reader import Reader
+
+
+def odd_layers(c: Reader, count: int) -> list[str]:
+    c.origins["layer_types"] = "the odd layers"
+    return [ALL if i % 2 else NO_ROPE for i in range(count)]
+
+
+def add_thousands(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    thousands = c.get("rope_thousands")
+    c.add(rope_keys, "rope_theta", thousands and 1000.0 * c.size("rope_thousands"), "rope_thousands")
 
 
 @dataclass(frozen=True)
 class Heron(Architecture):
-    """The row of an invented model: its odd layers rotate, and its config states the base in thousands."""
+    """The row of an invented model, of which a step differs that no field covers: the last channels rotate."""
 
-    def kinds_of_layers(self, c: Reader) -> list[str]:
-        c.origins["layer_types"] = "the odd layers"
-        return [ALL if i % 2 else NO_ROPE for i in range(self.number_of_layers(c))]
-
-    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        rope_keys = super().collect(c, name, kind, layers)
-        thousands = c.fields.get("rope_thousands")
-        c.add(rope_keys, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
-        return rope_keys
+    def shape(self, *args: Any) -> tuple[int, int, int]:
+        head_dim, rotary_dim, _ = super().shape(*args)
+        return head_dim, rotary_dim, head_dim - rotary_dim
 
 
-HERON = Heron(source="a pond", pairing="interleaved", partial=0.5, kinds={ALL: Kind(bases=())}, in_transformers=False)
+HERON = Heron(
+    source="a pond",
+    pairing="interleaved",
+    partial=0.5,
+    kinds={ALL: Kind(bases=())},
+    pattern=odd_layers,
+    more_keys=add_thousands,
+    in_transformers=False,
+)
 CONFIG: dict[str, Any] = {
     "model_type": "heron",
     "head_dim": 16,
@@ -56,7 +68,7 @@ def registered() -> Iterator[None]:
 def test_the_model_is_read() -> None:
     ropes = from_config(CONFIG)
     scaling = from_config({**CONFIG, "model_type": "llama", "rope_theta": 2e4, "rope_thousands": None}).rope.scaling
-    odd = Rope(16, 20_000.0, "interleaved", rotary_dim=8, scaling=scaling)
+    odd = Rope(16, 20_000.0, "interleaved", rotary_dim=8, rotary_offset=8, scaling=scaling)
     assert ropes.layers == (None, odd, None, odd)
     assert ropes.origins["base"] == "rope_thousands"
     assert "model_type heron (a pond)" in ropes.explain()

@@ -81,9 +81,7 @@ SIZES = [(2, 1, 0), (6, 3, 0), (24, 8, 4), (80, 40, 0), (96, 20, 8), (128, 64, 0
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sizes(dtype: torch.dtype, pairing: str) -> None:
     torch.manual_seed(0)
-    every = (
-        SIZES[DTYPES.index(dtype) % 2 :: 2] if INTERPRETED else SIZES
-    )  # where a call takes a second
+    every = SIZES[DTYPES.index(dtype) % 2 :: 2] if INTERPRETED else SIZES  # where a call takes a second
     for i, sizes in enumerate(every):
         check(dtype, pairing, sizes, add_one=i % 2 == 0, stores=("", "NHD", "HND")[i % 3])
         check(dtype, pairing, sizes, add_one=(None, True)[i % 2], of_weights=torch.float32, stores=("NHD", "")[i % 2])

@@ -1,168 +1,179 @@
-"""`Architecture`: what a model_type of Hugging Face implies about rotation, and the methods that read its config.
+"""`Architecture`: what a model_type of Hugging Face implies about rotation, and the steps that read its config.
 
-`models.py` has one `Architecture` for each model_type, which is called its row. A model that needs other code has a
-subclass in `families/`, which overrides some methods. Layers of the same kind, such as "sliding_attention", share a
-rope.
+`models.py` has one `Architecture` for each model_type, which is called its row. Some fields of a row may be functions
+of the `Reader`, for models with an exception. A model in which several steps differ has a subclass in `families/`,
+which overrides some methods. Layers of the same kind, such as "sliding_attention", share a rope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
+from ropewalk._checks import Assumed, argument, check_pairing, number, shown
 from ropewalk._checks import length as checked_length
-from ropewalk._checks import number, shown
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.fields import ConfigValue
-from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
-from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, read_kinds
-from ropewalk.configs.reader import TRAINED, Reader
+from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
+from ropewalk.configs.reader import PAIRING_KEY, TRAINED, Reader
 from ropewalk.rope.axes import Axes
-from ropewalk.rope.rope import Rope
+from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
 
 
 @dataclass(frozen=True)
-class Kind:
-    """The facts that a model_type implies about one kind of layer that rotates.
+class QueryScale:
+    """A factor that an architecture applies to q in addition to the rotation, dimensionless.
+
+    The factor is constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings))).
 
     Args:
-        bases: top-level keys that state the base. If a config has several of them, their values must be equal.
-        implied_base: the base if the config has none of these keys. None means that a missing base is an error.
-        scaled: whether the scaling of the model applies to this kind of layer.
-        head_dim_key: key of the head size of this kind, which is looked up before `Architecture.head_dim_keys`; "" if
-            there is none.
-        section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
+        constant: the part of the factor that is the same at every position (ESM: head_dim^-0.5).
+        scales_keys: whether the model also multiplies k by `constant`.
+        beta: how strongly the factor grows with the position (Ministral 3: `llama_4_scaling_beta`).
+        original_max_position_embeddings: the number of tokens after which the factor first grows. It has an effect only
+            if beta is not 0.
     """
 
-    bases: tuple[str, ...] = ("rope_theta",)
-    implied_base: float | None = None
-    scaled: bool = True
-    head_dim_key: str = ""
-    section: str = ""
+    constant: float = 1.0
+    scales_keys: bool = False
+    beta: float = 0.0
+    original_max_position_embeddings: int = 1
+
+    def at(self, position: int) -> float:
+        """Return the factor for the query at `position`, in tokens."""
+        return self.constant * (1.0 + self.beta * math.log(1 + position // self.original_max_position_embeddings))
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The facts that a model_type implies about rotation, and the methods that read its config.
+    """The facts that a model_type implies about rotation, and the steps that read its config.
 
     Args:
         source: the code from which these facts were taken.
-        pairing: "half" or "interleaved".
+        pairing: "half" or "interleaved", or a function that returns one of them.
         head_dim_keys: keys of the head size. The first one with a value is used.
         head_dim_divides: whether the head size is hidden / heads if the config has no key for it. If False, a missing
             key is an error.
-        hidden, heads, layers: keys of the width, the number of heads and the number of layers.
+        hidden, heads: keys of the width and of the number of heads.
+        layers: keys of the number of layers, or a function that returns this number.
         partial_keys: top-level keys of the fraction of the head that rotates.
         partial: the rotated fraction if the config has no key for it. None means that the whole head always rotates.
         dim_key: key of the number of channels that rotate, for models that state it instead of a fraction.
         kinds: maps the name of each kind of layer to a `Kind`, or to None if layers of this kind do not rotate.
-        pattern: assigns a kind to each layer if the config has no `layer_types`.
+        pattern: assigns a kind to each layer if the config has no `layer_types`. If it is a function, from the reader
+            and the number of layers, `layer_types` is not read.
         flat: whether `rope_parameters` is one object for all kinds of layers. If False, it has an object for each kind.
+        listed: whether the base and the fraction may be lists with an entry for each layer.
         switch: a key, and its values for which the model rotates. For any other value, no layer rotates.
+        null_base: whether a base of null means that no layer rotates.
         null_window: the kind of every layer if `sliding_window` is null; "" if a null has no effect.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
         query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
+        query_scale: a function that returns another factor of q.
+        rotates_values: whether the model also rotates the values, and rotates the attention's output back.
         axes: the rule that assigns the pairs to the axes of the positions (M-RoPE); None if tokens have one position.
+        check: a function that raises a RopeError for configs that no `Rope` describes, or adds warnings.
+        more_keys: a function that adds what the config defines in its own way to the collected rope keys, which are its
+            second argument.
+        trained_length: a function that returns the trained length, in tokens, if no scheme determines it.
         keys_without_effect: maps keys that seem to be about rotation, but have no effect in the model's code, to the
             reason.
         fixed: maps a key to the only supported value, and to a description of what other values mean.
         in_transformers: whether transformers contains the model's code.
+        own_config: whether only the model's own code reads this model_type, so that `to_hf_config` cannot write it.
+        known: whether the model_type is in the table. False for the rows that are built from a passed pairing.
+        refusal: why no `Rope` describes the model, in whole sentences, with an alternative if there is one; "" if one
+            does.
     """
 
     source: str
-    pairing: str = "half"
+    pairing: str | Callable[[Reader], str] = "half"
     head_dim_keys: tuple[str, ...] = ("head_dim",)
     head_dim_divides: bool = True
     hidden: tuple[str, ...] = ("hidden_size",)
     heads: tuple[str, ...] = ("num_attention_heads",)
-    layers: tuple[str, ...] = ("num_hidden_layers",)
+    layers: tuple[str, ...] | Callable[[Reader], int] = ("num_hidden_layers",)
     partial_keys: tuple[str, ...] = ("partial_rotary_factor",)
     partial: float | None = None
     dim_key: str = ""
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
-    pattern: Pattern | None = None
+    pattern: Pattern | Callable[[Reader, int], list[str]] | None = None
     flat: bool = False
+    listed: bool = False
     switch: tuple[str, tuple[object, ...]] | None = None
+    null_base: bool = False
     null_window: str = ""
     output_order: str | None = None
     query_beta: bool = False
+    query_scale: Callable[[Reader], QueryScale | None] | None = None
+    rotates_values: bool = False
     axes: AxesRule | None = None
+    check: Callable[[Reader], None] | None = None
+    more_keys: Callable[[Reader, dict[str, ConfigValue]], None] | None = None
+    trained_length: Callable[[Reader], int | None] | None = None
     keys_without_effect: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     in_transformers: bool = True
-
-    known = True
-    """Whether the model_type is in the table. False for the rows that are built from a passed pairing."""
-
-    is_supported = True
-    """Whether `Rope` can describe the model. False for the rows of model_types that ropewalk refuses."""
-
-    rotates_values = False
-    """Whether the model also rotates the values, and rotates the attention's output back (DeepSeek-V4)."""
+    own_config: bool = False
+    known: bool = True
+    refusal: str = ""
 
     def name_and_source(self, c: Reader) -> str:
         """Return "model_type (source)" for messages."""
-        return f"{c.fields.get('model_type')} ({self.source})"
+        return f"{c.get('model_type')} ({self.source})"
 
-    def read(self, c: Reader) -> LayerRopes:
-        """Read the ropes of all layers from a config.
-
-        Raises:
-            RopeError: the config lacks a required value, has an invalid one, or contradicts itself.
-        """
-        self.check(c)
-        pairing = c.pairing(self.pairing_of(c), self.source if self.known else None)
-        layers = self.kinds_of_layers(c)
-        ropes: dict[str, Rope | None] = {NO_ROPE: None}
-        extra_ropes: dict[str, Rope] = {}
-        schemes: list[Scaling] = []
-        for name in dict.fromkeys(layers):
-            kind = self.kinds.get(name)
-            if kind is None or c.is_null_kind(kind.section or name):
-                ropes[name] = None
-                continue
-            rope_keys = self.collect(c, name, kind, layers)
-            base = self.base(c, name, kind, rope_keys)
-            scheme = c.scheme(rope_keys, self.other_keys())
-            head_dim, rotary_dim, offset = self.shape(c, name, kind, rope_keys, scheme, layers)
-            axes = self.axes_of(c, rope_keys, rotary_dim)
-            with c.fields.prefix_errors():
-                rope = Rope(
-                    head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes
-                )
-            ropes[name] = rope
-            schemes += [] if scheme is None else [scheme]
-            extra_ropes.update(self.extra_ropes(c, name, rope))
-        c.warnings += [w for s in dict.fromkeys(schemes) for w in s.warnings(c.longest)]
-        return LayerRopes(
-            layers=tuple(ropes[name] for name in layers),
-            model_type=str(c.fields.get("model_type")),
-            source=c.fields.source,
-            trained_length=self.trained_length(c, schemes),
-            max_position_embeddings=c.longest,
-            layer_kinds=tuple(layers),
-            config=dict(c.fields.config),
-            extra_ropes=extra_ropes,
-            softmax_factor=self.softmax_factor(c, schemes),
-            query_scale=self.query_scale(c),
-            rotates_values=self.rotates_values,
-            output_order=self.output_order if pairing == "interleaved" else None,
-            axis_names=self.axis_names(ropes),
-        )
-
-    def check(self, c: Reader) -> None:
-        """Raise a RopeError if a key in `fixed` has an unsupported value. Add any warning about several axes."""
+    def refuse_unsupported(self, c: Reader) -> None:
+        """Raise a RopeError if the config describes what no `Rope` does. Add any warning about several axes."""
+        if self.refusal:
+            must = "must name a model that a Rope describes"
+            raise c.error("model_type", must, repr(c.get("model_type")), self.refusal)
         for key, (value, other_meaning) in self.fixed.items():
-            if c.fields.has(key) and c.fields.get(key) != value:
-                received = shown(c.fields.get(key))
-                raise c.fields.error(key, f"must be {shown(value)}", received, f"Not supported yet: {other_meaning}.")
+            if c.has(key) and c.get(key) != value:
+                raise c.error(key, f"must be {shown(value)}", shown(c.get(key)), f"Not supported yet: {other_meaning}.")
         if self.axes is not None and c.text_only:
             c.warnings.append(TEXT_ONLY)
         elif self.axes is not None and self.axes.warning:
             c.warnings.append(self.axes.warning)
+        if self.check is not None:
+            self.check(c)
 
-    def other_keys(self) -> frozenset[str]:
+    def implied_pairing(self, c: Reader) -> str:
+        """Return the pairing of the original weights, "half" or "interleaved"."""
+        return self.pairing(c) if callable(self.pairing) else self.pairing
+
+    def read_pairing(self, c: Reader) -> Pairing:
+        """Return the pairing of the weights: that of the model, or what `ropewalk convert` has written into the config.
+
+        Raises:
+            RopeError: the config or the caller contradicts the pairing.
+        """
+        implied = self.implied_pairing(c)
+        source = self.source if self.known else None
+        # No engine reads rope_interleaved, which is in SmolLM2's files. Rows that use rope_interleave read it earlier.
+        for key in ("rope_interleaved", "rope_interleave"):
+            flag = None if key in c.read_keys else c.get(key)
+            if flag is not None and flag is not (implied == "interleaved"):
+                must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
+                fix = f"If the model's own code does not read it, pass {argument('ignore', (c.path + key,))}."
+                raise c.unread(key, must, shown(flag), fix)
+        model_type = c.get("model_type")
+        if c.has(PAIRING_KEY):
+            implied = check_pairing(c.source, c.get(PAIRING_KEY))
+            source = f"{PAIRING_KEY}, from ropewalk convert"
+        if c.passed_pairing not in (None, implied):
+            raise c.error(
+                "model_type",
+                f"{model_type} requires the pairing {implied!r} ({source})",
+                f"pairing={c.passed_pairing!r}",
+                "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
+            )
+        c.origins["pairing"] = "passed by the caller" if source is None else f"model_type {model_type} ({source})"
+        return cast(Pairing, implied)
+
+    def section_keys(self) -> frozenset[str]:
         """Return the valid keys in `rope_scaling` and `rope_parameters` that are not parameters of a scheme."""
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
         return beta | (frozenset() if self.axes is None else self.axes.other_keys)
@@ -171,7 +182,7 @@ class Architecture:
         """Return the axis of each pair, or None if tokens have one position or the caller passed `text_only`."""
         if self.axes is None or c.text_only:
             return None
-        axes, where = self.axes.read(c.fields, rope_keys, rotary_dim // 2, self.name_and_source(c))
+        axes, where = self.axes.read(c, rope_keys, rotary_dim // 2, self.name_and_source(c))
         c.record_origin("axes", where)
         return axes
 
@@ -180,46 +191,44 @@ class Architecture:
         counts = [rope.axes.count for rope in ropes.values() if rope is not None and rope.axes is not None]
         return self.axes.names[-max(counts) :] if self.axes is not None and counts else ()
 
-    def pairing_of(self, c: Reader) -> str:
-        """Return the pairing that the architecture implies for this config."""
-        return self.pairing
-
-    def number_of_layers(self, c: Reader) -> int:
-        """Return the number of layers."""
-        c.origins["layers"] = c.fields.first_present(self.layers)
-        return c.fields.layers(self.layers)
-
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer: a name in `kinds`, or `NO_ROPE`."""
-        fields, origins, count = c.fields, c.origins, self.number_of_layers(c)
-        if self.switch is not None:
-            key, values = self.switch
-            if fields.get(key) not in values:
-                origins["layer_types"] = f"{key} is {shown(fields.get(key))}, so nothing rotates"
-                return [NO_ROPE] * count
-        if self.null_window and fields.is_null("sliding_window"):
+        if callable(self.layers):
+            count = self.layers(c)
+        else:
+            c.origins["layers"] = c.first_present(self.layers)
+            count = c.layers(self.layers)
+        if self.switch is not None and c.get(self.switch[0]) not in self.switch[1]:
+            key = self.switch[0]
+            c.origins["layer_types"] = f"{key} is {shown(c.get(key))}, so nothing rotates"
+            return [NO_ROPE] * count
+        if self.null_base and c.is_null("rope_theta", "rope_parameters.rope_theta"):
+            c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
+            return [NO_ROPE] * count
+        if self.null_window and c.is_null("sliding_window"):
             effect = "nothing rotates" if self.null_window == NO_ROPE else "every layer rotates"
-            origins["layer_types"] = f"sliding_window is null, so {effect}"
+            c.origins["layer_types"] = f"sliding_window is null, so {effect}"
             return [self.null_window] * count
+        if callable(self.pattern):
+            return self.pattern(c, count)
+        kinds = None
         if self.pattern is not None and self.pattern.overrides_layer_types:
-            kinds = self.pattern.kinds(fields, count, origins)
-            if kinds is not None:
-                return kinds
-        if set(self.kinds) == {ALL}:
+            kinds = self.pattern.kinds(c, count)
+        if kinds is None and set(self.kinds) == {ALL}:
             return [ALL] * count
-        kinds = read_kinds(fields, "layer_types", self.kinds, count, origins)
+        if kinds is None and (names := c.layer_list("layer_types", count)) is not None:
+            kinds = check_kinds(c, "layer_types", names, self.kinds)
         if kinds is None and self.pattern is not None:
-            kinds = self.pattern.kinds(fields, count, origins)
+            kinds = self.pattern.kinds(c, count)
         if kinds is None:
-            fix = "Add a list with one entry for each layer."
-            raise fields.error("layer_types", "must be given, since the layers differ", "none", fix)
+            raise c.error("layer_types", "must be given, since the layers differ", "none", c.missing_list_fix)
         return kinds
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer, from the top level and from nested objects.
 
         Args:
-            c: the reader of the config.
+            c: the config.
             name: the name of the kind in `kinds`.
             kind: the `Kind` of this name.
             layers: the name of the kind of each layer of the model.
@@ -231,32 +240,60 @@ class Architecture:
             RopeError: two keys state different values for the same parameter.
         """
         rope_keys: dict[str, ConfigValue] = {}
-        for key in kind.bases:
-            c.add(rope_keys, "rope_theta", c.fields.get(key), key)
-        for key in self.partial_keys:
-            c.add(rope_keys, "partial_rotary_factor", c.fields.get(key), key)
-        c.add(rope_keys, TRAINED, c.fields.get(TRAINED), TRAINED)
-        self.add_sections(c, rope_keys, name, kind)
-        return rope_keys
-
-    def add_sections(self, c: Reader, rope_keys: dict[str, ConfigValue], name: str, kind: Kind) -> None:
-        """Add the keys of `rope_scaling` and `rope_parameters` that apply to a kind of layer to `rope_keys`."""
+        for names, key in (
+            (kind.bases, "rope_theta"),
+            (self.partial_keys, "partial_rotary_factor"),
+            ((TRAINED,), TRAINED),
+        ):
+            for config_key in names:
+                if self.listed and isinstance(c.get(config_key), list):
+                    for i, value in enumerate(c.layer_list(config_key, len(layers)) or []):
+                        if layers[i] == name:
+                            c.add(rope_keys, key, value, f"{config_key}[{i}]")
+                else:
+                    c.add(rope_keys, key, c.get(config_key), config_key)
         for section in c.sections:
             if section == "rope_parameters" and c.nested:
                 sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
                 c.add_nested(rope_keys, kind.section or name, sections)
             else:
                 c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
+        if self.more_keys is not None:
+            self.more_keys(c, rope_keys)
+        return rope_keys
 
     def base(self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue]) -> float:
-        """Return the base of a kind of layer: stated by the config, passed by the caller, or implied by the model."""
-        implied = None if kind.implied_base is None else (kind.implied_base, self.name_and_source(c))
+        """Return the base of a kind of layer: stated by the config, passed by the caller, or implied by the model.
+
+        Raises:
+            RopeError: the base is required but missing, or the passed base contradicts the config.
+        """
+        entry = rope_keys.get("rope_theta")
+        if entry is not None:
+            base = c.check_base(entry.where, entry.value)
+            c.record_origin("base", entry.origin or entry.where)
+            return base
+        if c.passed_base is not None:
+            c.origins["base"] = "passed by the caller"
+            return c.passed_base
         if kind.bases:
             key = kind.bases[0]
         else:
             section = kind.section or (name if len(self.kinds) > 1 and not self.flat else "")
             key = ".".join(filter(None, ("rope_parameters", section, "rope_theta")))
-        return c.base(rope_keys, implied, key=key, newer="rope_theta" in kind.bases)
+        # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
+        if kind.implied_base is None or c.has("rope_parameters"):
+            fix = f"Add {key}, or pass {argument('base')}."
+            raise c.error(key, "must be given, since it is the base", "none", fix)
+        c.record_origin("base", f"implied by model_type {self.name_and_source(c)}")
+        if "rope_theta" in kind.bases:  # newer configs of this model_type state the base, so the key may have been lost
+            c.warnings.append(
+                Assumed(
+                    f"the file has no {key}, so the base is {kind.implied_base:g}, as in {c.get('model_type')} before "
+                    "that key existed. If the model is newer, the key was lost."
+                )
+            )
+        return kind.implied_base
 
     def shape(
         self,
@@ -268,39 +305,64 @@ class Architecture:
         layers: list[str],
     ) -> tuple[int, int, int]:
         """Return head_dim, rotary_dim and rotary_offset of a kind of layer, in channels."""
-        head_dim = c.per_layer_size(name, layers, "head_dim") or self.head_dim(c, kind)
+        head_dim = c.per_layer_size(name, layers, "head_dim") or self._head_dim(c, kind)
         if scheme is not None and scheme.whole_head:
             return head_dim, head_dim, 0
-        return (
-            head_dim,
-            c.rotary_dim(
-                rope_keys, head_dim, fraction=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)
-            ),
-            0,
-        )
+        return head_dim, self._rotary_dim(c, rope_keys, head_dim), 0
 
-    def head_dim(self, c: Reader, kind: Kind) -> int:
-        """Return the number of channels of a head."""
+    def _head_dim(self, c: Reader, kind: Kind) -> int:
         keys = tuple(key for key in (kind.head_dim_key, *self.head_dim_keys) if key)
-        needed = "" if self.head_dim_divides else str(c.fields.get("model_type"))
-        return c.head_dim(keys, self.hidden, self.heads, needed=needed)
+        key = c.first_present(keys) if keys else ""
+        if key and c.has(key):
+            c.record_origin("head_dim", key)
+            return c.channels(key)
+        if not self.head_dim_divides:
+            fix = f"Add it: in {c.get('model_type')} it is not hidden_size / num_attention_heads."
+            raise c.error(key, "must be given", "none", fix)
+        c.origins["head_dim"] = c.quotient(self.hidden, self.heads)
+        fix = f"It is required if {key} is not given." if key else ""
+        return c.head_width(self.hidden, self.heads, "head_dim", fix=fix)
+
+    def _rotary_dim(self, c: Reader, rope_keys: dict[str, ConfigValue], head_dim: int) -> int:
+        """Return the number of channels of a head that rotate."""
+        entry = rope_keys.get("partial_rotary_factor")
+        has_dim_key = bool(self.dim_key) and c.has(self.dim_key)
+        if has_dim_key and entry is None:
+            c.record_origin("rotary_dim", self.dim_key)
+            return c.channels(self.dim_key)
+        if entry is None:
+            if self.partial in (None, 1.0):
+                c.record_origin("rotary_dim", "the whole head")
+                return head_dim
+            where = f"{self.partial} of the head, implied by model_type {self.name_and_source(c)}"
+            c.record_origin("rotary_dim", where)
+            return int(head_dim * self.partial)
+        value = number(c.source, entry.where, entry.value, above=0.0)
+        if value > 1.0 or (value < 1.0 and self.partial is None):
+            whole = f"must be 1, since {c.get('model_type')} rotates the whole head"
+            must = "must be at most 1" if self.partial is not None else whole
+            fix = (
+                "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
+            )
+            raise c.error(entry.where, must, shown(entry.value), fix)
+        if has_dim_key and c.channels(self.dim_key) != int(head_dim * value):
+            must = f"must agree with {self.dim_key}={c.channels(self.dim_key)} of head_dim={head_dim}"
+            raise c.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
+        c.record_origin("rotary_dim", f"{entry.where} · head_dim")
+        return int(head_dim * value)
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
         """Return the ropes, by name, that a kind of layer has in addition to the rope of q and k."""
         return {}
 
-    def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
-        """Return the length in tokens that the model was trained on before scaling, or None if it is not known."""
-        lengths = [scheme.trained_length(c.longest) for scheme in schemes]
-        known = [length for length in lengths if length is not None]
-        return c.longest if not lengths else min(known) if len(known) == len(lengths) else None
-
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
         """Return the factor that multiplies the softmax scale of the attention, dimensionless."""
         return 1.0
 
-    def query_scale(self, c: Reader) -> QueryScale | None:
+    def read_query_scale(self, c: Reader) -> QueryScale | None:
         """Return the factor by which the model multiplies q in addition to the rotation, or None if there is none."""
+        if self.query_scale is not None:
+            return self.query_scale(c)
         entry = c.section_value("llama_4_scaling_beta") if self.query_beta else None
         if entry is None:
             return None
@@ -309,8 +371,8 @@ class Architecture:
         c.origins["query_scale"] = where
         length = c.sections[section].get(TRAINED)
         return QueryScale(
-            beta=number(c.fields.source, where, beta, at_least=0.0),
-            original_max_position_embeddings=checked_length(c.fields.source, f"{section}.{TRAINED}", length),
+            beta=number(c.source, where, beta, at_least=0.0),
+            original_max_position_embeddings=checked_length(c.source, f"{section}.{TRAINED}", length),
         )
 
     # for to_hf_config
@@ -327,14 +389,5 @@ class Architecture:
         """Return the keys about rotation that are valid for this model_type, even if a config does not need them."""
         own = {kind.head_dim_key for kind in self.kinds.values() if kind is not None}
         own |= {self.dim_key, *self.head_dim_keys, *self.partial_keys, *self.fixed}
-        return (self.base_keys() | own | (set() if self.pattern is None else self.pattern.keys())) - {""}
-
-    def keys_without_ropes(self, version: int) -> dict[str, object]:
-        """Return the keys to add to a written config in which no layer rotates."""
-        return {}
-
-    def why_unwritable(self, version: int) -> str:
-        """Return why the model's code cannot read the schema of transformers `version`, 4 or 5; "" if it can."""
-        if not self.in_transformers and version == 5:
-            return "Pass version=4: the model's own code reads those keys only."
-        return ""
+        pattern = set() if self.pattern is None or callable(self.pattern) else self.pattern.keys()
+        return (self.base_keys() | own | pattern) - {""}

@@ -132,19 +132,3 @@ class AxesRule:
             integer(fields.source, f"{entry.where}[{i}]", pairs, at_least=0, at_most=MAX_HEAD_DIM)
             for i, pairs in enumerate(value)
         )
-
-
-QWEN2_VL = AxesRule((16, 24, 24))
-QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True)
-QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
-GLM4V = AxesRule((8, 12, 12))
-ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
-NEOMME = AxesRule(None, names=("row", "column"), pattern=half_for_each, is_interleaved=True, keys=())
-HUNYUAN = AxesRule(
-    None,
-    names=("sequence", "width", "height", "image"),
-    min_sections=3,
-    keys=("mrope_section", "xdrope_section"),
-    warning="transformers 5.23 uses positions of different axes for the two channels of a pair, which is a rotation "
-    "for text only. These axes are those of vLLM, where each pair has one axis.",
-)

@@ -212,7 +212,7 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     base, key = row.base
     origins["base"] = f"implied by {name}"
     if key and fields.has(key):
-        base, origins["base"] = fields.base(key, fields.get(key), None), key
+        base, origins["base"] = fields.check_base(key, fields.get(key)), key
     warnings = unread_keys.refuse(fields, {}, (*row.position_keys, row.key))
     with fields.prefix_errors():
         rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))

@@ -1,101 +1,17 @@
-"""Explain ModelRopes: `facts` returns plain data, and `text` formats that data for a terminal."""
+"""Format the facts about the ropes of a model (`ModelRopes.facts`) as text for a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from itertools import groupby, pairwise
 from typing import Any
 
-from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
-from ropewalk.configs.layer_ropes import LayerRopes, VisionRopes
-from ropewalk.rope.axes import Axes
-from ropewalk.rope.rope import Rope
-
-
-def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
-    """Return the facts about the ropes of a model as a dict of JSON values. See `ModelRopes.facts`."""
-    if length is not None:
-        length = checked_length("explain", "length", length)
-    return {
-        "source": ropes.source,
-        "model_type": ropes.model_type,
-        "layers": len(ropes.layers),
-        "trained_length": ropes.trained_length,
-        "max_position_embeddings": ropes.max_position_embeddings,
-        "axis_names": list(ropes.axis_names),
-        "length": length,
-        "ropes": [
-            {"layers": layers, "rope": None if rope is None else _rope_facts(rope, ropes.trained_length, length)}
-            for rope, layers in ropes.groups()
-        ],
-        "vision": None if ropes.vision is None else _vision_facts(ropes.vision),
-        "others": {name: _rope_facts(rope, ropes.trained_length, length) for name, rope in ropes.extra_ropes.items()},
-        "softmax_factor": ropes.softmax_factor,
-        "query_scale": None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
-        "output_order": ropes.output_order,
-        "rotates_values": ropes.rotates_values,
-        "origins": dict(ropes.origins),
-        "warnings": list(ropes.warnings),
-    }
-
-
-def _vision_facts(vision: VisionRopes) -> dict[str, Any]:
-    facts = {name: getattr(vision, name) for name in ("model_type", "source", "positions")}
-    ropes = [_rope_facts(rope, None, None) for rope in vision.ropes]
-    return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes, "origins": dict(vision.origins)}
-
-
-def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
-    scheme, resolved_at = rope.scaling, None
-    if not rope.is_static:
-        resolved_at = length or trained or 1
-        rope = rope.at_length(resolved_at)
-    inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
-    unscaled = dataclasses.replace(rope, scaling=None).inv_freq.tolist()
-    return {
-        "scheme": {"rope_type": "default"} if scheme is None else scheme.facts(),
-        "resolved_at_length": resolved_at,
-        "base": rope.base,
-        "pairing": rope.pairing,
-        "head_dim": rope.head_dim,
-        "rotary_dim": rope.rotary_dim,
-        "rotary_offset": rope.rotary_offset,
-        "axes": None if rope.axes is None else _axes_facts(rope.axes),
-        "pairs": len(inv_freq),
-        "attention_factor": rope.attention_factor,
-        "inv_freq": inv_freq,
-        # JSON has no infinity, so the wavelength of a pair that does not rotate is null.
-        "wavelength": [w if math.isfinite(w) else None for w in wavelength],
-        "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
-        "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
-        "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
-    }
-
-
-def _axes_facts(axes: Axes) -> dict[str, Any]:
-    """Return the number of axes, their order as text, and the axis and frequency index of each pair."""
-    return {
-        "count": axes.count,
-        "pattern": repr(axes),
-        "axis": list(axes.axis),
-        "freq_index": list(axes.freq_index),
-    }
-
-
-def _ratio(before: float, after: float) -> float | None:
-    """Return the factor by which a scheme slows a pair, from its frequencies before and after scaling.
-
-    Return None if the factor is infinite, because the scheme stops the pair.
-    """
-    ratio = before / after if after else math.inf
-    return ratio if math.isfinite(ratio) else None
 
 
 def text(info: dict[str, Any]) -> str:
-    """Format the result of `facts` as lines for a terminal."""
+    """Format the result of `ModelRopes.facts` as lines for a terminal."""
     lines = [f"{info['source']} (model_type {info['model_type']})"]
     for group in info["ropes"]:
         lines += ["", f"layers {ranges(group['layers'])} of {info['layers']}"]

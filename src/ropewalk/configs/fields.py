@@ -1,4 +1,8 @@
-"""`Fields`: typed access to the keys of a config. Errors name the file and the key, and every read is recorded."""
+"""`Fields`: a config of any format with typed access to its keys, and what was found out about it on the way.
+
+Errors name the file and the key. Every key that is requested is recorded, so that `unread_keys.py` can find keys about
+rotation that nothing requested.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import MAX_HEAD_DIM, RopeError, error, integer, number, shown, with_context
+from ropewalk._checks import MAX_HEAD_DIM, RopeError, error, integer, length, number, shown, with_context
 
 # The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
 MAX_LAYERS = 10_000
@@ -28,11 +32,13 @@ class ConfigValue:
         where: the key with its section, e.g. "rope_scaling.factor".
         own: False if `rope_parameters` has objects for kinds of layers and the key is next to these objects. Such a key
             applies to every kind whose scheme reads it. For the other kinds it has no effect, and is not an error.
+        origin: what `.origins` says of a value that was computed from the key; "" for the key itself.
     """
 
     value: Any
     where: str
     own: bool = True
+    origin: str = ""
 
 
 class Fields:
@@ -44,18 +50,43 @@ class Fields:
         config: the config.
         source: the name of the config, with which every message begins.
         path: the prefix of this config's keys in `from_config(ignore=...)`, e.g. "text_config."; "" at the top level.
+        passed_base: the argument `base` of from_config, or None.
         read_keys: the keys that have been requested so far.
+        origins: maps the name of a value, such as "base", to the key that it came from.
+        warnings: sentences for the user.
     """
 
-    def __init__(self, config: Mapping[str, Any], source: str, path: str = "") -> None:
+    flag_types: tuple[type, ...] = (int, float)
+    flags = "numbers of at least 0"
+    """The types of the entries of a list of flags, and what these entries are, for messages."""
+    list_fix = "Check that it is the list of this model."
+    """The fix for a list that does not fit the layers."""
+    further_key = "num_nextn_predict_layers"
+    """The key of the number of layers that follow the others and predict further tokens."""
+    missing_list_fix = "Add a list with one entry for each layer."
+
+    def __init__(self, config: Mapping[str, Any], source: str, path: str = "", *, base: float | None = None) -> None:
         self.config = config
         self.source = source
         self.path = path
+        self.passed_base = base
         self.read_keys: set[str] = set()
+        self.origins: dict[str, str] = {}
+        self.warnings: list[str] = []
+
+    def full(self, key: str) -> str:
+        """Return the name of a key as messages and origins state it. GGUF files have a prefix before each name."""
+        return key
+
+    def record_origin(self, name: str, where: str) -> None:
+        """Record the key that a value came from. If layers read the value from different keys, "and" joins the keys."""
+        previous = self.origins.get(name)
+        known = previous is not None and where in previous.split(" and ")
+        self.origins[name] = where if previous is None else previous if known else f"{previous} and {where}"
 
     def error(self, key: str, must: str, got: str, fix: str) -> RopeError:
         """Return an error about a key. `must` is the requirement on its value, e.g. "must be an object"."""
-        return error(self.source, f"{key} {must}", got, fix)
+        return error(self.source, f"{self.full(key)} {must}", got, fix)
 
     def unread(self, key: str, must: str, got: str, fix: str) -> RopeError:
         """Return an error about a key that ropewalk does not know for this model, and that the caller may ignore."""
@@ -92,7 +123,7 @@ class Fields:
     def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, fix: str = "") -> int:
         """Return the value of the first key that has one, as an integer of at least 1."""
         key = self.first_present((keys,) if isinstance(keys, str) else keys)
-        value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, fix=fix)
+        value = integer(self.source, self.full(key), self.get(key), at_least=1, at_most=at_most, fix=fix)
         if value > _MAX_SIZE:
             raise self.error(key, "must be at most 2**53", "more", "Check the number.")
         return value
@@ -103,7 +134,7 @@ class Fields:
         Every size of a head is read with this method or with `head_width`, so nothing is built for a larger head than a
         `Rope` may have.
         """
-        return self._channels(key, self.get(key))
+        return self._channels(self.full(key), self.get(key))
 
     def _channels(self, where: str, value: Any) -> int:
         fix = "It is a number of channels of one head."
@@ -113,23 +144,36 @@ class Fields:
         """Return width / number of heads, the head_dim of a config that does not have the key `own`."""
         width, count = self.size(widths, fix=fix), self.size(heads, fix=fix)
         if width % count:
-            must = f"must be a multiple of {self.first_present(heads)}={count} if {own} is not given"
+            must = f"must be a multiple of {self.full(self.first_present(heads))}={count} if {own} is not given"
             raise self.error(self.first_present(widths), must, str(width), f"Add {own}.")
-        return self._channels(f"{self.first_present(widths)} / {self.first_present(heads)}", width // count)
+        return self._channels(self.quotient(widths, heads), width // count)
 
-    def base(self, where: str, value: Any, passed: float | None) -> float:
+    def quotient(self, widths: tuple[str, ...], heads: tuple[str, ...]) -> str:
+        """Return "width / heads" with the names of the keys that have a value."""
+        return " / ".join(self.full(self.first_present(keys)) for keys in (widths, heads))
+
+    def length(self, key: str) -> int | None:
+        """Return the value of the key as a number of tokens, or None if it is missing."""
+        return length(self.source, self.full(key), self.get(key)) if self.has(key) else None
+
+    def number(self, key: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
+        """Return the value of the key as a finite number within the bounds, or None if it is missing."""
+        if not self.has(key):
+            return None
+        return number(self.source, self.full(key), self.get(key), above=above, at_least=at_least)
+
+    def check_base(self, where: str, value: Any) -> float:
         """Return a base from the config as a number. If the caller passed a base, both must be equal.
 
         Args:
             where: the key of the base, for messages.
             value: the value of the key.
-            passed: the argument `base` of from_config, or None.
         """
-        base = number(self.source, where, value, above=1.0)
-        if passed not in (None, base):
+        base = number(self.source, self.full(where), value, above=1.0)
+        if self.passed_base not in (None, base):
             must = f"is {base:g}, and base must agree with it"
             fix = "Omit base, or use dataclasses.replace(rope, base=...)."
-            raise self.error(where, must, f"base={passed:g}", fix)
+            raise self.error(where, must, f"base={self.passed_base:g}", fix)
         return base
 
     @contextmanager
@@ -157,20 +201,18 @@ class Fields:
         """Return the value of the key as a number of layers, or 0 if it is missing."""
         return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
 
-    def layer_list(self, key: str, length: int) -> list[Any] | None:
-        """Return the value of the key as a list with one entry for each of `length` layers, or None if it is missing.
+    def layer_list(self, key: str, count: int) -> list[Any] | None:
+        """Return the value of the key as a list with one entry for each of `count` layers, or None if it is missing.
 
-        If the list also has entries for the `num_nextn_predict_layers` layers that predict further tokens and follow
-        the others, these entries are dropped.
+        If the list also has entries for the layers that `further_key` counts, these entries are dropped.
         """
         value = self.get(key)
         if value is None:
             return None
-        further = self.get("num_nextn_predict_layers")
-        if isinstance(value, (list, tuple)) and type(further) is int and len(value) == length + further > length:
-            value = value[:length]
-        if not isinstance(value, (list, tuple)) or len(value) != length:
+        further = self.get(self.further_key)
+        if isinstance(value, (list, tuple)) and type(further) is int and len(value) == count + further > count:
+            value = value[:count]
+        if not isinstance(value, (list, tuple)) or len(value) != count:
             got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
-            fix = "Check that it is the list of this model."
-            raise self.error(key, f"must be a list with an entry for each of the {length} layers", got, fix)
+            raise self.error(key, f"must be a list with an entry for each of the {count} layers", got, self.list_fix)
         return list(value)

@@ -22,13 +22,13 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
     Returns:
         {"indexer": rope}, or an empty dict if the config has no index_head_dim.
     """
-    if not c.fields.has("index_head_dim"):
+    if not c.has("index_head_dim"):
         return {}
-    width = c.fields.channels("index_head_dim")
+    width = c.channels("index_head_dim")
     c.origins["indexer"] = f"index_head_dim and model_type {source}"
     key = "indexer_rope_interleave"
-    if c.fields.has(key):
-        config_pairing = "interleaved" if c.fields.boolean(key, True) else "half"
+    if c.has(key):
+        config_pairing = "interleaved" if c.boolean(key, True) else "half"
         c.origins["indexer"] = f"index_head_dim and {key}"
         if config_pairing != pairing:
             c.warnings.append(
@@ -40,5 +40,5 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
         sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}
         indexer = Rope(width, rope.base, cast(Pairing, pairing), scaling=rope.scaling, **sizes)
     except RopeError as e:
-        raise with_context(f"{c.fields.source}: index_head_dim", e) from None
+        raise with_context(f"{c.source}: index_head_dim", e) from None
     return {"indexer": indexer}

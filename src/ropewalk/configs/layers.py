@@ -1,11 +1,12 @@
-"""Patterns: rules that assign a kind, such as "sliding_attention", to each layer of a config.
+"""Patterns: rules that assign a kind, such as "sliding_attention", to each layer of a config or GGUF file.
 
-All layers of a kind share one rope. A pattern that only one model uses is in the model's file in `families/`.
+All layers of a kind share one rope. The rows of both tables, of model_types and of llama.cpp's architectures, use these
+classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,29 @@ NO_ROPE = "no rope"
 """The kind of layers that do not rotate, in a model whose configs have no other name for it."""
 
 
+@dataclass(frozen=True)
+class Kind:
+    """The facts that a model implies about one kind of layer that rotates.
+
+    Args:
+        bases: keys that state the base. If a config has several of them, their values must be equal. In a GGUF file,
+            the first one with a value is used.
+        implied_base: the base if the config has none of these keys. None means that a missing base is an error.
+        scaled: whether the scaling of the model applies to this kind of layer.
+        head_dim_key: key of the head size of this kind, which is looked up before the keys of the model; "" if there is
+            none.
+        dim_key: the same for the number of channels that rotate, in GGUF files.
+        section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
+    """
+
+    bases: tuple[str, ...] = ("rope_theta",)
+    implied_base: float | None = None
+    scaled: bool = True
+    head_dim_key: str = ""
+    dim_key: str = ""
+    section: str = ""
+
+
 class Pattern(Protocol):
     """The interface of a rule that assigns a kind to each layer."""
 
@@ -25,7 +49,7 @@ class Pattern(Protocol):
     def overrides_layer_types(self) -> bool:
         """Whether the pattern applies even if the config has `layer_types`."""
 
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
+    def kinds(self, c: Fields, count: int) -> list[str] | None:
         """Return the kind of each of `count` layers, or None if the config does not define the kinds."""
 
     def keys(self) -> set[str]:
@@ -41,7 +65,6 @@ class Every:
         kind, rest: the kinds.
         key: config key that overrides n; "" if there is none.
         first: whether the first of every n layers is of kind `kind`. If False, it is the last.
-        overrides_layer_types: as in `Pattern`.
     """
 
     n: int
@@ -49,65 +72,60 @@ class Every:
     rest: str
     key: str = ""
     first: bool = False
-    overrides_layer_types: bool = False
+    overrides_layer_types = False
 
     def keys(self) -> set[str]:
-        """Return the keys that the pattern may read."""
         return {self.key} - {""}
 
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kind of each of `count` layers, `kind` or `rest`."""
-        has_key = bool(self.key) and fields.has(self.key)
-        n = fields.size(self.key) if has_key else self.n
-        which = "first" if self.first else "last"
-        origins["layer_types"] = f"{self.key if has_key else 'implied'}: the {which} of every {n} is {self.kind}"
+    def kinds(self, c: Fields, count: int) -> list[str]:
+        has_key = bool(self.key) and c.has(self.key)
+        n = c.size(self.key) if has_key else self.n
+        which, does = (
+            "first" if self.first else "last",
+            "does not rotate" if self.kind == NO_ROPE else f"is {self.kind}",
+        )
+        c.origins["layer_types"] = f"{c.full(self.key) if has_key else 'implied'}: the {which} of every {n} {does}"
         at = 0 if self.first else n - 1
         return [self.kind if i % n == at else self.rest for i in range(count)]
 
 
 @dataclass(frozen=True)
-class NoRopeLayers:
-    """A config key with a list that has an entry for each layer, which is 0 if the layer does not rotate.
+class LayerFlags:
+    """A config key with a list that has an entry for each layer: 0 or false for layers of kind `rest`.
 
     Args:
         key: key of the list.
-        interval_key: key of the interval n that applies if the list is missing: the last of every n layers does not
-            rotate. "" makes the list required.
-        interval: the value of n if neither key has a value.
+        kind, rest: the kinds.
+        otherwise: a pattern, or the kind of all layers, for configs without the list. None makes the list required.
         overrides_layer_types: as in `Pattern`.
     """
 
-    key: str = "no_rope_layers"
-    interval_key: str = "no_rope_layer_interval"
-    interval: int = 4
+    key: str
+    kind: str = ALL
+    rest: str = NO_ROPE
+    otherwise: Pattern | str | None = None
     overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
-        """Return the keys that the pattern may read."""
-        return {self.key, self.interval_key} - {""}
-
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return `ALL` for each layer that rotates, and `NO_ROPE` for each layer that does not."""
-        flags = fields.layer_list(self.key, count) if fields.get(self.key) != [] else None
-        if flags is not None:
-            for flag in flags:
-                if isinstance(flag, bool) or not isinstance(flag, int | float) or flag < 0:
-                    must = "must contain only numbers of at least 0"
-                    raise fields.error(self.key, must, shown(flag), "Write 1 if a layer rotates and 0 if not.")
-            origins["layer_types"] = f"{self.key}: 0 does not rotate"
-            return [ALL if flag else NO_ROPE for flag in flags]
-        return self.without_list(fields, count, origins)
-
-    def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kind of each layer of a config without the list."""
-        if not self.interval_key:
-            raise fields.error(self.key, "must be given, since some layers do not rotate", "none", "Add it.")
-        has_key = fields.has(self.interval_key)
-        n = fields.size(self.interval_key) if has_key else self.interval
-        origins["layer_types"] = (
-            f"{self.interval_key if has_key else 'implied'}: one of every {n} layers does not rotate"
+        return {self.key} | (
+            set() if self.otherwise is None or isinstance(self.otherwise, str) else self.otherwise.keys()
         )
-        return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
+
+    def kinds(self, c: Fields, count: int) -> list[str] | None:
+        interval_key = self.otherwise.key if isinstance(self.otherwise, Every) else ""
+        value = c.get(self.key)
+        if value not in (None, []) and not (self.key == interval_key and isinstance(value, int)):
+            flags = c.layer_list(self.key, count) or []
+            for flag in flags:
+                if type(flag) not in c.flag_types or flag < 0:
+                    raise c.error(self.key, f"must contain only {c.flags}", shown(flag), c.list_fix)
+            c.origins["layer_types"] = f"{c.full(self.key)}{': 0 does not rotate' if self.rest == NO_ROPE else ''}"
+            return [self.kind if flag else self.rest for flag in flags]
+        if isinstance(self.otherwise, str):
+            return [self.otherwise] * count
+        if self.otherwise is not None:
+            return self.otherwise.kinds(c, count)
+        raise c.error(self.key, "must be given, since the layers differ", "none", c.missing_list_fix)
 
 
 @dataclass(frozen=True)
@@ -117,32 +135,29 @@ class LayerIndices:
     Args:
         key: key of the list.
         kind, rest: the kinds.
-        if_missing: the meaning of a missing list. With "kind" or "rest", all layers are of that kind. None means that
-            the kinds are not known.
+        otherwise: the kind of all layers of a config without the list. None means that their kinds are not known.
         overrides_layer_types: as in `Pattern`.
     """
 
     key: str
     kind: str = ALL
     rest: str = NO_ROPE
-    if_missing: str | None = "rest"
+    otherwise: str | None = NO_ROPE
     overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
-        """Return the keys that the pattern may read."""
         return {self.key}
 
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """Return the kind of each of `count` layers, or None if the list is missing and `if_missing` is None."""
-        if not fields.has(self.key) and self.if_missing != "rest":
-            return None if self.if_missing is None else [self.kind] * count
-        indices = fields.get(self.key) or []
+    def kinds(self, c: Fields, count: int) -> list[str] | None:
+        if not c.has(self.key) and self.otherwise != self.rest:
+            return None if self.otherwise is None else [self.otherwise] * count
+        indices = c.get(self.key) or []
         if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < count for i in indices):
             must = f"must be a list of layer numbers below {count}"
-            raise fields.error(self.key, must, shown(indices), "Check that it is the list of this model.")
+            raise c.error(self.key, must, shown(indices), c.list_fix)
         does = {NO_ROPE: "do not rotate", ALL: "rotate"}.get(self.kind, f"are {self.kind}")
         chosen = set(indices)
-        origins["layer_types"] = f"{self.key}: the layers that {does}"
+        c.origins["layer_types"] = f"{self.key}: the layers that {does}"
         return [self.kind if i in chosen else self.rest for i in range(count)]
 
 
@@ -155,20 +170,18 @@ class LayerCodes:
     overrides_layer_types: bool = False
 
     def keys(self) -> set[str]:
-        """Return the keys that the pattern may read."""
         return {self.key}
 
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """Return the kind of each layer, or None if the list is missing."""
-        if not fields.has(self.key):
+    def kinds(self, c: Fields, count: int) -> list[str] | None:
+        if not c.has(self.key):
             return None
-        codes = fields.layer_list(self.key, count) or []
+        codes = c.layer_list(self.key, count) or []
         for code in codes:
             if type(code) is not int or code not in self.names:
                 known = ", ".join(str(code) for code in self.names)
                 must = f"must contain only {known}"
-                raise fields.error(self.key, must, shown(code), "ropewalk knows no other kind of layer.")
-        origins["layer_types"] = self.key
+                raise c.error(self.key, must, shown(code), "ropewalk knows no other kind of layer.")
+        c.origins["layer_types"] = self.key
         return [self.names[code] for code in codes]
 
 
@@ -187,33 +200,16 @@ class LayerNames:
     overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
-        """Return the keys that the pattern may read."""
         return {self.key}
 
-    def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kinds in the list, one for each of `count` layers."""
-        names = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
+    def kinds(self, c: Fields, count: int) -> list[str]:
+        names = c.layer_list(self.key, count)
         if names is None:
-            fix = "Add a list with one entry for each layer."
-            raise fields.error(self.key, "must be given, since the layers differ", "none", fix)
-        return names
+            raise c.error(self.key, "must be given, since the layers differ", "none", c.missing_list_fix)
+        return check_kinds(c, self.key, names, self.known)
 
 
-def read_kinds(
-    fields: Fields, key: str, known: Mapping[str, object], count: int, origins: dict[str, str]
-) -> list[str] | None:
-    """Return the value of `key` as a list with the kind of each layer, or None if it is missing.
-
-    Raises:
-        RopeError: the length of the list is not `count`, or a kind is not in `known`.
-    """
-    names = fields.layer_list(key, count)
-    return None if names is None else check_kinds(fields, key, names, known, origins)
-
-
-def check_kinds(
-    fields: Fields, key: str, names: Sequence[object], known: Mapping[str, object], origins: dict[str, str]
-) -> list[str]:
+def check_kinds(c: Fields, key: str, names: Sequence[object], known: Collection[str]) -> list[str]:
     """Return the names as a list of kinds, and record their key in `origins`.
 
     Raises:
@@ -222,6 +218,6 @@ def check_kinds(
     for kind in names:
         if not isinstance(kind, str) or kind not in known:
             must = f"must contain only {', '.join(known)}"
-            raise fields.error(key, must, shown(kind), "ropewalk knows no other kind of layer of this model_type.")
-    origins["layer_types"] = key
+            raise c.error(key, must, shown(kind), "ropewalk knows no other kind of layer of this model_type.")
+    c.origins["layer_types"] = key
     return [str(kind) for kind in names]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import argument, nearest, number, short_key, shown
+from ropewalk._checks import Assumed, argument, nearest, short_key, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3
@@ -26,13 +25,13 @@ def is_params(config: Mapping[str, Any]) -> bool:
 
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:
     """Read the ropes of a params.json. See `from_config` for arguments and errors."""
-    fields = Fields(config, source)
+    fields = Fields(config, source, base=base)
     _refuse_other_formats(fields)
     origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
     warnings: list[str] = []
     _refuse_unknown_keys(fields)
     head_dim = _head_dim(fields, origins)
-    base_value = _base(fields, base, origins, warnings)
+    base_value = _base(fields, origins, warnings)
     with fields.prefix_errors():
         rope = Rope(head_dim, base_value, "interleaved", scaling=_scaling(fields, factor, origins))
     return ModelRopes(
@@ -85,14 +84,13 @@ def _head_dim(fields: Fields, origins: dict[str, str]) -> int:
     return fields.head_width(("dim",), ("n_heads",), "head_dim")
 
 
-def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings: list[str]) -> float:
-    passed = None if base is None else number("from_config", "base", base, above=1.0)
+def _base(fields: Fields, origins: dict[str, str], warnings: list[str]) -> float:
     if fields.has("rope_theta"):
         origins["base"] = "rope_theta"
-        return fields.base("rope_theta", fields.get("rope_theta"), passed)
-    if passed is not None:
+        return fields.check_base("rope_theta", fields.get("rope_theta"))
+    if fields.passed_base is not None:
         origins["base"] = "passed by the caller"
-        return passed
+        return fields.passed_base
     if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
         fix = f"Add it, or pass {argument('base')}."
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)

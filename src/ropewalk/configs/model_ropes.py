@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ropewalk._checks import error
-from ropewalk.configs import explain, hf_write
-from ropewalk.configs.layer_ropes import LayerRopes
-from ropewalk.configs.layer_ropes import QueryScale as QueryScale
-from ropewalk.configs.layer_ropes import VisionRopes as VisionRopes
+from ropewalk._checks import error, shown
+from ropewalk._checks import length as checked_length
+from ropewalk.configs import explain
+from ropewalk.configs.architecture import Architecture, QueryScale
+from ropewalk.configs.axes_rules import AxesRule
+from ropewalk.configs.layers import Kind
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.reader import SECTIONS
+from ropewalk.configs.source import to_plain
+from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
 
 
 @dataclass(frozen=True)
-class ModelRopes(LayerRopes):
+class VisionRopes:
+    """The ropes of a vision tower, the part of a model that encodes images. All layers of the tower share them.
+
+    Args:
+        ropes: the ropes that are applied to q and k one after another, at the same positions. There is one, except in
+            Gemma 4, which rotates each half of the head separately.
+        axis_names: the names of the axes of the positions, in the order that `Rope.at` expects.
+        positions: what the positions on these axes are, in words, and which tokens are not rotated.
+        model_type: the model_type of the tower, from its config or implied by the whole config.
+        source: the file or object that was read.
+        origins: maps the name of a value, such as "base", to where it came from, in words.
+    """
+
+    ropes: tuple[Rope, ...]
+    axis_names: tuple[str, ...]
+    positions: str
+    model_type: str
+    source: str
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class ModelRopes:
     """The ropes of a model.
 
     Args:
@@ -39,6 +69,30 @@ class ModelRopes(LayerRopes):
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
     """
+
+    layers: tuple[Rope | None, ...]
+    model_type: str
+    source: str
+    trained_length: int | None = None
+    max_position_embeddings: int | None = None
+    extra_ropes: Mapping[str, Rope] = field(default_factory=dict, hash=False)
+    softmax_factor: float = 1.0
+    query_scale: QueryScale | None = None
+    output_order: str | None = None
+    rotates_values: bool = False
+    layer_kinds: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
+    vision: VisionRopes | None = None
+    config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+    warnings: tuple[str, ...] = ()
+
+    def groups(self) -> list[tuple[Rope | None, list[int]]]:
+        """Return each distinct rope with the indices of its layers, in order of first appearance."""
+        layers_of: dict[Rope | None, list[int]] = {}
+        for index, rope in enumerate(self.layers):
+            layers_of.setdefault(rope, []).append(index)
+        return list(layers_of.items())
 
     @property
     def rope(self) -> Rope:
@@ -69,7 +123,7 @@ class ModelRopes(LayerRopes):
         Raises:
             RopeError: the ropes were not read from a Hugging Face config, or the schema cannot express them.
         """
-        return hf_write.write(self, version)
+        return _write(self, version)
 
     def facts(self, length: int | None = None) -> dict[str, Any]:
         """Return the content of `explain` as a dict of JSON values.
@@ -77,7 +131,29 @@ class ModelRopes(LayerRopes):
         Args:
             length: as in `explain`.
         """
-        return explain.facts(self, length)
+        if length is not None:
+            length = checked_length("explain", "length", length)
+        return {
+            "source": self.source,
+            "model_type": self.model_type,
+            "layers": len(self.layers),
+            "trained_length": self.trained_length,
+            "max_position_embeddings": self.max_position_embeddings,
+            "axis_names": list(self.axis_names),
+            "length": length,
+            "ropes": [
+                {"layers": layers, "rope": None if rope is None else _rope_facts(rope, self.trained_length, length)}
+                for rope, layers in self.groups()
+            ],
+            "vision": None if self.vision is None else _vision_facts(self.vision),
+            "others": {name: _rope_facts(rope, self.trained_length, length) for name, rope in self.extra_ropes.items()},
+            "softmax_factor": self.softmax_factor,
+            "query_scale": None if self.query_scale is None else dataclasses.asdict(self.query_scale),
+            "output_order": self.output_order,
+            "rotates_values": self.rotates_values,
+            "origins": dict(self.origins),
+            "warnings": list(self.warnings),
+        }
 
     def explain(self, length: int | None = None) -> str:
         """Describe in words how fast the pairs rotate, which pairs a scheme slows, and where each value came from.
@@ -86,3 +162,178 @@ class ModelRopes(LayerRopes):
             length: a length in tokens, at least 1. If it is passed, the text also describes sequences of that length.
         """
         return explain.text(self.facts(length))
+
+
+def _vision_facts(vision: VisionRopes) -> dict[str, Any]:
+    facts = {name: getattr(vision, name) for name in ("model_type", "source", "positions")}
+    ropes = [_rope_facts(rope, None, None) for rope in vision.ropes]
+    return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes, "origins": dict(vision.origins)}
+
+
+def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
+    scheme, resolved_at = rope.scaling, None
+    if not rope.is_static:
+        resolved_at = length or trained or 1
+        rope = rope.at_length(resolved_at)
+    inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
+    unscaled = dataclasses.replace(rope, scaling=None).inv_freq.tolist()
+    return {
+        "scheme": {"rope_type": "default"} if scheme is None else scheme.facts(),
+        "resolved_at_length": resolved_at,
+        "base": rope.base,
+        "pairing": rope.pairing,
+        "head_dim": rope.head_dim,
+        "rotary_dim": rope.rotary_dim,
+        "rotary_offset": rope.rotary_offset,
+        "axes": None if rope.axes is None else _axes_facts(rope.axes),
+        "pairs": len(inv_freq),
+        "attention_factor": rope.attention_factor,
+        "inv_freq": inv_freq,
+        # JSON has no infinity, so the wavelength of a pair that does not rotate is null.
+        "wavelength": [w if math.isfinite(w) else None for w in wavelength],
+        "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
+        "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
+        "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
+    }
+
+
+def _axes_facts(axes: Axes) -> dict[str, Any]:
+    """Return the number of axes, their order as text, and the axis and frequency index of each pair."""
+    return {
+        "count": axes.count,
+        "pattern": repr(axes),
+        "axis": list(axes.axis),
+        "freq_index": list(axes.freq_index),
+    }
+
+
+def _ratio(before: float, after: float) -> float | None:
+    """Return the factor by which a scheme slows a pair, from its frequencies before and after scaling.
+
+    Return None if the factor is infinite, because the scheme stops the pair.
+    """
+    ratio = before / after if after else math.inf
+    return ratio if math.isfinite(ratio) else None
+
+
+_WHO = "ModelRopes.to_hf_config"
+
+
+def _write(ropes: ModelRopes, version: int) -> dict[str, Any]:
+    if type(version) is not int or version not in (4, 5):
+        raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
+    if not ropes.layers:
+        fix = "Keep the config that was read."
+        raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", fix)
+    row = ARCHITECTURES.get(ropes.model_type)
+    if row is None or ropes.config is None:
+        raise error(
+            _WHO,
+            "the ropes must come from a Hugging Face config",
+            shown(ropes.model_type),
+            "Write its config by hand.",
+        )
+    if row.own_config or (version == 5 and not row.in_transformers):
+        own = "Keep its own config.json: only its own code reads this model_type."
+        fix = own if row.own_config else "Pass version=4: the model's own code reads those keys only."
+        raise error(_WHO, "the model's code must be able to read the written config", ropes.model_type, fix)
+    config = _without_rope_keys(ropes.config, row)
+    first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
+    kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
+    rotating = {name: (kind, rope) for name, (kind, rope) in kinds.items() if rope is not None}
+    if version == 5:
+        parameters = {kind.section or name: _parameters(rope, row, ropes) for name, (kind, rope) in rotating.items()}
+        scaled = [_parameters(rope, row, ropes) for kind, rope in rotating.values() if kind.scaled]
+        config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
+    else:
+        config.update(_version_4(rotating, row, ropes))
+    if not rotating and row.null_base:
+        config.update({"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}})
+    return config
+
+
+def _nested(row: Architecture) -> bool:
+    """Whether `rope_parameters` must have an object for each kind of layer.
+
+    This is the case if the layers differ, `Architecture.flat` is False, and either several kinds rotate or no top-level
+    key states the base of the only kind that rotates.
+    """
+    rotating = [kind for kind in row.kinds.values() if kind is not None]
+    return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
+
+
+def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
+    drop = {*SECTIONS, *row.base_keys(), *row.partial_keys}
+    return {key: to_plain(value, _WHO) for key, value in config.items() if key not in drop}
+
+
+def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+    """Return the parameters of one kind of layer in the schema of transformers 5."""
+    if rope.axes is not None and row.axes is None:
+        raise error(
+            _WHO,
+            "this model_type must have ropes of one axis",
+            repr(rope),
+            "Write the sections by hand.",
+        )
+    scheme = rope.scaling
+    parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
+    fraction = _fraction(rope, row, ropes)
+    if fraction is not None:
+        parameters["partial_rotary_factor"] = fraction
+    if row.axes is not None:
+        parameters.update(_sections(rope, row.axes, ropes))
+    if ropes.query_scale is not None and ropes.query_scale.beta:
+        parameters["llama_4_scaling_beta"] = ropes.query_scale.beta
+    return parameters
+
+
+def _sections(rope: Rope, rule: AxesRule, ropes: ModelRopes) -> dict[str, Any]:
+    """Return the keys of `rope_parameters` that assign the pairs of a rope to axes."""
+    if rope.axes is None:
+        fix = "Read the config without text_only=True."
+        raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), fix)
+    sections = rule.sections(rope.axes)
+    if sections is None:
+        must = f"the config of {ropes.model_type} must be able to express the axes"
+        raise error(_WHO, must, repr(rope.axes), "Write its config by hand.")
+    return {rule.keys[0]: sections} if rule.keys else {}
+
+
+def _fraction(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
+    """Return partial_rotary_factor, or None if the config does not need it."""
+    if not row.needs_fraction(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
+        return None
+    fraction = rope.rotary_dim / rope.head_dim
+    return fraction if int(rope.head_dim * fraction) == rope.rotary_dim else math.nextafter(fraction, 1.0)
+
+
+def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+    """Return the keys about rotation in the schema of transformers 4: top-level keys and one `rope_scaling`.
+
+    Raises:
+        RopeError: the layers differ in a way that this schema cannot express.
+    """
+    config: dict[str, Any] = {}
+    scalings = []
+    for name, (kind, rope) in rotating.items():
+        if kind.bases:
+            key = kind.bases[-1 if "." in kind.bases[0] else 0]
+            if config.setdefault(key, rope.base) != rope.base:
+                raise error(_WHO, f"all layers must have the same {key}", "several", "Pass version=5.")
+        elif kind.implied_base is None:
+            raise error(_WHO, "each kind of layer must have its own key for the base", name, "Pass version=5.")
+        parameters = _parameters(rope, row, ropes)
+        fraction = parameters.pop("partial_rotary_factor", None)
+        if fraction is not None and row.partial_keys:
+            config[row.partial_keys[0]] = fraction
+        del parameters["rope_theta"]
+        if kind.scaled:
+            scalings.append(parameters)
+        elif parameters != {"rope_type": "default"}:
+            raise error(_WHO, f"layers of kind {name} must have no scaling", repr(rope), "Pass version=5.")
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise error(_WHO, "all layers must have the same scaling", "several", "Pass version=5.")
+    if scalings and scalings[0] != {"rope_type": "default"}:
+        config["rope_scaling"] = scalings[0]
+    return config

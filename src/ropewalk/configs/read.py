@@ -7,10 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ropewalk._checks import boolean, check_pairing, error, number, shown
+from ropewalk._checks import Assumed, boolean, check_pairing, error, number, shown
 from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
-from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import PAIRING_KEY
 from ropewalk.engines import ConfigRope, Engine
@@ -114,8 +113,7 @@ def read_config(
 ) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
     boolean("from_config", "text_only", text_only)
-    if pairing is not None:
-        check_pairing("from_config", pairing)
+    base = _check_passed(pairing, base)
     if factor is not None:
         factor = number("from_config", "factor", factor, at_least=1.0)
     boolean("from_config", "download", download)
@@ -147,6 +145,7 @@ def ropes_for_engines(
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
         `engines`, and the indices of the layers that have this rope.
     """
+    base = _check_passed(pairing, base)
     ropes, values = _read_for_engines(config, pairing, base, True, _check_ignore(ignore), download)
     return ropes, engine_ropes.distinct_ropes(ropes, values, *chosen)
 
@@ -171,6 +170,13 @@ def _read_for_engines(
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
         ropes = replace(ropes, warnings=(*ropes.warnings, note))
     return ropes, values
+
+
+def _check_passed(pairing: object, base: object) -> float | None:
+    """Check the arguments `pairing` and `base`, and return `base` as a float."""
+    if pairing is not None:
+        check_pairing("from_config", pairing)
+    return None if base is None else number("from_config", "base", base, above=1.0)
 
 
 def _check_ignore(ignore: object) -> tuple[str, ...]:

@@ -1,32 +1,13 @@
-"""Functions that build the `Architecture` of a model, for the table in `models.py` and the files that it imports."""
+"""Functions that build the `Architecture` of a model, for the tables of models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ropewalk._checks import error, shown
-from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.families.latent import Latent
-from ropewalk.configs.families.refused import Refused
-from ropewalk.configs.layers import ALL, Pattern
-
-
-def check_row(model_type: object, row: object) -> Architecture:
-    """Check the arguments of `models.register`, and return `row`.
-
-    Raises:
-        RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
-    """
-    who = "models.register"
-    if not isinstance(model_type, str) or not model_type:
-        raise error(
-            who, "model_type must be a non-empty string", shown(model_type), "Pass the model_type of the configs."
-        )
-    if not isinstance(row, Architecture):
-        fix = 'Pass one, e.g. Architecture(source="URL of its code", pairing="half").'
-        raise error(who, "row must be an Architecture", shown(row), fix)
-    return row
+from ropewalk.configs.layers import ALL, Kind, Pattern
 
 
 def source(folder: str) -> str:
@@ -111,4 +92,10 @@ def without_rope(folder: str) -> Architecture:
 
 def refused(folder: str, why: str) -> Architecture:
     """Build the `Architecture` of a model that no `Rope` describes. Reading its config raises an error with `why`."""
-    return Refused(source=source(folder), why=why)
+    return row(folder, refusal=why)
+
+
+def other_positions(model_type: str, instead: str) -> Architecture:
+    """Build the `Architecture` of a model without a rope. Reading its config raises an error that says what it has."""
+    why = f"{model_type} has no rotary positions: it has {instead}."
+    return Architecture(source=f"the model's own code: {instead}", refusal=why)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ropewalk._checks import argument, short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
-from ropewalk.configs.layer_ropes import VisionRopes
+from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS, Tower
 
 _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
@@ -114,7 +114,7 @@ def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
     for where in _BASES:
         if not fields.has(where):
             continue
-        base = fields.base(where, fields.get(where), None)
+        base = fields.check_base(where, fields.get(where))
         found = (base, where) if found is None else found
         if base != found[0]:
             fix = "Remove the wrong one."

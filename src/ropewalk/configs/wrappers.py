@@ -10,12 +10,10 @@ Source: the config classes of transformers 5.23.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import shown
+from ropewalk._checks import Assumed, shown
 from ropewalk.configs.fields import Fields
-from ropewalk.configs.layer_ropes import Assumed
 
 _WITH_TEXT_CONFIG = (
     "aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
@@ -90,25 +88,8 @@ _DEFAULTS: dict[str, tuple[float | None, ...]] = {
 """Maps the model_type of a text model to the defaults of its class for `_KEYS`. None or a shorter tuple: no default."""
 
 
-@dataclass(frozen=True)
-class TextPart:
-    """The text model inside a config.
-
-    Attributes:
-        config: the config of the text model.
-        source: the name of that config, with which messages begin.
-        path: the prefix that a key of that config needs in `from_config(ignore=...)`, such as "text_config.".
-        warnings: sentences for the user.
-    """
-
-    config: dict[str, Any]
-    source: str
-    path: str
-    warnings: tuple[str, ...]
-
-
-def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> TextPart | None:
-    """Return the text model inside the config of a multimodal model, or None if the config is that of a text model.
+def text_model(fields: Fields, known: Container[str], pairing_passed: bool) -> Fields:
+    """Return the text model inside the config of a multimodal model, or `fields` if it is the config of a text model.
 
     Args:
         fields: the whole config.
@@ -116,9 +97,19 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
         pairing_passed: whether the caller passed a pairing. A config with an unknown model_type is then treated as that
             of a text model.
 
+    Returns:
+        The config, with warnings about what was assumed.
+
     Raises:
         RopeError: the config of the text model is missing or not an object.
     """
+    while (inner := _text_part(fields, known, pairing_passed)) is not None:
+        inner.warnings += fields.warnings
+        fields = inner
+    return fields
+
+
+def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Fields | None:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         return None
@@ -132,7 +123,9 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     flat = _FLAT_AS.get(model_type)
     if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):
         warning = f"model_type {model_type} has the keys of its text model at the top level and is read as {flat}."
-        return TextPart({**fields.config, "model_type": flat, key: None}, fields.source, fields.path, (warning,))
+        part = Fields({**fields.config, "model_type": flat, key: None}, fields.source, fields.path)
+        part.warnings.append(warning)
+        return part
     if not isinstance(inner, Mapping):
         fix = "It must contain the text model."
         if inner is None and f"{model_type}_text" in known:
@@ -144,20 +137,22 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     return _part(fields, key, whole)
 
 
-def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> TextPart:
+def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> Fields:
     """Return the text model under a key, with the defaults of its class added."""
     whole, added = with_class_defaults(inner)
+    part = Fields(whole, f"{fields.source}: {key}", f"{fields.path}{key}.")
+    part.warnings += warnings
     if added:
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
-        warnings = (*warnings, Assumed(f"{', '.join(added)}: {reason}"))
-    return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
+        part.warnings.append(Assumed(f"{', '.join(added)}: {reason}"))
+    return part
 
 
 def _has_sizes(inner: object) -> bool:
     return isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
 
 
-def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
+def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> Fields | None:
     """Return the text model inside a config with an unknown model_type, or None if no known text model is inside."""
     for key in _TEXT_KEYS:
         inner = fields.get(key)

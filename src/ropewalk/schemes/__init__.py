@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ropewalk import _checks
-from ropewalk.schemes._contract import build, check_class, frequencies
-from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme, check_scaling
+from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme, build, check_class, check_scaling, frequencies
 from ropewalk.schemes.dynamic import DynamicNTK
 from ropewalk.schemes.linear import Linear
 from ropewalk.schemes.llama3 import Llama3

@@ -10,11 +10,72 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from ropewalk import _checks
+
+
+class GgufFile(Protocol):
+    """What `Scaling.from_gguf` needs of a GGUF file. Names of keys are without the prefix of the architecture.
+
+    Attributes:
+        row: what the architecture implies, a `GgufRow`.
+        tensors: the factor tensors of the file, by name.
+        original: the trained length, in tokens, or None.
+        origins: maps the name of a field to the key that its value came from.
+        warnings: sentences for the user.
+    """
+
+    row: Any
+    tensors: Mapping[str, tuple[float, ...]]
+    original: int | None
+    origins: dict[str, str]
+    warnings: list[str]
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or None if it is missing."""
+
+    def number(self, key: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
+        """Return the value of a key as a number within the bounds, or None if it is missing."""
+
+    def full(self, key: str) -> str:
+        """Return the whole name of a key."""
+
+    def require(self, key: str, value: Any, why: str) -> Any:
+        """Return the value of a key and record its origin. Raise a RopeError with the reason `why` if it is None."""
+
+    def attention_factor(self) -> float:
+        """Return the factor of cos and sin that the file states, or 1."""
+
+    def error(self, key: str, must: str, got: str, fix: str) -> _checks.RopeError:
+        """Return an error about a key."""
+
+
+_FIX = "Check the value. A scheme must validate its values in __post_init__ and raise a RopeError."
+
+
+def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
+    """Build a scheme from the values of a file.
+
+    Args:
+        scheme: the class.
+        values: maps each field to its value.
+
+    Raises:
+        RopeError: the error that the scheme raises; or, if it raises another exception or is not hashable, an error
+            with the name and values of the scheme.
+    """
+    try:
+        instance = scheme(**values)
+        hash(instance)  # a rope is hashable, so everything in it must be
+    except _checks.RopeError:
+        raise
+    except Exception as e:  # a scheme from outside may raise anything
+        arguments = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items()) or "no values"
+        raise _checks.error_from(f"{scheme.__name__} could not be built from {arguments}", e, _FIX) from e
+    return instance
 
 
 class Scaling(ABC):
@@ -33,7 +94,7 @@ class Scaling(ABC):
         keys_without_effect: maps each key that occurs in configs of this scheme but has no effect to the
             reason, as a phrase that follows "it", such as "records that the weights were fine-tuned".
         gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. A
-            scheme with an empty dict cannot occur as `rope.scaling.type` of a GGUF file.
+            scheme with an empty dict cannot occur as `rope.scaling.type` of a GGUF file. `from_gguf` reads them.
         whole_head: whether a field of the scheme sets how many channels of the head rotate. `Rope.rotary_dim` is then
             the whole head.
         per_axis: whether the scheme also applies to the frequencies of each axis (`Axes.axial`), where `rotary_dim` is
@@ -83,6 +144,22 @@ class Scaling(ABC):
             A dict from each derived field to its value and to the key from which it is derived.
         """
         return {}
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> Scaling | None:
+        """Return the scheme that a GGUF file describes, or None if it describes no scaling.
+
+        The file has the type `rope_type`. If `in_configs` is False, it has no type instead.
+        """
+        values: dict[str, Any] = {}
+        for f in dataclasses.fields(cls):  # type: ignore[arg-type]
+            name = cls.gguf.get(f.name)
+            value = None if name is None else file.get(name)
+            optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+            if name is not None and (value is not None or not optional):
+                values[f.name] = file.require(name, value, f"{cls.__name__} needs it.")
+                file.origins[f.name] = file.full(name)
+        return build(cls, values)
 
     def to_hf(self) -> dict[str, Any]:
         """Return `rope_type` and the parameters for `rope_parameters` of a Hugging Face config, with tuples as lists.
@@ -220,3 +297,52 @@ def check_scaling(who: str, value: object) -> None:
             _checks.shown(value),
             "Pass one, e.g. Llama3(...), or read a config with from_config.",
         )
+
+
+def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
+    """Return the checked inv_freq and attention factor of a scheme, or None if they depend on the length.
+
+    Raises:
+        RopeError: the scheme raises a RopeError or another exception, or returns an invalid value.
+    """
+    name = _checks.shown(scheme)
+    try:
+        result = scheme.frequencies(base, rotary_dim)
+    except _checks.RopeError:
+        raise
+    except Exception as e:  # a scheme from outside may raise anything
+        raise _checks.error_from(f"Rope: the frequencies of {name} could not be computed", e, _FIX) from e
+    if result is None and isinstance(scheme, LengthDependent):
+        return None
+    if not isinstance(result, tuple) or len(result) != 2:
+        must = f"frequencies of {name} must return inv_freq and the attention factor"
+        raise _checks.error("Rope", must, _checks.shown(result), "Subclass Scheme and override inv_freq.")
+    inv_freq, factor = result
+    pairs = rotary_dim // 2
+    is_list = isinstance(inv_freq, tuple) and len(inv_freq) == pairs
+    try:
+        inv_freq = tuple(_checks.number("Rope", "inv_freq", w) for w in (inv_freq if is_list else (None,)))
+    except _checks.RopeError:
+        must = f"inv_freq of {name} must be a tuple of rotary_dim // 2 = {pairs} finite numbers"
+        fix = "Return the frequency of each pair in radians per position, and 0.0 for a pair that does not rotate."
+        raise _checks.error("Rope", must, _checks.shown(inv_freq), fix) from None
+    return inv_freq, _checks.attention_factor("Rope", factor)
+
+
+def check_class(scheme: object) -> None:
+    """Raise a RopeError unless `schemes.register` can accept the class: a frozen dataclass with a rope_type."""
+    who = "schemes.register"
+    if not isinstance(scheme, type) or not issubclass(scheme, (Scheme, LengthDependent)):
+        must, fix = "scheme must be a subclass of Scheme or LengthDependent", "Pass the class, not an instance."
+        raise _checks.error(who, must, _checks.shown(scheme), fix)
+    name, options = scheme.__name__, vars(scheme).get("__dataclass_params__")
+    if options is None or not (options.frozen and options.eq):
+        must = f"{name} must be a frozen dataclass that is compared by value"
+        got = "a class without @dataclass" if options is None else f"{options!r:.80}"
+        raise _checks.error(who, must, got, "Decorate it with @dataclass(frozen=True).")
+    rope_type, aliases = getattr(scheme, "rope_type", None), scheme.aliases
+    names = (rope_type, *aliases) if isinstance(aliases, tuple) else (None,)
+    if not all(isinstance(word, str) and word for word in names):
+        must = f"rope_type of {name} must be a non-empty string, and aliases a tuple of such strings"
+        fix = 'Set rope_type = "..." in the class: it is the name of the scheme in configs.'
+        raise _checks.error(who, must, f"{_checks.shown(rope_type)} and {_checks.shown(aliases)}", fix)

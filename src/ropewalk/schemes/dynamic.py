@@ -73,13 +73,11 @@ class DynamicNTK(LengthDependent):
         return {"rope_type": self.rope_type, "factor": self.factor}
 
     def trained_length(self, longest: int | None) -> int:
-        """Return max_position_embeddings."""
         return self.max_position_embeddings
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """Warn that the frequencies depend on the length."""
         return [
             "the frequencies decrease as the length grows, and engines differ in which length they use. "
             "Call at_length(n)."

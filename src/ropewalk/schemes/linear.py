@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import GgufFile, Scheme
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,21 @@ class Linear(Scheme):
         """Return the frequencies of transformers 5.23: the default ones divided by factor, computed in float32."""
         return default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
 
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> Linear | None:
+        """Return the scheme, or None if the factor is missing, 0 or 1, for which llama.cpp does not scale."""
+        factor = file.number(cls.gguf["factor"], at_least=0.0)
+        if factor in (None, 0.0, 1.0):
+            return None
+        file.require(cls.gguf["factor"], factor, "")
+        return cls(factor=factor)
+
     def trained_length(self, longest: int | None) -> None:
         """Return None: max_position_embeddings may be the length before or after scaling."""
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """Warn that the trained length is not known."""
         if trained is not None:
             return []
         return [f"the file does not state the trained length: {named} may be the length before or after scaling."]

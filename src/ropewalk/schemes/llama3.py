@@ -89,5 +89,4 @@ class Llama3(Scheme):
         yield from reversed_ramp("llama3-smooth-inverted", plain, self.factor)
 
     def trained_length(self, longest: int | None) -> int:
-        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ropewalk import _checks
-from ropewalk.schemes._scheme import LengthDependent
+from ropewalk.schemes._scheme import GgufFile, LengthDependent
 from ropewalk.schemes.per_pair import PerPair, check_one_per_pair, positive_numbers
 
 
@@ -104,14 +104,31 @@ class LongRoPE(LengthDependent):
             return {}
         return {"factor": (longest / trained, "max_position_embeddings / original_max_position_embeddings")}
 
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> LongRoPE:
+        """Return the scheme. llama.cpp computes no attention factor."""
+        short, long, original, factor = (
+            cls.gguf[name]
+            for name in ("short_factor", "long_factor", "original_max_position_embeddings", "attention_factor")
+        )
+        trained = file.require(original, file.original, "The long factors apply beyond it. Convert the model again.")
+        file.origins["short_factor"], file.origins["long_factor"] = short, long
+        if file.get(factor) is None:
+            without = "the file has no rope.scaling.attn_factor: llama.cpp uses 1, and other engines compute it."
+            file.warnings.append(_checks.Assumed(without))
+        return cls(
+            short_factor=file.tensors[short],
+            long_factor=file.tensors[long],
+            original_max_position_embeddings=trained,
+            attention_factor=file.attention_factor(),
+        )
+
     def trained_length(self, longest: int | None) -> int:
-        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """Warn that the frequencies depend on the length."""
         length = self.original_max_position_embeddings
         return [
             f"there are two sets of frequencies, and the long one applies beyond {length} tokens. "

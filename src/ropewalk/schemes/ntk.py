@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import GgufFile, Scheme
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,15 @@ class NTK(Scheme):
         """Yield the frequencies of base · alpha."""
         wrong = default.inv_freq(base * self.alpha, rotary_dim)
         yield "ntk-exponent", f"The base is multiplied by {self.alpha:g}.", wrong
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> NTK | None:
+        """Return the scheme, or None if llama.cpp does not read alpha for the architecture, or alpha is 0 or 1."""
+        alpha = file.number(cls.gguf["alpha"]) if file.row.alpha else None
+        if alpha in (None, 0.0, 1.0):
+            return None
+        file.origins["alpha"] = file.origins["scaling"] = file.full(cls.gguf["alpha"])
+        return cls(alpha=alpha)
 
     def to_hf(self) -> dict[str, Any]:
         """Return rope_type "dynamic" and alpha, as in Hunyuan's configs."""

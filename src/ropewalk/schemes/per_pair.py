@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import GgufFile, Scheme
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,16 @@ class PerPair(Scheme):
         return default.to_floats(1.0 / (factors * default.powers_float32(base, rotary_dim)))
 
     def compute_attention_factor(self) -> float:
-        """Return the factor that multiplies cos and sin, dimensionless."""
         return self.attention_factor
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> PerPair | None:
+        """Return the scheme, or None if the file has no tensor of factors."""
+        name = cls.gguf["factors"]
+        if name not in file.tensors:
+            return None
+        file.origins["factors"] = file.origins["scaling"] = name
+        return cls(factors=file.tensors[name], attention_factor=file.attention_factor())
 
     def facts(self) -> dict[str, Any]:
         """Return `rope_type` and every field. An infinite factor (no rotation) becomes None (null in JSON)."""
@@ -75,7 +83,6 @@ class PerPair(Scheme):
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """Warn that the trained length is not known."""
         if trained is not None:
             return []
         return [f"the file does not state the trained length: {named} may be the length before or after scaling."]

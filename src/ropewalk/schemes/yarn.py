@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme, reversed_ramp
+from ropewalk.schemes._scheme import GgufFile, Scheme, reversed_ramp
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,38 @@ class YaRN(Scheme):
             must, fix = "the attention factor must be finite and greater than 0", "Released models have 0.1 to 1."
             raise _checks.error("YaRN", must, got, fix)
 
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> YaRN:
+        """Return the scheme as llama.cpp computes it.
+
+        For most architectures it reads only the factor and the trained length. It multiplies the attention factor that
+        it computes by rope.scaling.attn_factor.
+        """
+        keys, again = cls.gguf, "Convert the model again."
+        why = f"Without it llama.cpp does not scale. {again}"
+        factor = file.require(keys["factor"], file.number(keys["factor"], at_least=0.0), why)
+        original = keys["original_max_position_embeddings"]
+        trained = file.require(original, file.original, f"Without it llama.cpp uses context_length. {again}")
+        more: dict[str, float] = {}
+        for name in ("beta_fast", "beta_slow") if file.row.yarn_betas else ():
+            if (beta := file.number(keys[name], above=0.0)) is not None:
+                more[name], file.origins[name] = beta, file.full(keys[name])
+        weight = file.number(keys["mscale_all_dim"], at_least=0.0) if file.row.yarn_log else None
+        if weight:
+            tenth = file.row.yarn_log == "tenth"
+            file.origins["mscale_all_dim"] = f"{file.full(keys['mscale_all_dim'])}{' · 10' if tenth else ''}"
+            weight = float(f"{10 * weight:.6g}") if tenth else weight  # the file has a tenth of the weight in float32
+            more |= {"mscale": weight if file.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
+        scheme = cls(factor, trained, **more)  # type: ignore[arg-type]
+        computed, key = scheme.compute_attention_factor(), "rope.scaling.yarn_attn_factor"
+        stated = file.number(key, above=0.0)
+        if stated is not None and not math.isclose(stated, computed, rel_tol=1e-5):
+            must = f"must be {computed:.7g}, which llama.cpp uses instead of the key"
+            fix = "The model and llama.cpp differ. Read the model's config.json instead."
+            raise file.error(key, must, f"{stated:g}", fix)
+        extra = file.attention_factor()
+        return scheme if extra == 1.0 else replace(scheme, attention_factor=computed * extra)
+
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return a blend of the default frequencies and those divided by factor, in radians per position."""
         low, high = self.ramp(base, rotary_dim)
@@ -124,7 +156,6 @@ class YaRN(Scheme):
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     def compute_attention_factor(self) -> float:
-        """Return the factor that multiplies cos and sin, dimensionless."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -151,7 +182,6 @@ class YaRN(Scheme):
         yield from reversed_ramp("yarn-ramp-swapped", default.inv_freq(base, rotary_dim), self.factor)
 
     def trained_length(self, longest: int | None) -> int:
-        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
     def warnings(

@@ -13,7 +13,8 @@ import oracle
 from gguf_files import write
 from ropewalk import ModelRopes, RopeError, from_config
 from ropewalk.configs.gguf.architectures import ARCHITECTURES, register
-from ropewalk.configs.gguf.row import BASE, BASE_SWA, Every, GgufRow, ImpliedBase, Kind, Layers
+from ropewalk.configs.gguf.row import BASE, BASE_SWA, DIM_SWA, HEAD_SWA, GgufRow, ImpliedBase, Layers
+from ropewalk.configs.layers import Every, Kind, LayerFlags
 
 # The first of every three layers has the model's base and scaling. The others have another head size, another base and
 # no scaling. A list in the file may assign the layers instead.
@@ -21,11 +22,8 @@ ROW = GgufRow(
     "interleaved",
     "the made-up paper",
     layers=Layers(
-        {"near": Kind(bases=(BASE_SWA,), implied_base=100.0, scaled=False, own_head=True), "far": Kind((BASE,))},
-        Every(3, "far", "near", key="madeup_interval", first=True),
-        "is_near",
-        true_kind="near",
-        false_kind="far",
+        {"near": Kind((BASE_SWA,), 100.0, scaled=False, head_dim_key=HEAD_SWA, dim_key=DIM_SWA), "far": Kind((BASE,))},
+        LayerFlags("is_near", "near", "far", Every(3, "far", "near", key="madeup_interval", first=True)),
     ),
     implied_base=ImpliedBase(5000.0, "what the made-up paper says", "Is it the first version?"),
     yarn_betas=True,

@@ -25,6 +25,7 @@ from ropewalk.configs import ModelRopes
 from ropewalk.configs.gguf import architectures as table
 from ropewalk.configs.gguf import header as gguf_header
 from ropewalk.configs.gguf.row import GgufRow
+from ropewalk.configs.tables.gguf import ROWS
 from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, YaRN
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -324,7 +325,7 @@ def test_the_gguf_package_reads_the_same(path: Path) -> None:
 
 
 def test_every_architecture_has_one_row() -> None:
-    assert len(table.ARCHITECTURES) == sum(len(names.split()) for names in table._ROWS)
+    assert len(table.ARCHITECTURES) == sum(len(names.split()) for names in ROWS)
     for name, row in table.ARCHITECTURES.items():
         assert row.pairing in ("half", "interleaved") or row == GgufRow(None, refusal=row.refusal), name
         assert (row.pairing is None) == bool(row.refusal), name

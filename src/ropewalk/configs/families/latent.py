@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.indexer import read_indexer
+from ropewalk.configs.layers import Kind
 from ropewalk.configs.reader import Reader
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
@@ -31,9 +32,9 @@ class Latent(Architecture):
     indexer: str | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
-    def pairing_of(self, c: Reader) -> str:
+    def implied_pairing(self, c: Reader) -> str:
         """Return "half" if rope_interleave is false, else the field `pairing`."""
-        return self.pairing if c.fields.boolean("rope_interleave", True) else "half"
+        return super().implied_pairing(c) if c.boolean("rope_interleave", True) else "half"
 
     def shape(
         self,
@@ -44,34 +45,30 @@ class Latent(Architecture):
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
-        """Return head_dim, rotary_dim and rotary_offset, computed from qk_nope_head_dim and qk_rope_head_dim."""
         c.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
         c.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
-        prefix = "" if c.fields.has("per_layer_config") else self.prefixes.get(name, "")
+        prefix = "" if c.has("per_layer_config") else self.prefixes.get(name, "")
         unrotated_key, rotated_key = f"{prefix}qk_nope_head_dim", f"{prefix}qk_rope_head_dim"
-        unrotated = c.per_layer_size(name, layers, "qk_nope_head_dim") or c.fields.channels(unrotated_key)
-        if prefix and not c.fields.has(rotated_key):
+        unrotated = c.per_layer_size(name, layers, "qk_nope_head_dim") or c.channels(unrotated_key)
+        if prefix and not c.has(rotated_key):
             key = f"{prefix}head_dim"
-            whole = c.fields.channels(key)
+            whole = c.channels(key)
             if whole <= unrotated:
                 fix = "Check both sizes: the remaining channels rotate."
-                raise c.fields.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), fix)
+                raise c.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), fix)
             return whole, whole - unrotated, unrotated
-        rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.fields.channels(rotated_key)
+        rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.channels(rotated_key)
         return unrotated + rotated, rotated, unrotated
 
     def needs_fraction(self, config: Mapping[str, object]) -> bool:
-        """Return False, since the two sizes of a head determine the fraction."""
-        return False
+        return False  # the two sizes of a head determine the fraction
 
     def keys(self) -> set[str]:
-        """Return the keys of the base class, `rope_interleave`, and the keys of head sizes with and without prefix."""
         names = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim")
         sizes = {prefix + name for prefix in ("", *self.prefixes.values()) for name in names}
         return super().keys() | sizes | {"rope_interleave"}
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the rope of the indexer. Without an indexer, and for the kinds in `prefixes`, the dict is empty."""
         if self.indexer is None or name in self.prefixes:
             return {}
         return read_indexer(c, rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))
@@ -84,5 +81,5 @@ class Latent(Architecture):
         factor = max((scheme.softmax_factor for scheme in schemes), default=1.0)
         if not math.isfinite(factor):
             fix = "Released models have 0.1 to 1."
-            raise c.fields.error("mscale_all_dim", "must give a finite softmax factor", "infinity", fix)
+            raise c.error("mscale_all_dim", "must give a finite softmax factor", "infinity", fix)
         return factor

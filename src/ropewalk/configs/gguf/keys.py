@@ -1,15 +1,15 @@
-"""`Keys`: typed access to the keys of a GGUF file, and errors for keys about rotation that llama.cpp does not read."""
+"""`Keys`: a GGUF file with typed access to its keys, and errors for keys that llama.cpp does not read."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import argument, nearest, shown
-from ropewalk._checks import length as checked_length
-from ropewalk._checks import number as checked_number
+from ropewalk._checks import argument, error, nearest, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.gguf.architectures import ARCHITECTURES, NOT_ALL_LAYERS, UNKNOWN
+from ropewalk.configs.gguf.architectures import ARCHITECTURES, UNKNOWN
+from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.row import (
     BASE,
     BASE_SWA,
@@ -17,6 +17,8 @@ from ropewalk.configs.gguf.row import (
     DIM_SWA,
     HEAD_MLA,
     HEAD_SWA,
+    KV_HEADS,
+    NOT_ALL_LAYERS,
     ORIGINAL,
     ROPE_PATTERN,
     SECTIONS,
@@ -56,45 +58,80 @@ REMOVE = "remove this key with gguf-new-metadata --remove-metadata, a command of
 _ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
 
 
-class Keys:
-    """The keys of one file. The methods take key names without the architecture prefix, e.g. "rope.freq_base".
+FACTOR, FORMER_FACTOR = "rope.scaling.factor", "rope.scale_linear"
+_WHOLE_NAMES = ("general.", "split.", FREQS, SHORT, LONG)  # the names without the prefix of the architecture
+
+
+class Keys(Fields):
+    """A GGUF file. Names of keys are without the architecture prefix: "rope.freq_base" for "llama.rope.freq_base".
 
     Attributes:
-        fields: the keys and values, with full names, e.g. "llama.rope.freq_base".
-        origins: maps the name of a value, such as "base", to the key that it came from.
-        warnings: sentences for the user.
+        tensors: the factor tensors, by name.
+        pairing: the argument `pairing` of from_config, or None.
+        text_only: the argument `text_only` of from_config.
         architecture: the name of the architecture.
         row: the `GgufRow` of the architecture.
-        used: the full names of the keys that have been read.
         original: rope.scaling.original_context_length, in tokens, or None.
         longest: context_length, in tokens, or None.
     """
 
-    def __init__(self, fields: Fields) -> None:
-        self.fields = fields
-        self.origins: dict[str, str] = {}
-        self.warnings: list[str] = []
-        self.architecture, self.row = _architecture(fields)
-        self.used = {self.key(name) for name in _ALWAYS_READ}
+    flag_types = (bool, int)
+    flags = "booleans or counts"
+    list_fix = missing_list_fix = "Convert the model again."
+    further_key = "nextn_predict_layers"
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        tensors: Mapping[str, tuple[float, ...]],
+        *,
+        pairing: str | None,
+        base: float | None,
+        text_only: bool,
+    ) -> None:
+        super().__init__(values, source, base=base)
+        self.tensors = tensors
+        self.pairing = pairing
+        self.text_only = text_only
+        self.architecture = ""
+        self.architecture, self.row = self._architecture()
+        self.read_keys |= {self.full(name) for name in _ALWAYS_READ}
         self.original = self.length(ORIGINAL)
         self.longest = self.length("context_length")
 
-    def key(self, name: str) -> str:
-        """Return the full name of a key, with the architecture prefix."""
-        return f"{self.architecture}.{name}"
+    def _architecture(self) -> tuple[str, GgufRow]:
+        key = "general.architecture"
+        name = self.get(key)
+        if not isinstance(name, str) or not name:
+            fix = "Pass the file of a model; if a model has several files, pass the first."
+            raise self.error(key, "must be a string", shown(name), fix)
+        row = ARCHITECTURES.get(name, UNKNOWN)
+        if row.refusal:
+            raise self.error(key, "must name a model that a Rope describes", repr(name), row.refusal)
+        return name, row
 
-    def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
-        """Return the value of a key as a number, or None if it is missing. Mark the key as used."""
-        key = self.key(name)
-        self.used.add(key)
-        if not self.fields.has(key):
-            return None
-        return checked_number(self.fields.source, key, self.fields.get(key), above=above, at_least=at_least)
+    def full(self, key: str) -> str:
+        """Return the name of a key with the architecture prefix, or the name of a tensor."""
+        return key if key.startswith(_WHOLE_NAMES) else f"{self.architecture}.{key}"
 
-    def length(self, name: str) -> int | None:
-        """Return the value of a key as a number of tokens, or None if it is missing."""
-        key = self.key(name)
-        return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
+    def _look_up(self, key: str) -> tuple[bool, Any]:
+        self.read_keys.add(self.full(key))
+        return self.full(key) in self.config, self.config.get(self.full(key))
+
+    def number(self, key: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
+        """Return the value of the key as a number, or None if it is missing. The factor also has a former name."""
+        value = super().number(key, above=above, at_least=at_least)
+        former = super().number(FORMER_FACTOR, above=above, at_least=at_least) if key == FACTOR else None
+        if value is not None and former is not None and value != former:
+            fix = f"llama.cpp uses {FACTOR}: {REMOVE}."
+            raise self.error(FORMER_FACTOR, f"must agree with {FACTOR}={value:g}", f"{former:g}", fix)
+        return former if value is None else value
+
+    def layer_list(self, key: str, count: int) -> list[Any] | None:
+        """Return the value of the key as a list with one entry for each layer. The heads of k may be one number."""
+        value = self.get(key)
+        return [value] * count if key == KV_HEADS and type(value) is int else super().layer_list(key, count)
 
     def require(self, name: str, value: float | None, why: str) -> Any:
         """Return the value of a key and record the key as its origin.
@@ -108,33 +145,42 @@ class Keys:
             RopeError: the value is None.
         """
         if value is None:
-            raise self.fields.error(self.key(name), "must be given", "none", why)
-        self.origins[name.rpartition(".")[2]] = self.key(name)
+            raise self.error(name, "must be given", "none", why)
+        stated = FORMER_FACTOR if name == FACTOR and not self.has(FACTOR) else name
+        self.origins[name.rpartition(".")[2]] = self.full(stated)
         return value
+
+    def attention_factor(self) -> float:
+        """Return rope.scaling.attn_factor, which multiplies cos and sin, or 1 if it is missing."""
+        key = "rope.scaling.attn_factor"
+        factor = self.number(key, above=0.0)
+        if factor is not None:
+            self.origins["attention_factor"] = self.full(key)
+        return 1.0 if factor is None else factor
 
     def refuse_unsupported(self) -> None:
         """Raise a RopeError if the file has a key that llama.cpp reads only for other architectures."""
         specific_keys = self.row.specific_keys()
-        self.used |= {self.key(name) for name in specific_keys}
+        self.read_keys |= {self.full(name) for name in specific_keys}
         for name, why in _SOMETIMES_READ.items():
-            value = self.fields.get(self.key(name))
+            value = self.get(name)
             if name not in specific_keys and value is not None:
-                fix = why.format(ignore=argument("ignore", (self.key(name),)))
-                raise self.fields.error(self.key(name), "must not be given", shown(value), fix)
-        local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
-        self.used.add(self.key(BASE_SWA))
+                fix = why.format(ignore=argument("ignore", (self.full(name),)))
+                raise self.error(name, "must not be given", shown(value), fix)
+        local, own = self.get(BASE_SWA), self.get(BASE)
+        self.read_keys.add(self.full(BASE_SWA))
         if BASE_SWA not in specific_keys and local not in (None, own):
             fix = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
-            raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), fix)
+            raise self.error(BASE_SWA, f"must agree with {BASE}={shown(own)}", shown(local), fix)
 
     def refuse_unused(self, kind: str) -> None:
         """Raise a RopeError if a key about rotation was not read, unless its value has no effect.
 
         `kind` is the type of the scaling, for the message.
         """
-        known = {self.key(name) for name in (*_ALWAYS_READ, *_NEUTRAL)}
-        for key, value in self.fields.config.items():
-            if key in self.used:
+        known = {self.full(name) for name in (*_ALWAYS_READ, *_NEUTRAL)}
+        for key, value in self.config.items():
+            if key in self.read_keys:
                 continue
             if key in known:
                 name = key.removeprefix(f"{self.architecture}.")
@@ -145,27 +191,11 @@ class Keys:
                         "model's config.json instead. If the key has no effect, pass "
                         f"{argument('ignore', (key,))}, or {REMOVE}."
                     )
-                    raise self.fields.error(key, must, shown(value), fix)
+                    raise self.error(name, must, shown(value), fix)
             elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"is about rotation and must be a key that llama.cpp reads for {self.architecture}"
                 fix = (
                     f"It would have no effect.{nearest(key, known)} To read the file, pass "
                     f"{argument('ignore', (key,))}, or {REMOVE}."
                 )
-                raise self.fields.error(shown(key), must, shown(value), fix)
-
-
-def _architecture(fields: Fields) -> tuple[str, GgufRow]:
-    """Return the name of the architecture and its `GgufRow`."""
-    name = fields.get("general.architecture")
-    if not isinstance(name, str) or not name:
-        raise fields.error(
-            "general.architecture",
-            "must be a string",
-            shown(name),
-            "Pass the file of a model; if a model has several files, pass the first.",
-        )
-    row = ARCHITECTURES.get(name, UNKNOWN)
-    if row.refusal:
-        raise fields.error("general.architecture", "must name a model that a Rope describes", repr(name), row.refusal)
-    return name, row
+                raise error(self.source, f"{shown(key)} {must}", shown(value), fix)

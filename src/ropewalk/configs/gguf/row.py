@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern
 from ropewalk.rope.rope import Pairing
 
 SOURCE = "llama.cpp src/llama-model.cpp, llama_model_rope_type"
@@ -19,69 +20,29 @@ HEAD, HEAD_SWA, HEAD_MLA = "attention.key_length", "attention.key_length_swa", "
 KV_HEADS, ROPE_PATTERN = "attention.head_count_kv", "attention.rope_pattern"
 ORIGINAL = "rope.scaling.original_context_length"
 
-ALL, NO_ROPE = "all", "no rope"
-"""The kind of all layers that rotate if there is only one such kind, and the kind of layers that do not rotate."""
-Axes = Literal["one", "mrope", "imrope", "mrope if sections"]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The facts that an architecture implies about one kind of layer that rotates.
-
-    Args:
-        bases: keys of the base. The first one with a value is used. rope.freq_base is the base of the model. If it is
-            missing, the argument base of from_config or `GgufRow.implied_base` replaces it.
-        implied_base: the base if none of the keys in `bases` has a value and rope.freq_base is not one of them. None
-            makes a missing base an error.
-        scaled: whether the scaling of the model applies to this kind of layer.
-        own_head: whether attention.key_length_swa and rope.dimension_count_swa state the head sizes of this kind.
-    """
-
-    bases: tuple[str, ...] = (BASE,)
-    implied_base: float | None = None
-    scaled: bool = True
-    own_head: bool = False
-
-
-@dataclass(frozen=True)
-class Every:
-    """A pattern that repeats every n layers: one layer is of kind `kind`, and the others are of kind `rest`.
-
-    Args:
-        n: the number of layers after which the pattern repeats.
-        kind, rest: the kinds.
-        key: key that overrides n; "" if there is none.
-        first: whether the first of every n layers is of kind `kind`. If False, it is the last.
-    """
-
-    n: int
-    kind: str
-    rest: str
-    key: str = ""
-    first: bool = False
+NOT_ALL_LAYERS = "Its layers do not all rotate alike, which is not supported yet."
+MODEL_KIND = Kind((BASE,))
+"""Layers with the base and the scaling of the model."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The kinds of layers of an architecture, and the rule that assigns a kind to each layer.
+    """The kinds of layers of an architecture, and the pattern that assigns a kind to each layer.
 
     Args:
-        kinds: maps the name of each kind to a `Kind`, or to None if layers of this kind do not rotate.
-        default: a pattern, or the kind of all layers, for files without a list. None makes the list required.
-        key: key of a list with an entry for each layer; "" if llama.cpp reads no such list.
-        true_kind, false_kind: the kind of a layer whose entry is true or greater than 0, and of one whose entry is
-            false or 0.
+        kinds: maps the name of each kind to a `Kind`, or to None if layers of this kind do not rotate. If a kind has
+            neither its base nor an implied one, `GgufRow.implied_base` or the argument base of from_config replaces
+            rope.freq_base, if that is among the keys of its base.
+        pattern: the pattern, or the kind of all layers.
         alike_without_window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
-        ignores_list: whether `default` applies even if the file has a list, which must then agree with it.
+        ignores_list: whether llama.cpp ignores the list of a `LayerFlags`, which must then agree with the pattern that
+            applies without it.
         count: the number of layers that a model must have for its layers to differ. None means any number.
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
     kinds: Mapping[str, Kind | None]
-    default: Every | str | None
-    key: str = ""
-    true_kind: str = ""
-    false_kind: str = ""
+    pattern: Pattern | str
     alike_without_window: bool = False
     ignores_list: bool = False
     count: int | None = None
@@ -135,7 +96,7 @@ class GgufRow:
     latent: bool = False
     scales_softmax: bool = False
     indexer: Pairing | None = None
-    axes: Axes = "one"
+    axes: Literal["one", "mrope", "imrope", "mrope if sections"] = "one"
     whole_head: bool = False
     implied_base: ImpliedBase | None = None
     finetuned_is_switch: bool = False
@@ -150,14 +111,14 @@ class GgufRow:
 
     def kinds(self) -> dict[str, Kind | None]:
         """Return a dict from the name of each kind of layer to its `Kind`, or to None if such layers do not rotate."""
-        return {ALL: Kind(), NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
+        return {ALL: MODEL_KIND, NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
 
     def specific_keys(self) -> frozenset[str]:
         """Return the keys that llama.cpp reads for this architecture but not for every architecture."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}
         if self.layers is not None:
-            names.add(self.layers.key)
+            names |= set() if isinstance(self.layers.pattern, str) else self.layers.pattern.keys()
             for kind in filter(None, self.layers.kinds.values()):
-                names |= {*kind.bases} | ({HEAD_SWA, DIM_SWA} if kind.own_head else set())
-        return frozenset(names)
+                names |= {*kind.bases, kind.head_dim_key, kind.dim_key}
+        return frozenset(names - {""})

@@ -1,10 +1,9 @@
-"""Architectures of models that no `Rope` describes, or that rotate nothing although their configs have rope keys."""
+"""Models that no `Rope` describes, or that rotate nothing although their configs have rope keys."""
 
 from __future__ import annotations
 
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.families.refused import Refused
-from ropewalk.configs.rows import refused, without_rope
+from ropewalk.configs.rows import other_positions, refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
 _BY_HEAD = "transformers rotates each head by the index of the head, not by the position of the token."
@@ -27,14 +26,8 @@ _OTHER_POSITIONS = {
 }
 
 
-def _no_rope(model_type: str, instead: str) -> Refused:
-    return Refused(
-        source=f"the model's own code: {instead}", why=f"{model_type} has no rotary positions: it has {instead}."
-    )
-
-
-NO_ROPES: dict[str, Architecture] = {
-    **{name: _no_rope(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
+NO_ROPE_MODELS: dict[str, Architecture] = {
+    **{name: other_positions(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
     "nanochat": refused("nanochat", "It rotates in the opposite direction. Build the Rope and negate the positions."),
     "vjepa2": refused(

@@ -1,13 +1,10 @@
-"""Architectures of models whose code is not in transformers, for the table in `models.py`.
-
-The code comes with the checkpoint or with an inference engine. Models whose configs `Architecture` itself cannot read
-have subclasses of it in `families/`.
-"""
+"""Models whose code is not in transformers, but comes with the checkpoint or with an inference engine."""
 
 from __future__ import annotations
 
-from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.layers import ALL, LayerCodes
+from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.families import one_step
+from ropewalk.configs.layers import ALL, Kind, LayerCodes
 from ropewalk.configs.rows import remote
 
 _FULL = "full_attention"
@@ -88,5 +85,66 @@ REMOTE: dict[str, Architecture] = {
         )
         for name in ("minimax_m1", "minimax_text_01")
     },
+    # One step differs, which a function reads.
+    "baichuan": remote(
+        "modeling_baichuan.py of Baichuan-7B; vLLM model_executor/models/baichuan.py",
+        head_dim_keys=(),
+        check=one_step.refuse_baichuan_13b,
+        **_IMPLIED_BASE,
+    ),
+    # ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 with their own code, not "glm" of transformers.
+    "chatglm": remote(
+        "modeling_chatglm.py of chatglm3-6b-32k and glm-4-9b-chat; vLLM model_executor/models/chatglm.py",
+        pairing=one_step.chatglm_pairing,
+        head_dim_keys=("kv_channels",),
+        layers=("num_layers", "num_hidden_layers"),
+        partial_keys=(),
+        partial=0.5,
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        more_keys=one_step.add_chatglm_base,
+        fixed={"position_encoding_2d": (False, "the two positions for each token of ChatGLM-6B (version 1)")},
+        keys_without_effect={"rotary_percent": "the code of CodeGeeX 2 always rotates half of the head"},
+        own_config=True,
+    ),
+    # Version 1.
+    "internlm": remote(
+        "modeling_internlm.py of internlm-chat-7b and internlm-20b",
+        more_keys=one_step.add_internlm_rotary,
+        **_IMPLIED_BASE,
+    ),
+    "minimind": remote(
+        "model/model.py and model/model_minimind.py of jingyaogong/minimind",
+        pairing=one_step.minimind_pairing,
+        head_dim_keys=(),
+        hidden=("dim", "hidden_size"),
+        heads=("n_heads", "num_attention_heads"),
+        layers=("n_layers", "num_hidden_layers"),
+    ),
+    "nemotron-nas": remote(
+        "modeling_decilm.py of Llama-3_1-Nemotron-51B-Instruct; vLLM model_executor/models/nemotron_nas.py",
+        pattern=one_step.nemotron_nas_kinds,
+    ),
+    # Version 1.
+    "qwen": remote(
+        "modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py",
+        head_dim_keys=("kv_channels",),
+        hidden=("hidden_size", "n_embd"),
+        heads=("num_attention_heads", "n_head"),
+        layers=("num_hidden_layers", "n_layer"),
+        partial_keys=("rotary_pct",),
+        partial=1.0,
+        kinds={ALL: Kind(bases=("rotary_emb_base",))},
+        check=one_step.warn_of_qwen_ntk,
+        trained_length=one_step.qwen_length,
+    ),
+    "telechat": remote(
+        "modeling_telechat.py of telechat-7B",
+        head_dim_keys=(),
+        heads=("n_head", "num_attention_heads"),
+        layers=("n_layer", "num_hidden_layers"),
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        more_keys=one_step.add_telechat_scaling,
+        own_config=True,
+    ),
 }
 """Maps a model_type to its row."""

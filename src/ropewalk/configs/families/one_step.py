@@ -1,0 +1,232 @@
+"""Models in which one step differs: functions of the reader, which the rows of these models name.
+
+Source of each function: the code that its row names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ropewalk._checks import nearest, number, short_key, shown
+from ropewalk.configs.architecture import QueryScale
+from ropewalk.configs.fields import ConfigValue
+from ropewalk.configs.layers import ALL, NO_ROPE, check_kinds
+from ropewalk.configs.reader import Reader
+
+# the pairing
+
+
+def minimind_pairing(c: Reader) -> str:
+    """Return "interleaved" if the config states the width with Meta's key, as early versions of MiniMind do."""
+    return "interleaved" if c.has("dim") else "half"
+
+
+def chatglm_pairing(c: Reader) -> str:
+    """Return "half" if original_rope is false."""
+    return "interleaved" if c.boolean("original_rope", True) else "half"
+
+
+# the number of layers
+
+
+def nemotron_h_layers(c: Reader) -> int:
+    """Return num_hidden_layers, or the length of layers_block_type if that key is missing."""
+    key = "layers_block_type"
+    layer_kinds = c.get(key)
+    listed = not c.has("num_hidden_layers") and isinstance(layer_kinds, list) and layer_kinds
+    c.origins["layers"] = f"the length of {key}" if listed else "num_hidden_layers"
+    return len(layer_kinds) if listed else c.layers(("num_hidden_layers",))
+
+
+def longcat_layers(c: Reader) -> int:
+    """Return the number of attention modules: each layer has two, which count as layers in `ModelRopes`."""
+    c.origins["layers"] = "num_layers"
+    return 2 * c.layers(("num_layers",))
+
+
+# the kinds of the layers
+
+
+def recurrent_gemma_kinds(c: Reader, count: int) -> list[str]:
+    """Repeat the short list `block_types` until all layers have a kind."""
+    key = "block_types"
+    block_types = c.get(key)
+    if not isinstance(block_types, list) or not block_types:
+        raise c.error(key, "must be a list of kinds of layers", shown(block_types), "Add it.")
+    repeated = [block_types[i % len(block_types)] for i in range(count)]
+    return check_kinds(c, key, repeated, ("attention", "recurrent"))
+
+
+def nemotron_nas_kinds(c: Reader, count: int) -> list[str]:
+    """Read `block_configs`. Layers whose attention was removed, or replaced by a linear layer, do not rotate."""
+    key = "block_configs"
+    kinds = []
+    for block in c.layer_list(key, count) or []:
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            must, fix = "must contain objects with the key attention", "Check that it is the list of this model."
+            raise c.error(key, must, shown(block), fix)
+        absent = attention.get("no_op") or attention.get("replace_with_linear")
+        kinds.append(NO_ROPE if absent else ALL)
+    if not kinds:
+        must = "must be given, since some layers have no attention"
+        raise c.error(key, must, "none", "Add a list with one entry for each layer.")
+    c.origins["layer_types"] = f"{key}: blocks with attention rotate"
+    return kinds
+
+
+DENSE_FULL = "dense full_attention"
+"""The kind of the layers of Cohere 2 MoE with full attention and a dense MLP, if they rotate."""
+
+
+def cohere2_moe_kinds(c: Reader, count: int) -> list[str]:
+    """Return the kind of each layer, from the lists `layer_types` and `mlp_layer_types`.
+
+    The first `first_k_dense_replace` layers have dense MLPs. Of these layers, the last of every
+    `prefix_dense_sliding_window_pattern` has full attention, and of the remaining ones the last of every
+    `sliding_window_pattern`. If the first pattern is 1, full layers with a dense MLP rotate. No other full layer does.
+    """
+    full, sliding = "full_attention", "sliding_attention"
+    prefix = "prefix_dense_sliding_window_pattern"
+    own = c.size(prefix) if c.has(prefix) else 1
+    rest = c.size("sliding_window_pattern") if c.has("sliding_window_pattern") else 4
+    first = c.optional_count("first_k_dense_replace", at_most=count)
+    kinds, origin = c.layer_list("layer_types", count), "layer_types"
+    if kinds is None:
+        origin = f"one of every {own} of the first {first} layers is full, and one of every {rest} of the others"
+        kinds = [full if (i + 1) % own == 0 else sliding for i in range(first)]
+        kinds += [full if (i + 1) % rest == 0 else sliding for i in range(count - first)]
+    mlps = c.layer_list("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
+    check_kinds(c, "layer_types", kinds, (sliding, full))
+    check_kinds(c, "mlp_layer_types", mlps, ("dense", "sparse"))
+    c.origins["layer_types"] = origin
+    dense_full_rotates = own == 1
+    return [
+        DENSE_FULL if dense_full_rotates and kind == full and mlp == "dense" else str(kind)
+        for kind, mlp in zip(kinds, mlps, strict=True)
+    ]
+
+
+# configs that no Rope describes, and warnings
+
+
+def refuse_baichuan_13b(c: Reader) -> None:
+    """Raise a RopeError for Baichuan 13B, which uses ALiBi. Only the hidden size distinguishes it from the 7B."""
+    if c.get("hidden_size") != 4096:
+        must = "must be 4096, since only Baichuan 7B has a rope"
+        fix = "The 13B uses ALiBi, so there is no rope to describe."
+        raise c.error("hidden_size", must, shown(c.get("hidden_size")), fix)
+
+
+def qwen_length(c: Reader) -> int | None:
+    """Return the trained length of Qwen 1: seq_length, or max_position_embeddings if the config has no seq_length."""
+    return c.length("seq_length") or c.longest
+
+
+def warn_of_qwen_ntk(c: Reader) -> None:
+    """Add a warning if the config of Qwen 1 enables its dynamic scaling, which no scheme describes."""
+    if c.boolean("use_dynamic_ntk", False):
+        c.warnings.append(
+            f"use_dynamic_ntk: beyond {qwen_length(c)} tokens the model's own code uses NTK with "
+            "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes do not "
+            "include it. For longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
+        )
+
+
+# the keys that define the rope
+
+
+def add_bases_of_layers(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the base from Granite's list with the base of each layer, which is 0 if the layer does not rotate.
+
+    All layers that rotate must have the same base.
+    """
+    key = "layer_rope_theta"
+    bases = c.get(key)
+    for i, base in enumerate(bases if isinstance(bases, list) else []):
+        c.add(rope_keys, "rope_theta", base or None, f"{key}[{i}]")
+
+
+def add_chatglm_base(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the base 10000 · rope_ratio, unless the config or the caller states the base itself."""
+    key, base = "rope_ratio", 10_000.0
+    if "rope_theta" in rope_keys or c.passed_base is not None or not c.has(key):
+        return
+    factor = number(c.source, key, c.get(key), above=0.0)
+    name = c.get("_name_or_path")
+    if factor != 1.0 and isinstance(name, str) and "chatglm2" in name.lower():
+        must = "must multiply the base, as in ChatGLM3 and GLM-4"
+        fix = f"ChatGLM2-32K divides positions by it: build the Rope by hand with Linear({key})."
+        raise c.error(key, must, f"a file of {shown(name)}", fix)
+    if factor != 1.0:
+        c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
+    rope_keys["rope_theta"] = ConfigValue(base * factor, key, origin=f"{base:g} · {key}")
+
+
+_INTERNLM_KEYS = {"base": "rope_theta", "type": "rope_type", "scaling_factor": "factor"}
+
+
+def add_internlm_rotary(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the base and the scaling from the object `rotary`, which some configs of InternLM have.
+
+    `rotary.type` is "origin" (no scaling) or "dynamic", whose factor is 1 by default.
+    """
+    rotary = c.get("rotary")
+    if rotary is None:
+        return
+    if not isinstance(rotary, Mapping):
+        fix = "Write an object with the keys base and type."
+        raise c.error("rotary", "must be an object or null", shown(rotary), fix)
+    for key, value in rotary.items():
+        where = f"rotary.{short_key(key)}"
+        if key not in _INTERNLM_KEYS:
+            fix = f"The model's own code reads no other key.{nearest(str(key), _INTERNLM_KEYS)}"
+            raise c.error(where, f"must be one of {', '.join(_INTERNLM_KEYS)}", shown(value), fix)
+        c.add(rope_keys, _INTERNLM_KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
+    if "rope_type" in rope_keys and rope_keys["rope_type"].value == "dynamic":
+        rope_keys.setdefault("factor", ConfigValue(1.0, "implied by internlm"))
+    else:
+        rope_keys.pop("factor", None)
+
+
+def add_telechat_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the NTK scaling of TeleChat, with alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
+    trained, base_length = (c.size(key) if c.has(key) else 8192 for key in ("training_seqlen", "base_seqlen"))
+    alpha = max(2 ** math.ceil(math.log2(trained / base_length) + 1) - 1, 1)
+    where = "training_seqlen / base_seqlen"
+    c.warnings.append(f"beyond {trained} tokens the model's own code changes the base with the length.")
+    if alpha > 1:
+        c.add(rope_keys, "rope_type", "dynamic", where)
+        c.add(rope_keys, "alpha", float(alpha), where)
+
+
+# the factor of q
+
+
+def longcat_query_scale(c: Reader) -> QueryScale:
+    """Return the factor √(hidden_size / q_lora_rank)."""
+    c.origins["query_scale"] = "square root of hidden_size / q_lora_rank"
+    return QueryScale(constant=math.sqrt(c.size("hidden_size") / c.size("q_lora_rank")))
+
+
+def esm_query_scale(c: Reader) -> QueryScale:
+    """Return the factor head_dim^-0.5."""
+    return QueryScale(constant=c.head_width(("hidden_size",), ("num_attention_heads",), "head_dim") ** -0.5)
+
+
+def privacy_filter_query_scale(c: Reader) -> QueryScale:
+    """Return the factor head_dim^-0.25, of q and of k."""
+    return QueryScale(constant=c.channels("head_dim") ** -0.25, scales_keys=True)
+
+
+def scale_by(key: str) -> Callable[[Reader], QueryScale | None]:
+    """Return a function that returns the value of the key as the factor of q, or None if it is missing."""
+
+    def query_scale(c: Reader) -> QueryScale | None:
+        if not c.has(key):
+            return None
+        c.origins["query_scale"] = key
+        return QueryScale(constant=number(c.source, key, c.get(key), above=0.0))
+
+    return query_scale

@@ -1,0 +1,246 @@
+"""The table of llama.cpp's architectures: `ROWS` maps the names of architectures to the row that they share.
+
+The rows were checked against llama.cpp as vendored in llama-cpp-python 0.3.36: against llama_model_rope_type in
+src/llama-model.cpp for the pairing, src/models/*.cpp for the rotation of each layer and the tensors and keys that are
+read, and conversion/*.py for the content of files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ropewalk.configs.gguf.row import (
+    BASE,
+    BASE_SWA,
+    DIM_SWA,
+    HEAD_SWA,
+    KV_HEADS,
+    MODEL_KIND,
+    NOT_ALL_LAYERS,
+    ORIGINAL,
+    ROPE_PATTERN,
+    GgufRow,
+    ImpliedBase,
+    Layers,
+)
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags
+
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_WINDOWS, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
+_LENGTH = "attention.temperature_length"
+
+_UNSCALED = Kind((BASE,), scaled=False)
+_LOCAL = Kind((BASE_SWA, BASE))
+_LOCAL_WITH_HEAD = replace(_LOCAL, head_dim_key=HEAD_SWA, dim_key=DIM_SWA)
+_GEMMA_LOCAL = Kind((BASE_SWA,), implied_base=10_000.0, scaled=False)
+_LOCAL_WITH_BASE = Kind((BASE_SWA,), scaled=False)  # an error without a base, although llama.cpp then uses 10000
+
+
+def _in(model: str) -> str:
+    return f"llama.cpp src/models/{model}.cpp"
+
+
+def _last(n: int) -> Every:
+    return Every(n, _FULL, _SLIDING, key=_WINDOWS)
+
+
+def _first(n: int) -> Every:
+    return Every(n, _FULL, _SLIDING, key=_WINDOWS, first=True)
+
+
+def _windows(full: Kind | None, local: Kind, default: Every | None, **more: Any) -> Layers:
+    """Build the layers of an architecture in which some layers have a sliding window and the others full attention.
+
+    `default` is the pattern for files without a list, and `more` are further fields of `Layers`.
+    """
+    return Layers({_FULL: full, _SLIDING: local}, LayerFlags(_WINDOWS, _SLIDING, _FULL, default), **more)
+
+
+def _unrotated_fourth(default: Every, **more: Any) -> Layers:
+    """Build the layers of an architecture in which one of every four does not rotate, whatever list the file has."""
+    return _windows(None, _LOCAL, default, ignores_list=True, **more)
+
+
+def _linear(interval: int) -> Layers:
+    """Build the layers of an architecture in which the last of every `interval` layers rotates."""
+    pattern = Every(interval, _FULL, _LINEAR, key="full_attention_interval")
+    return Layers({_FULL: MODEL_KIND, _LINEAR: None}, LayerFlags(_RECURRENT, _LINEAR, _FULL, pattern))
+
+
+def _kv_heads(other: str) -> Layers:
+    """Build the layers of an architecture in which a layer without heads of k is of kind `other`."""
+    return Layers({_FULL: MODEL_KIND, other: None}, LayerFlags(KV_HEADS, _FULL, other, _FULL))
+
+
+def _refused_row(why: str) -> GgufRow:
+    return GgufRow(None, refusal=why)
+
+
+ROWS: dict[str, GgufRow] = {
+    # ---- all layers rotate alike, and llama.cpp reads no further keys or tensors ----
+    "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
+    "olmo xverse": GgufRow("interleaved"),
+    "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma gptneox grovemoe hunyuan-moe hy_v3 jais2 "
+    "jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm orion pangu-embedded phi2 qwen "
+    "qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2": GgufRow("half"),
+    # ---- all layers rotate alike, and llama.cpp reads further keys or tensors ----
+    # Llama is interleaved because the converter permutes its q and k.
+    "llama": GgufRow(
+        "interleaved",
+        freqs="read",
+        longrope="by type",
+        whole_head=True,
+        implied_base=ImpliedBase(
+            10_000.0,
+            "files of Llama 1 and 2 have no rope.freq_base",
+            "In a model newer than Llama 2, the key was lost.",
+        ),
+    ),
+    "llama-embed": GgufRow("interleaved", freqs="read", longrope="by type", whole_head=True),
+    "falcon": GgufRow("half", whole_head=True),
+    "arcee": GgufRow("interleaved", freqs="read"),
+    "exaone": GgufRow("half", freqs="read"),
+    "minicpm": GgufRow("interleaved", freqs="read", longrope="by type"),
+    "apertus": GgufRow("half", freqs="read", longrope="by type"),
+    "granite granitemoe": GgufRow("interleaved", freqs="read", longrope="by type", finetuned_is_switch=True),
+    "phi3 phimoe": GgufRow("half", longrope="by tensors"),
+    "hunyuan-dense": GgufRow("half", alpha=True),
+    "mistral3": GgufRow(
+        "interleaved",
+        _in("mistral3"),
+        freqs="read",
+        longrope="by type",
+        yarn_betas=True,
+        yarn_log="whole",
+        temperature_length=ORIGINAL,
+    ),
+    # ---- multi-head latent attention ----
+    "deepseek2": GgufRow(
+        "interleaved",
+        _in("deepseek2"),
+        latent=True,
+        scales_softmax=True,
+        yarn_log="tenth",
+        yarn_log_is_mscale=True,
+        temperature_length=_LENGTH,
+    ),
+    # llama.cpp runs mistral4 with the code of deepseek2.
+    "mistral4": GgufRow(
+        "interleaved", _in("deepseek2"), latent=True, scales_softmax=True, yarn_log="tenth", temperature_length=_LENGTH
+    ),
+    "deepseek32": GgufRow(
+        "interleaved", _in("deepseek32"), latent=True, scales_softmax=True, yarn_log="tenth", indexer="half"
+    ),
+    "glm-dsa": GgufRow("interleaved", _in("glm-dsa"), latent=True, scales_softmax=True, indexer="interleaved"),
+    "minicpm3": GgufRow("half", _in("minicpm3"), latent=True, longrope="by tensors"),
+    "plm": GgufRow("interleaved", _in("plm"), latent=True),
+    # ---- tokens have several positions ----
+    "paddleocr qwen2vl": GgufRow("half", axes="mrope"),
+    "qwen3tts qwen3vl qwen3vlmoe": GgufRow("half", axes="imrope"),
+    "glm4": GgufRow("interleaved", axes="mrope if sections"),
+    "glm4moe": GgufRow("half", axes="mrope if sections"),
+    "hunyuan_vl": GgufRow("half", axes="mrope if sections", alpha=True),
+    # ---- sliding layers have their own base and no scaling ----
+    "gemma3": GgufRow(
+        "half", _in("gemma3"), layers=_windows(MODEL_KIND, _GEMMA_LOCAL, _last(6), alike_without_window=True)
+    ),
+    "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(MODEL_KIND, _GEMMA_LOCAL, _last(5))),
+    "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(MODEL_KIND, _GEMMA_LOCAL, _last(6))),
+    "gemma4": GgufRow(
+        "half",
+        _in("gemma4"),
+        layers=_windows(MODEL_KIND, replace(_LOCAL_WITH_BASE, head_dim_key=HEAD_SWA, dim_key=DIM_SWA), None),
+        freqs="needed",
+    ),
+    "modern-bert": GgufRow(
+        "half", _in("modern-bert"), layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE, _first(3), alike_without_window=True)
+    ),
+    "plamo3": GgufRow(
+        "half", _in("plamo3"), layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE, _last(8), alike_without_window=True)
+    ),
+    "mimo2": GgufRow("half", _in("mimo2"), layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE, None)),
+    "laguna": GgufRow(
+        "half",
+        _in("laguna"),
+        layers=_windows(MODEL_KIND, replace(_LOCAL_WITH_HEAD, scaled=False), _first(4), alike_without_window=True),
+    ),
+    # ---- sliding layers have the base of the model and no scaling ----
+    "olmo2": GgufRow("half", _in("olmo2"), layers=_windows(MODEL_KIND, _UNSCALED, _last(4), alike_without_window=True)),
+    "mellum": GgufRow(
+        "half", _in("mellum"), layers=_windows(MODEL_KIND, _UNSCALED, _last(4), alike_without_window=True)
+    ),
+    # ---- sliding layers may have their own base, and have the scaling of the model ----
+    "gemma2": GgufRow("half", _in("gemma2"), layers=_windows(MODEL_KIND, _LOCAL, _last(2))),
+    "gpt-oss": GgufRow(
+        "half",
+        _in("openai-moe"),
+        layers=_windows(MODEL_KIND, _LOCAL, _last(2)),
+        yarn_warning="llama.cpp rounds the ends of YaRN's ramp, and so do these ropes. The model's own config does "
+        "not: it has truncate=False.",
+    ),
+    "spark2_5": GgufRow("half", _in("spark2-5"), layers=_windows(MODEL_KIND, _LOCAL_WITH_HEAD, None)),
+    # ---- full layers do not rotate ----
+    "cohere2": GgufRow("interleaved", _in("cohere2"), layers=_windows(None, MODEL_KIND, _last(4))),
+    "exaone4": GgufRow("half", _in("exaone4"), layers=_windows(None, MODEL_KIND, _last(4), count=64), freqs="read"),
+    "exaone-moe": GgufRow("half", _in("exaone-moe"), layers=_windows(None, MODEL_KIND, _last(4)), freqs="read"),
+    "muse-glimmer": GgufRow(
+        "interleaved", _in("muse-glimmer"), layers=_windows(None, replace(_LOCAL, scaled=False), _last(4))
+    ),
+    "maple": GgufRow("half", _in("maple"), layers=_windows(None, _LOCAL_WITH_HEAD, None)),
+    "llama4": GgufRow(
+        "interleaved",
+        _in("llama4"),
+        layers=_unrotated_fourth(
+            _last(4), zero_window_refusal="With 0, llama.cpp rotates all layers but the last, which is not supported."
+        ),
+        freqs="read",
+    ),
+    "afmoe": GgufRow("half", _in("afmoe"), layers=_unrotated_fourth(_last(4))),
+    "smallthinker": GgufRow(
+        "half", _in("smallthinker"), layers=_unrotated_fourth(_first(4), alike_without_window=True)
+    ),
+    # ---- some layers do not rotate, according to a pattern or a list ----
+    "smollm3": GgufRow(
+        "interleaved", _in("smollm3"), layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
+    ),
+    "granite_swa": GgufRow(
+        "interleaved",
+        _in("granite-swa"),
+        layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, LayerFlags(ROPE_PATTERN, otherwise=ALL)),
+        freqs="read",
+        longrope="by type",
+    ),
+    # ---- some layers have no attention ----
+    "lfm2": GgufRow("half", _in("lfm2"), layers=_kv_heads("conv")),
+    "lfm2moe": GgufRow("half", _in("lfm2moe"), layers=_kv_heads("conv")),
+    "granitehybrid": GgufRow(
+        "interleaved", _in("granite-hybrid"), layers=_kv_heads("mamba"), freqs="read", finetuned_is_switch=True
+    ),
+    "plamo2": GgufRow("half", _in("plamo2"), layers=_kv_heads("mamba")),
+    "qwen3next": GgufRow("half", _in("qwen3next"), layers=_linear(4)),
+    "qwen35": GgufRow("half", _in("qwen35"), layers=_linear(4), axes="imrope"),
+    "qwen35moe": GgufRow("half", _in("qwen35moe"), layers=_linear(4), axes="imrope"),
+    "minimax-01": GgufRow("half", _in("minimax-01"), layers=_linear(8)),
+    # ---- no Rope describes them ----
+    "bailingmoe3 deepseek4 dots3note": _refused_row("Latent attention of several kinds is not supported yet."),
+    "arwkv7 bert bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt "
+    "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused_row(
+        "llama.cpp rotates nothing in this architecture."
+    ),
+    "cohere2moe deci graniteswitch nanbeige": _refused_row(NOT_ALL_LAYERS),
+    "baichuan": _refused_row("The 7B rotates all layers and the 13B none, and no key distinguishes them."),
+    "deepseek2-ocr": _refused_row(
+        "Its attention rotates the whole head instead of rope.dimension_count channels, which is not supported yet."
+    ),
+    "gemma4-assistant": _refused_row(
+        "It drafts for another model and uses that model's keys, which is not supported yet."
+    ),
+    "hy_v4": _refused_row("llama.cpp and transformers pair different channels in it, which is not supported yet."),
+    "qwen4exp": _refused_row("It also rotates pooled blocks, which is not supported yet."),
+    "step35": _refused_row(
+        "Its full layers rotate half of the channels that the file states, which is not supported yet."
+    ),
+    "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused_row("It is not supported yet."),
+}
+"""Maps the names of architectures, separated by spaces, to the row that they share."""

@@ -1,0 +1,72 @@
+"""Text models whose tokens have several positions, such as time, height and width."""
+
+from __future__ import annotations
+
+from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.axes_rules import AxesRule, half_for_each, interleaved_axes, time_last
+from ropewalk.configs.layers import Every, Kind
+from ropewalk.configs.rows import several_axes
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_QWEN2_VL = AxesRule((16, 24, 24))
+_QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True)
+_QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
+_GLM4V = AxesRule((8, 12, 12))
+_ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
+_NEOMME = AxesRule(None, names=("row", "column"), pattern=half_for_each, is_interleaved=True, keys=())
+_HUNYUAN = AxesRule(
+    None,
+    names=("sequence", "width", "height", "image"),
+    min_sections=3,
+    keys=("mrope_section", "xdrope_section"),
+    warning="transformers 5.23 uses positions of different axes for the two channels of a pair, which is a rotation "
+    "for text only. These axes are those of vLLM, where each pair has one axis.",
+)
+
+SEVERAL_AXES: dict[str, Architecture] = {
+    "cohere_compass_text": several_axes(
+        "cohere_compass", _QWEN3_VL, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+    ),
+    "qwen2_vl_text": several_axes("qwen2_vl", _QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_vl_text": several_axes("qwen2_5_vl", _QWEN2_VL, head_dim_keys=()),
+    "qwen2_vl": several_axes("qwen2_vl", _QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_vl": several_axes("qwen2_5_vl", _QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_omni_text": several_axes("qwen2_5_omni", _QWEN2_VL),
+    "qwen2_5_omni_talker": several_axes("qwen2_5_omni", _QWEN2_VL, head_dim_divides=False),
+    "qwen3_vl_text": several_axes("qwen3_vl", _QWEN3_VL, head_dim_divides=False),
+    "qwen3_vl_moe_text": several_axes("qwen3_vl_moe", _QWEN3_VL),
+    "qwen3_omni_moe_text": several_axes("qwen3_omni_moe", _QWEN3_VL),
+    "qwen3_omni_moe_talker_text": several_axes("qwen3_omni_moe", _QWEN3_VL),
+    "cosmos3_edge_text": several_axes("cosmos3_edge", _QWEN3_VL),
+    "ernie4_5_vl_moe_text": several_axes("ernie4_5_vl_moe", _ERNIE, pairing="interleaved"),
+    "glm4v_text": several_axes("glm4v", _GLM4V, fraction=1.0, pairing="interleaved"),
+    "glm4v_moe_text": several_axes("glm4v_moe", _GLM4V, fraction=0.5),
+    "glm_image_text": several_axes("glm_image", _GLM4V, fraction=1.0),
+    "glm_ocr_text": several_axes("glm_ocr", _GLM4V, fraction=1.0, pairing="interleaved"),
+    "paddleocr_vl_text": several_axes("paddleocr_vl", _QWEN2_VL, head_dim_divides=False),
+    "hunyuan_vl_text": several_axes("hunyuan_vl", _HUNYUAN, head_dim_divides=False),
+    "neomme": several_axes(
+        "neomme", _NEOMME, fraction=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+    ),
+    "qwen4_exp_text": several_axes(
+        "qwen4_exp",
+        _QWEN3_5,
+        fraction=1.0,
+        flat=True,
+        head_dim_divides=False,
+        kinds={"indexed_attention": Kind(), _FULL: Kind(), "linear_attention": None},
+        pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
+    ),
+    **{
+        f"{name}_text": several_axes(
+            name,
+            _QWEN3_5,
+            fraction=0.25,
+            head_dim_divides=False,
+            kinds={_FULL: Kind(), "linear_attention": None},
+            pattern=Every(4, _FULL, "linear_attention", key="full_attention_interval"),
+        )
+        for name in ("qwen3_5", "qwen3_5_moe")
+    },
+}
+"""Maps a model_type to its row."""
