@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def rotate_and_attend(
         q: queries of the new tokens, not rotated yet, `[batch, seq, heads, head_dim]`.
         k, v: keys, not rotated yet, and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
         rotation: rotation of the new tokens. None leaves q and k unchanged.
-        mask: as in `attend`. With a `TwoPass` it must be a tensor.
+        mask: as in `attend`. With a `TwoPass` it must be a tensor or None.
         scale: factor of the scores.
         append: function that stores the rotated keys and the values, and returns all keys and values. None attends
             over the new keys only.
@@ -85,18 +85,15 @@ def rotate_and_attend(
     Returns:
         `[batch, seq, heads, head_dim]`.
     """
-    near = rotation.near if isinstance(rotation, TwoPass) else rotation
-    if norm is not None and isinstance(rotation, Rotation):
-        q_near, k = norm.rotate(rotation, q, k, layout="bshd")
+    if norm is not None and rotation is not None and rotation.passes == 1:
+        q, k = norm.rotate(rotation, q, k, layout="bshd")
     else:
         q, k = (q, k) if norm is None else norm(q, k)
-        q_near, k = (q, k) if near is None else near(q, k, layout="bshd")
+        q, k = (q, k) if rotation is None else rotation(q, k, layout="bshd")
     if append is not None:
         k, v = append(k, v)
-    if isinstance(rotation, TwoPass):
-        q_far = rotation.far_queries(q, layout="bshd")
-        return rotation.attend(q_near, q_far, k, v, mask=cast(Tensor, mask), scale=scale, dropout=dropout)
-    return attend(q_near, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
+    by = attend if rotation is None or rotation.passes == 1 else rotation.attend
+    return by(q, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
 
 
 def attend(

@@ -262,10 +262,14 @@ class RotaryAttention(torch.nn.Module):
         """Attend to the keys of the same tokens, without a cache. No mask is built if only causality applies."""
         if isinstance(mask, Tensor):
             check_mask("RotaryAttention", mask, q, k.shape[1])
-        if not isinstance(mask, BlockMask):
-            dense = mask is not None or isinstance(rotation, TwoPass)
-            causality = self._causality_mask(q.shape[1], q.device, dense=dense)
-            mask = mask if causality is None else restrict(mask, causality)
+        seq = q.shape[1]
+        if isinstance(mask, BlockMask):
+            pass
+        elif self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
+            window = masks.sliding_window(seq, self.window, device=q.device)
+            mask = restrict(mask, window if self.causal else window | window.mT)
+        elif mask is not None and self.causal:
+            mask = restrict(mask, causal_mask(seq, seq, q.device))
         return attention.rotate_and_attend(
             q,
             k,
@@ -277,19 +281,6 @@ class RotaryAttention(torch.nn.Module):
             dropout=self.dropout if self.training else 0.0,
             norm=norm,
         )
-
-    def _causality_mask(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
-        """Return the mask of causality and window, bool `[1, 1, seq, seq]`, or None if attention needs no mask.
-
-        Args:
-            dense: whether causality must be part of the mask. If False, the attention function applies causality.
-        """
-        if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
-            window = masks.sliding_window(seq, self.window, device=device)
-            return window if self.causal else window | window.mT
-        if not self.causal:
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if dense else None
-        return causal_mask(seq, seq, device) if dense else None
 
     def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
         """Return the user's mask, combined with the layer's window if the cache keeps more tokens than the window."""
@@ -326,21 +317,12 @@ class RotaryAttention(torch.nn.Module):
                 "causal=False" if not self.causal else f"dropout={self.dropout} in training mode",
                 "A cache is for generation: build the layer with causal=True, and call eval() before it.",
             )
-        if mask is None or isinstance(mask, Tensor):
-            return
-        if not isinstance(mask, BlockMask):
+        if mask is not None and not isinstance(mask, (Tensor, BlockMask)):
             raise _checks.error(
                 who,
                 "mask must be a tensor, a BlockMask or None",
                 _checks.shown(mask),
                 "Plain causality needs no mask; ropewalk.masks builds masks for documents, windows and padding.",
-            )
-        if isinstance(rotation, TwoPass):
-            raise _checks.error(
-                who,
-                "with a rotation in two passes, mask must be a tensor",
-                "a BlockMask",
-                "Pass a dense mask, e.g. masks.packed(cu_seqlens, total).",
             )
 
     def extra_repr(self) -> str:
