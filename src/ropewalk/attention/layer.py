@@ -15,9 +15,9 @@ from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
 from ropewalk.attention.attend import AttendingCache
 from ropewalk.attention.heads import split_heads
-from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, restrict
+from ropewalk.attention.step import LayerCache
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -217,18 +217,20 @@ class RotaryAttention(torch.nn.Module):
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
-        norm = self._fusable_norm(q, k, v, cache)
+        norm = None if self.q_norm is None else self._fusable_norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast some norms return float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
-        fused: dict[str, Any] = {} if norm is None else {"norm": norm}
         if cache is None:
             attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
+        elif isinstance(cache, LayerCache):
+            within = None if self.window is None or isinstance(mask, BlockMask) else cache.step.within(self.window)
+            mask = mask if within is None or isinstance(mask, BlockMask) else restrict(mask, within)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         else:
-            mask = self._with_window(cache, mask)
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **fused)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
             attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
@@ -244,7 +246,7 @@ class RotaryAttention(torch.nn.Module):
             return None
         if _has_hooks(q_norm) or _has_hooks(k_norm) or not q.dtype == k.dtype == v.dtype or q_norm.eps != k_norm.eps:
             return None
-        if cache is not None and not getattr(cache, "takes_norm", False):
+        if cache is not None and not isinstance(cache, LayerCache):
             return None
         return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 
@@ -282,27 +284,21 @@ class RotaryAttention(torch.nn.Module):
             norm=norm,
         )
 
-    def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """Return the user's mask, combined with the layer's window if the cache keeps more tokens than the window."""
-        if self.window is None or isinstance(mask, BlockMask):
-            return mask
-        if not isinstance(cache, LayerCache):
-            raise _checks.error(
-                "RotaryAttention",
-                "window must be None with a cache of your own, which applies its window itself",
-                f"window={self.window} and a {type(cache).__name__}",
-                "Build the layer without a window, or use a KVCache.",
-            )
-        within = cache.step.within(self.window)
-        return mask if within is None else restrict(mask, within)
-
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
             raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
-        if rotation is not None:
-            attention.check_rotation(who, rotation)
+        ours = isinstance(cache, LayerCache)  # which checks rotation itself
+        if rotation is not None and not ours and not isinstance(rotation, (Rotation, TwoPass)):
+            raise attention.not_a_rotation(who, rotation)
+        if self.window is not None and cache is not None and not ours and not isinstance(mask, BlockMask):
+            raise _checks.error(
+                who,
+                "window must be None with a cache of your own, which applies its window itself",
+                f"window={self.window} and a {type(cache).__name__}",
+                "Build the layer without a window, or use a KVCache.",
+            )
         if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
