@@ -224,9 +224,9 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 1290,
+    "": 1280,
     "angles": 440,
-    "attention": 3810,
+    "attention": 3730,
     "configs": 6340,
     "engines": 1270,
     "integrations": 2120,

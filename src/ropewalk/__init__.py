@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.attention import masks as masks
     from ropewalk.attention.attend import AttendingCache as AttendingCache
-    from ropewalk.attention.cache_step import CacheStep as CacheStep
+    from ropewalk.attention.cache import CacheStep as CacheStep
+    from ropewalk.attention.cache import KVCache as KVCache
     from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
-    from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.layer import RotaryAttention as RotaryAttention
     from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
-    from ropewalk.attention.layer_cache import LayerCache as LayerCache
-    from ropewalk.attention.paged_cache import PagedKVCache as PagedKVCache
-    from ropewalk.attention.paged_step import PagedLayer as PagedLayer
-    from ropewalk.attention.paged_step import PagedStep as PagedStep
+    from ropewalk.attention.paged import PagedKVCache as PagedKVCache
+    from ropewalk.attention.paged import PagedStep as PagedStep
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
+    from ropewalk.attention.step import LayerCache as LayerCache
     from ropewalk.attention.two_pass import TwoPass as TwoPass
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
@@ -57,18 +56,17 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AttendingCache": "attention.attend",
     "Axes": "rope.axes",
-    "CacheStep": "attention.cache_step",
+    "CacheStep": "attention.cache",
     "DynamicNTK": "schemes",
-    "KVCache": "attention.kv_cache",
-    "LayerCache": "attention.layer_cache",
+    "KVCache": "attention.cache",
+    "LayerCache": "attention.step",
     "LearnedRope": "learned",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
     "NTK": "schemes",
-    "PagedKVCache": "attention.paged_cache",
-    "PagedLayer": "attention.paged_step",
-    "PagedStep": "attention.paged_step",
+    "PagedKVCache": "attention.paged",
+    "PagedStep": "attention.paged",
     "Proportional": "schemes",
     "QKNorm": "rotation.qk_norm",
     "QueryScale": "configs",

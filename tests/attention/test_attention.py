@@ -260,7 +260,7 @@ def test_refuses_arguments() -> None:
         (r"x must have shape", (x[0], rotation), {}),
         ("rotation must be a Rotation, the result of SelfExtend.at, or None, got Rope", (x, ROPE), {}),
         (
-            "cache must be one layer of a step of a KVCache, .* or None, got <ropewalk.attention.kv_cache.KV",
+            "cache must be one layer of a step of a KVCache, .* or None, got <ropewalk.attention.cache.KV",
             (x, rotation),
             {"cache": cache},
         ),
@@ -273,15 +273,12 @@ def test_refuses_arguments() -> None:
         ("mask must be bool", (x, rotation), {"mask": torch.zeros(1, 1, SEQ, SEQ)}),
         (r"four axes \[batch, heads, seq, keys\] = \[2, 4, 7, 7\], .* \(2, 7\)", (x, rotation), {"mask": x[..., 0]}),
         (r"got shape \(7,\)", (x, rotation), {"mask": x[0, :, 0]}),
-        (
-            "with a rotation in two passes, mask must be a tensor, got a BlockMask",
-            (x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64)),
-            {"mask": blocks},
-        ),
     ]
     for message, given, options in wrong:
         with pytest.raises(RopeError, match=f"RotaryAttention: .*{message}"):
             made(*given, **options)
+    with pytest.raises(RopeError, match=r"TwoPass\.attend: mask must be a tensor or None, got a BlockMask"):
+        made(x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64), mask=blocks)
     step = cache.step(SEQ)
     message = r"KVCache: with a cache, mask must be a tensor or None, got BlockMask\. .* the keys of step.key_positions"
     with torch.no_grad(), pytest.raises(RopeError, match=message):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -396,6 +398,30 @@ def test_cache_of_a_model(case: str, dtype: torch.dtype, answers: list[bool], mo
     for x, y in zip((*outputs, *cache.keys, *cache.values), (*separate, *other.keys, *other.values), strict=True):
         assert same(x, y, best())
     assert torch.equal(cache.length, other.length)
+
+
+@pytest.mark.skipif(not backend.FAST_PATH, reason="separate calls run more functions")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_decode_step_runs_at_most_40_functions_of_ropewalk(dtype: torch.dtype) -> None:
+    """One token in each row: plan the step, compute the rotation, attend in one layer."""
+    layer, cache = model(dtype)[0], KVCache(1, BATCH, KV_HEADS, HEAD_DIM, capacity=9, dtype=dtype)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("ropewalk."):
+            called.append(frame.f_code.co_name)
+
+    for seq in (4, 1, 1):
+        x = torch.randn(BATCH, seq, HIDDEN).to(dtype)
+        called.clear()
+        sys.setprofile(note)
+        try:
+            step = cache.step(seq)
+            layer(x, step.rotation(ROPE), cache=step.layer(0))
+        finally:
+            sys.setprofile(None)
+    assert len(called) <= 40, called
 
 
 def whole(layers: list[RotaryAttention], x: Tensor, rotation: Any) -> Tensor:

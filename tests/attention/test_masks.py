@@ -224,11 +224,12 @@ class TestAmbiguousMasks:
 
     def test_the_functions_below(self) -> None:
         q = torch.zeros(3, 3, HEADS, HEAD_DIM)
+        both = torch.cat([q, q], dim=1)  # queries of both passes
         with pytest.raises(RopeError, match=f"attend: {TWO_AXES}"):
             attention.attend(q, q, q, mask=torch.ones(3, 3) > 0, scale=1.0)
         near = ROPE.at(torch.arange(3))
         with pytest.raises(RopeError, match=f"TwoPass.attend: {TWO_AXES}"):
-            TwoPass(near, near, None, torch.ones(3, 3) > 0).attend(q, q, q, q, mask=torch.ones(3, 3) > 0, scale=1.0)
+            TwoPass(near, near, None, torch.ones(3, 3) > 0).attend(both, q, q, mask=torch.ones(3, 3) > 0, scale=1.0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def rotate_and_attend(
         q: queries of the new tokens, not rotated yet, `[batch, seq, heads, head_dim]`.
         k, v: keys, not rotated yet, and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
         rotation: rotation of the new tokens. None leaves q and k unchanged.
-        mask: as in `attend`. With a `TwoPass` it must be a tensor.
+        mask: as in `attend`. With a `TwoPass` it must be a tensor or None.
         scale: factor of the scores.
         append: function that stores the rotated keys and the values, and returns all keys and values. None attends
             over the new keys only.
@@ -85,18 +85,15 @@ def rotate_and_attend(
     Returns:
         `[batch, seq, heads, head_dim]`.
     """
-    near = rotation.near if isinstance(rotation, TwoPass) else rotation
-    if norm is not None and isinstance(rotation, Rotation):
-        q_near, k = norm.rotate(rotation, q, k, layout="bshd")
+    if norm is not None and rotation is not None and rotation.passes == 1:
+        q, k = norm.rotate(rotation, q, k, layout="bshd")
     else:
         q, k = (q, k) if norm is None else norm(q, k)
-        q_near, k = (q, k) if near is None else near(q, k, layout="bshd")
+        q, k = (q, k) if rotation is None else rotation(q, k, layout="bshd")
     if append is not None:
         k, v = append(k, v)
-    if isinstance(rotation, TwoPass):
-        q_far = rotation.far_queries(q, layout="bshd")
-        return rotation.attend(q_near, q_far, k, v, mask=cast(Tensor, mask), scale=scale, dropout=dropout)
-    return attend(q_near, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
+    by = attend if rotation is None or rotation.passes == 1 else rotation.attend
+    return by(q, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
 
 
 def attend(
@@ -137,10 +134,11 @@ def attend(
             raise _checks.error("attend", must, str(dropout), fix)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads).transpose(1, 2)
-    triangle = mask is None and causal and not _is_at_most(seq, 1)
+    # A graph for a dynamic number of tokens must not depend on it.
+    triangle = mask is None and causal and (isinstance(seq, torch.SymInt) or seq > 1)
     if triangle and seq != keys:
         mask, triangle = causal_mask(seq, keys, q.device), False
-    if not triangle and _should_fold_heads(q, kv_heads):
+    if not triangle and not isinstance(seq, torch.SymInt) and _should_fold_heads(q, kv_heads):
         return _attend_folded(q, k, v, mask=mask, scale=scale, dropout=dropout)
     return torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -174,13 +172,8 @@ def _should_fold_heads(q: Tensor, kv_heads: int) -> bool:
     """
     seq, heads = q.shape[1], q.shape[2]
     if heads != kv_heads:
-        return _is_at_most(seq, 16)
-    return _is_at_most(seq, 1) and q.dtype == torch.bfloat16 and q.device.type == "cpu"
-
-
-def _is_at_most(seq: int, limit: int) -> bool:
-    """Return whether seq ≤ limit. The result is False while a graph for a dynamic seq is traced."""
-    return not isinstance(seq, torch.SymInt) and seq <= limit
+        return seq <= 16
+    return seq == 1 and q.dtype == torch.bfloat16 and q.device.type == "cpu"
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
@@ -208,15 +201,10 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scal
     return attended.reshape(batch, heads, seq, head_dim).transpose(1, 2)
 
 
-def check_rotation(who: str, rotation: object) -> None:
-    """Raise unless rotation is a `Rotation` or a `TwoPass`."""
-    if not isinstance(rotation, (Rotation, TwoPass)):
-        raise _checks.error(
-            who,
-            "rotation must be a Rotation, the result of SelfExtend.at, or None",
-            _checks.shown(rotation),
-            "Compute it once for each forward pass: rope.at(positions).",
-        )
+def not_a_rotation(who: str, rotation: object) -> _checks.RopeError:
+    """Return the error for a rotation that is neither a `Rotation` nor a `TwoPass`."""
+    must, fix = "rotation must be a Rotation, the result of SelfExtend.at, or None", "rope.at(positions)."
+    return _checks.error(who, must, _checks.shown(rotation), f"Compute it once for each forward pass: {fix}")
 
 
 def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tensor) -> None:

@@ -37,5 +37,5 @@ def split_heads(
     if heads != group * kv_heads and not (kv_heads == 1 and heads < group):
         must = f"q_proj and k_proj must return matching heads, {group} query heads for each key head"
         raise _checks.error(who, must, f"{heads} query heads and {kv_heads} key heads", fix)
-    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))  # type: ignore[no-untyped-call]
-    return q, k, v
+    shape = (-1, head_dim)
+    return q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)  # type: ignore[no-untyped-call]

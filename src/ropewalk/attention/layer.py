@@ -15,9 +15,9 @@ from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
 from ropewalk.attention.attend import AttendingCache
 from ropewalk.attention.heads import split_heads
-from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, restrict
+from ropewalk.attention.step import LayerCache
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -217,18 +217,20 @@ class RotaryAttention(torch.nn.Module):
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
-        norm = self._fusable_norm(q, k, v, cache)
+        norm = None if self.q_norm is None else self._fusable_norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast some norms return float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
-        fused: dict[str, Any] = {} if norm is None else {"norm": norm}
         if cache is None:
             attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
+        elif isinstance(cache, LayerCache):
+            within = None if self.window is None or isinstance(mask, BlockMask) else cache.step.within(self.window)
+            mask = mask if within is None or isinstance(mask, BlockMask) else restrict(mask, within)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         else:
-            mask = self._with_window(cache, mask)
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **fused)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
             attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
@@ -244,7 +246,7 @@ class RotaryAttention(torch.nn.Module):
             return None
         if _has_hooks(q_norm) or _has_hooks(k_norm) or not q.dtype == k.dtype == v.dtype or q_norm.eps != k_norm.eps:
             return None
-        if cache is not None and not getattr(cache, "takes_norm", False):
+        if cache is not None and not isinstance(cache, LayerCache):
             return None
         return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 
@@ -262,10 +264,14 @@ class RotaryAttention(torch.nn.Module):
         """Attend to the keys of the same tokens, without a cache. No mask is built if only causality applies."""
         if isinstance(mask, Tensor):
             check_mask("RotaryAttention", mask, q, k.shape[1])
-        if not isinstance(mask, BlockMask):
-            dense = mask is not None or isinstance(rotation, TwoPass)
-            causality = self._causality_mask(q.shape[1], q.device, dense=dense)
-            mask = mask if causality is None else restrict(mask, causality)
+        seq = q.shape[1]
+        if isinstance(mask, BlockMask):
+            pass
+        elif self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
+            window = masks.sliding_window(seq, self.window, device=q.device)
+            mask = restrict(mask, window if self.causal else window | window.mT)
+        elif mask is not None and self.causal:
+            mask = restrict(mask, causal_mask(seq, seq, q.device))
         return attention.rotate_and_attend(
             q,
             k,
@@ -278,40 +284,21 @@ class RotaryAttention(torch.nn.Module):
             norm=norm,
         )
 
-    def _causality_mask(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
-        """Return the mask of causality and window, bool `[1, 1, seq, seq]`, or None if attention needs no mask.
-
-        Args:
-            dense: whether causality must be part of the mask. If False, the attention function applies causality.
-        """
-        if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
-            window = masks.sliding_window(seq, self.window, device=device)
-            return window if self.causal else window | window.mT
-        if not self.causal:
-            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if dense else None
-        return causal_mask(seq, seq, device) if dense else None
-
-    def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """Return the user's mask, combined with the layer's window if the cache keeps more tokens than the window."""
-        if self.window is None or isinstance(mask, BlockMask):
-            return mask
-        if not isinstance(cache, LayerCache):
-            raise _checks.error(
-                "RotaryAttention",
-                "window must be None with a cache of your own, which applies its window itself",
-                f"window={self.window} and a {type(cache).__name__}",
-                "Build the layer without a window, or use a KVCache.",
-            )
-        within = cache.step.within(self.window)
-        return mask if within is None else restrict(mask, within)
-
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
             raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
-        if rotation is not None:
-            attention.check_rotation(who, rotation)
+        ours = isinstance(cache, LayerCache)  # which checks rotation itself
+        if rotation is not None and not ours and not isinstance(rotation, (Rotation, TwoPass)):
+            raise attention.not_a_rotation(who, rotation)
+        if self.window is not None and cache is not None and not ours and not isinstance(mask, BlockMask):
+            raise _checks.error(
+                who,
+                "window must be None with a cache of your own, which applies its window itself",
+                f"window={self.window} and a {type(cache).__name__}",
+                "Build the layer without a window, or use a KVCache.",
+            )
         if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
@@ -326,21 +313,12 @@ class RotaryAttention(torch.nn.Module):
                 "causal=False" if not self.causal else f"dropout={self.dropout} in training mode",
                 "A cache is for generation: build the layer with causal=True, and call eval() before it.",
             )
-        if mask is None or isinstance(mask, Tensor):
-            return
-        if not isinstance(mask, BlockMask):
+        if mask is not None and not isinstance(mask, (Tensor, BlockMask)):
             raise _checks.error(
                 who,
                 "mask must be a tensor, a BlockMask or None",
                 _checks.shown(mask),
                 "Plain causality needs no mask; ropewalk.masks builds masks for documents, windows and padding.",
-            )
-        if isinstance(rotation, TwoPass):
-            raise _checks.error(
-                who,
-                "with a rotation in two passes, mask must be a tensor",
-                "a BlockMask",
-                "Pass a dense mask, e.g. masks.packed(cu_seqlens, total).",
             )
 
     def extra_repr(self) -> str:

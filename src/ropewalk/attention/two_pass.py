@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from ropewalk import _checks
+from ropewalk._layout import Layout
+from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask
 from ropewalk.rotation.api import Rotation
 
@@ -16,6 +21,7 @@ class TwoPass:
 
     Self-Extend and attention sinks need distances that no single rotation gives. `SelfExtend.at` or
     `CacheStep.rotation` creates a `TwoPass` once for each forward pass; pass it to every layer instead of a `Rotation`.
+    It answers the same call: `rotation(q, k, layout="bshd")` rotates the new queries and keys.
 
         score = far_queries(q) · far_keys(near(k))   for far pairs
                 near(q) · near(k)                    for near pairs
@@ -29,8 +35,25 @@ class TwoPass:
 
     __slots__ = ("far", "far_keys", "far_queries", "near")
 
+    passes: ClassVar[Literal[2]] = 2
+    """How often attention scores a pair of query and key; 1 for a `Rotation`."""
+
     def __init__(self, near: Rotation, far_queries: Rotation, far_keys: Rotation | None, far: Tensor) -> None:
         self.near, self.far_queries, self.far_keys, self.far = near, far_queries, far_keys, far
+
+    def __call__(self, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Rotate the new queries for both passes, and the new keys for the near pass.
+
+        Args:
+            q: queries of the new tokens, `[batch, seq, heads, head_dim]`.
+            k: keys of the new tokens, `[batch, seq, kv_heads, head_dim]`.
+            layout: "bshd", as attention needs it.
+
+        Returns:
+            Both rotations of the queries, near first, `[batch, 2 · seq, heads, head_dim]`, for `attend`; and the keys.
+        """
+        near, k = self.near(q, k, layout=layout)
+        return torch.cat([near, self.far_queries(q, layout=layout)], dim=1), k
 
     def select_keys(self, keys: slice) -> TwoPass:
         """Return a copy that is restricted to a slice of the keys."""
@@ -40,34 +63,52 @@ class TwoPass:
         return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys])
 
     def attend(
-        self, q: Tensor, q_far: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, dropout: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | BlockMask | None,
+        scale: float,
+        causal: bool = True,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Compute attention: the softmax of the merged near and far scores, times v.
 
         The softmax is computed in float32, or in float64 for float64 tensors.
 
         Args:
-            q, q_far: queries, rotated by `near` and by `far_queries`, `[batch, seq, heads, head_dim]`.
+            q: queries, as the call of this object rotates them, `[batch, 2 · seq, heads, head_dim]`.
             k, v: all keys, rotated by `near`, and all values, `[batch, keys, kv_heads, head_dim]`.
             mask: `[batch, heads, seq, keys]`, each axis of full size or 1: bool (True: the query attends to the key) or
-                additive in the dtype of q.
+                additive in the dtype of q. It replaces the causal mask.
             scale: factor of the scores.
+            causal: whether each query attends only to the key of its own token and to earlier keys. The last query and
+                the last key belong to the same token. False attends to every key. Ignored if mask is given.
             dropout: probability of setting an attention weight to 0.
 
         Returns:
             `[batch, seq, heads, head_dim]`, with 0 for a query whose keys are all masked, as in PyTorch's attention.
 
         Raises:
-            RopeError: mask has a wrong dtype or shape.
+            RopeError: mask has a wrong type, dtype or shape.
         """
-        check_mask("TwoPass.attend", mask, q, k.shape[1])
+        near, far = q.chunk(2, dim=1)
+        if mask is None and causal:
+            mask = causal_mask(near.shape[1], k.shape[1], q.device)
+        if mask is not None:
+            if not isinstance(mask, Tensor):
+                must, fix = "mask must be a tensor or None", "Pass a dense mask, e.g. masks.packed(cu_seqlens, total)."
+                raise _checks.error("TwoPass.attend", must, "a BlockMask", fix)
+            check_mask("TwoPass.attend", mask, near, k.shape[1])
         if self.far_keys is None:  # both passes use the same keys, so read them once
-            near_scores, far_scores = _scores(torch.cat([q, q_far], dim=1), k).chunk(2, dim=2)
+            near_scores, far_scores = _scores(q, k).chunk(2, dim=2)
         else:
-            near_scores, far_scores = _scores(q, k), _scores(q_far, self.far_keys(k, layout="bshd"))
+            near_scores, far_scores = _scores(near, k), _scores(far, self.far_keys(k, layout="bshd"))
         scores = torch.where(self.far, far_scores, near_scores) * scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         masked = scores.amax(-1, keepdim=True) == -math.inf  # queries whose keys are all masked
         weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0).to(v.dtype)
         if dropout:

@@ -118,7 +118,7 @@ class ContextParallel:
             must = f"q must have shape [batch, seq={seq}, heads, head_dim], a token for each of places"
             fix = "Create a ContextParallel for the tokens of this forward pass."
             raise _checks.error(_WHO, must, f"shape {tuple(q.shape)}", fix)
-        if isinstance(rotation, TwoPass):
+        if rotation is not None and rotation.passes == 2:
             fix = "Pass rope.at(positions). Self-Extend needs all tokens on one rank."
             raise _checks.error(_WHO, "rotation must have one pass", "a rotation with two passes", fix)
         if mask is not None and not isinstance(mask, Tensor):

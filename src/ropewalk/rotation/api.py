@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn, overload
+from typing import Any, ClassVar, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class Rotation:
         "sin",
     )
 
+    passes: ClassVar[Literal[1]] = 1  # how often attention scores a pair of query and key; 2 for a TwoPass
     cos: Tensor
     sin: Tensor
     pairing: Pairing

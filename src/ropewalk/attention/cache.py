@@ -1,0 +1,585 @@
+"""A key-value cache of fixed size, with ragged rows, a sliding window, attention sinks and shift.
+
+A cache consists of positions and slots, which this file keeps, and of a `Store` for each layer, which keeps keys and
+values. Three numbers of a token are independent: its order (the index in its row), which decides what it attends to
+and when it is evicted; its position, which decides its rotation; and its slot, where its key and value are.
+
+Keys are cached after rotation, at the position of their token. Later changes of positions are applied as a
+second rotation, which is exact because the angles of rotations add:
+
+- `shift` rotates the cached keys by `Rope.shift`.
+- Sinks keep their rotation. The query is rotated a second time, to its position counted inside the cache. This gives
+  the same distances as moving the sinks forward, without rounding them once for each token.
+- Self-Extend rotates keys to the positions of their groups when they are used.
+
+No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
+On the CPU, outside of torch.compile, lengths are read, and attention skips the slots that no row has filled.
+
+`step` only plans. The cache counts the new tokens once the last layer has stored them, so a forward pass that raises
+leaves the cache unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.attention import tokens
+from ropewalk.attention.step import Step, on_axes
+from ropewalk.attention.store import Store, create_stores
+from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
+from ropewalk.attention.two_pass import TwoPass
+from ropewalk.rope.rope import Rope
+from ropewalk.rotation.api import Rotation
+
+
+class Ring:
+    """The slots of a row, by the order of tokens alone. They are the same in every row and layer.
+
+    The first tokens of a row stay in the sink slots. The others fill the remaining slots, the ring, in their order.
+    With a window, the ring wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not
+    fit are discarded.
+
+    Args:
+        capacity: number of slots in a cache that keeps every token. None with a window.
+        window: number of slots in the ring of a cache with a window. None with a capacity.
+        sinks: with window, number of slots in front of the ring.
+
+    Attributes:
+        ring: number of slots in the ring.
+        count: number of slots for tokens. One extra slot, with index count, receives discarded tokens.
+    """
+
+    def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
+        self.sinks = sinks
+        self.evicts = window is not None
+        self.ring = capacity or window or 0
+        self.count = sinks + self.ring
+
+    def assign(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
+        """Return the slot of each new token, int64 `[batch, seq]`.
+
+        Discarded tokens get the slot `count`. The slots of the other tokens are distinct.
+
+        Args:
+            order: order of the new tokens, int64 `[batch, seq]`.
+            real: False for padding, bool `[batch, seq]`.
+            total: number of tokens in each row, including the new ones, int64 `[batch]`.
+        """
+        if not self.evicts:
+            return torch.where(real & (order < self.count), order, self.count)
+        kept = real & ((order < self.sinks) | (order >= total[:, None] - self.ring))
+        slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
+        return torch.where(kept, slot, self.count)
+
+    def order(self, length: Tensor) -> Tensor:
+        """Return the order of the token in each slot, int64 `[batch, count]`, and `EMPTY` for empty slots.
+
+        Args:
+            length: number of tokens in each row, int64 `[batch]`.
+        """
+        slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
+        if not self.evicts:
+            return torch.where(slot <= last, slot, EMPTY)
+        in_ring = last - (last - slot) % self.ring  # the newest token that maps to this slot
+        in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
+        if not self.sinks:
+            return in_ring
+        return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
+
+
+class CacheStep(Step):
+    """One forward pass with a cache, created by `KVCache.step`: positions of the new tokens, and the attention mask.
+
+    The cache counts these tokens once its last layer has appended them. If the forward pass raises before that, the
+    cache keeps its previous tokens; see `KVCache.rollback`.
+
+    Attributes:
+        positions: positions of the new tokens, to which they are rotated: int64 `[batch, seq]`, or `[axes, batch, seq]`
+            if such positions were passed. Padding has the position that was passed for it, or that of the token before
+            it. Padding in front of the first token has the position of that token.
+        order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
+            before it, or of the first token.
+        causal: True if the mask is known to be a plain causal mask over the filled slots.
+    """
+
+    name = "KVCache"
+
+    def __init__(
+        self,
+        cache: KVCache,
+        new: NewTokens,
+        real: Tensor,
+        *,
+        has_padding: bool,
+        lengths: tuple[int, int] | None,
+        advances: bool,
+        previous: Step | None,
+    ) -> None:
+        ring, (batch, seq) = cache._ring, real.shape
+        # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
+        # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
+        concatenates = ring.evicts and seq > 1
+        slot = ring.assign(new.order, real, new.length)
+        row = torch.arange(batch, device=slot.device)[:, None]
+        self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
+        if concatenates:
+            is_first = lengths is not None and lengths[1] == 0
+            filled = slice(ring.count if is_first else None, None)
+            causal = is_first and seq <= ring.ring
+            self._key_order = torch.cat([ring.order(cache.length), new.order.masked_fill(~real, EMPTY)], dim=1)
+            places = [cache._key_positions[:, : ring.count], new.place.masked_fill(~real, EMPTY)]
+            self._key_positions = torch.cat(places, dim=1)
+        else:
+            filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
+            causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
+            self._key_positions = cache._key_positions.scatter(1, slot, new.place)[:, : ring.count]
+        super().__init__(
+            cache._stores,
+            cache._heads,
+            cache.window,
+            positions=new.positions,
+            order=new.order,
+            slots=(row, slot),
+            flat_slots=row * (ring.count + 1) + slot,
+            causal=causal and not has_padding,
+            filled=filled,
+            concatenates=concatenates,
+            advances=advances,
+            previous=previous,
+        )
+        self._ring, self._new, self._padding = ring, new, ~real if has_padding else None
+        self._state = cache._key_positions, cache.length, cache.position
+
+    @property
+    def key_order(self) -> Tensor:
+        return self._ring.order(self._new.length) if self._key_order is None else self._key_order
+
+    @property
+    def key_positions(self) -> Tensor:
+        return self._key_positions
+
+    def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
+        """Compute `rope.at(positions)`. In a cache with sinks, distances to the sinks are counted inside the cache.
+
+        The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
+        as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
+
+        If rope has several axes and the positions of the step have none, the positions are those of text: the same on
+        every axis.
+
+        Raises:
+            RopeError: rope is not a Rope, or the number of its axes differs from that of the positions; or the step is
+                no longer the newest of its cache.
+        """
+        near = super().rotation(rope, dtype=dtype)
+        sinks = self._ring.sinks
+        if not sinks or near.passes == 2:
+            return near
+        # How far each query moves back when positions are counted inside the cache.
+        excess = (self.order - (self._ring.count - 1)).clamp(min=0)
+        far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
+        slot = torch.arange(self._key_positions.shape[1], device=excess.device)[None]
+        is_sink = slot < sinks if self._key_order is None else self._key_order < sinks
+        return TwoPass(near, far_queries, None, is_sink[:, None, None])
+
+    def _build_mask(self) -> Tensor:
+        ring, order = self._ring, self.order[:, :, None]
+        if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
+            mask = torch.arange(ring.count, device=order.device) <= order
+        else:
+            distance = order - self._key_order[:, None, :]
+            in_window = distance < ring.ring
+            if ring.sinks:
+                in_window = in_window | (self._key_order < ring.sinks)[:, None]
+            mask = (distance >= 0) & in_window
+        if self._padding is not None:
+            mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
+        return mask[:, None]
+
+    def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
+        return store.read(None, self._ring.count if every else self._filled.stop)
+
+    def _write_and_read(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
+        if not self._concatenates:
+            return super()._write_and_read(store, k, v, every=every)
+        if self._padding is not None:  # NaN in padding would pass through the mask
+            k, v = (x.masked_fill(self._padding[:, :, None, None], 0) for x in (k, v))
+        kept = k, v
+        if every or self._filled.start is None:  # otherwise, nothing was cached before
+            keys, values = store.read(None, self._ring.count)
+            kept = torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
+        self._write(store, k, v)
+        return kept
+
+    def _mark_stored(self, stored: list[bool], *, is_last: bool) -> None:
+        stored[0] = True
+        if not is_last:
+            return
+        key_positions, length, position = self._state
+        key_positions.scatter_(1, self._slots[1], self._new.place)
+        length.copy_(self._new.length)
+        position.copy_(self._new.position)
+        if not torch.compiler.is_compiling():  # the cache keeps the step, but not its large tensors
+            self._mask, self._prepared = None, (None, None)
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for layers with equal num_kv_heads and head_dim.
+
+    In each forward pass, `step` plans the positions and the mask of the new tokens, and every layer gets its part:
+
+        step = cache.step(tokens.shape[1])
+        rotation = step.rotation(rope)
+        for i, layer in enumerate(layers):
+            x = layer(x, rotation, cache=step.layer(i))
+
+    No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
+
+    The positions of cached and of new tokens are in ±2³¹. `step` and `shift` raise an error for others, if reading them
+    is free: on the CPU outside torch.compile, and in a `PagedKVCache` always.
+
+    Args:
+        num_layers: number of layers of the model. Each has its own keys and values.
+        batch: number of rows, which are independent sequences. Each has its own length.
+        num_kv_heads: heads of keys and values.
+        head_dim: channels of a head.
+        capacity: maximum number of tokens in each row. All of them are kept.
+        window: sliding window, instead of capacity. Each token attends to itself and the previous window − 1 tokens;
+            older tokens are evicted.
+        sinks: with window, tokens at the start of a row that are never evicted and always attended to, as in
+            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). See `CacheStep.rotation`.
+        dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
+        device: device of keys and values.
+        store: how each layer keeps its keys and values: a class as `ropewalk.attention.store.Store` describes it. None
+            keeps them as they are, in `dtype`.
+
+    Attributes:
+        length: tokens in each row that all layers have stored, int64 `[batch]`.
+        position: position of the next token of each row, int64 `[batch]`. It equals length unless `shift`, or `at`
+            or `positions` of `step`, has changed it.
+        keys, values: lists with one tensor for each layer, `[batch, slots + 1, num_kv_heads, head_dim]`, or what
+            another store keeps.
+
+    Raises:
+        RopeError: a number is out of range, or not exactly one of capacity and window is given.
+
+    Memory:
+        2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers. With a window, sinks + window
+        replaces capacity. The extra slot receives the tokens that are not kept.
+
+    Example:
+        >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=1, head_dim=4, capacity=8)
+        >>> step = cache.step(3, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+        >>> step.positions
+        tensor([[0, 1, 2],
+                [0, 1, 1]])
+        >>> k = v = torch.ones(2, 3, 1, 4)
+        >>> _ = step.layer(0).append(k, v)
+        >>> cache.length
+        tensor([3, 2])
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        capacity: int | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        store: Callable[..., Store] | None = None,
+    ) -> None:
+        who = "KVCache"
+        self.num_layers, *heads = tokens.check_shape(who, num_layers, num_kv_heads, head_dim, dtype)
+        batch = _checks.integer(who, "batch", batch, at_least=1)
+        self.sinks = _checks.integer(who, "sinks", sinks, at_least=0)
+        if (capacity is None) == (window is None) or (window is None and sinks):
+            raise _checks.error(
+                who,
+                "either capacity or window must be given, and sinks only with window",
+                f"capacity={capacity}, window={window}, sinks={sinks}",
+                "Pass capacity to keep every token, or window to evict all but the newest tokens and the sinks.",
+            )
+        self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
+        self.window = None if window is None else _checks.length(who, "window", window)
+        self._ring, self._heads = Ring(self.capacity, self.window, self.sinks), (heads[0], heads[1])
+        shape = (batch, self._ring.count + 1)
+        self._stores = create_stores(who, store, self.num_layers, (*shape, *self._heads), dtype, device)
+        self.keys, self.values = [store.keys for store in self._stores], [store.values for store in self._stores]
+        self.length = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.position = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
+        self._pending: CacheStep | None = None  # the newest step; None if it was planned under torch.compile
+
+    def step(
+        self,
+        seq: int,
+        *,
+        attention_mask: Tensor | None = None,
+        at: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> CacheStep:
+        """Plan a forward pass of `seq` new tokens for each row: their positions, slots and attention mask.
+
+        Each layer must append its keys and values once, the last layer last. The cache counts the tokens only then. If
+        the forward pass raises before any layer has stored something, the step can simply be discarded.
+
+        Args:
+            seq: new tokens in each row, padding included, at least 1.
+            attention_mask: True or non-zero for real tokens, bool or integer `[batch, seq]`, with padding anywhere.
+                Padding is not stored, and its outputs are undefined. None means that all tokens are real.
+            at: position at which each row continues, int64 `[batch]`. None continues after the last token. The first
+                cached token at or after this position and all tokens appended after it are dropped immediately. Use it
+                after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
+                evicted keys that would become visible again.
+            positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
+                for a rope with `axes`. They are integers in any order, and several tokens may have the same one
+                (patches of an image). None means consecutive positions from `at` or `KVCache.position`, the same on
+                every axis. Positions only decide rotation; masks, windows and slots follow the order of tokens.
+                Afterwards `KVCache.position` is 1 + the largest position of a real token on any axis. Positions are not
+                supported with sinks, because distances to sinks are counted in tokens. Always pass three dimensions for
+                several axes: `[axes, seq]` is read as `[batch, seq]` if batch equals the number of axes. For float
+                positions call `Rope.at` instead of `CacheStep.rotation`.
+
+        Raises:
+            RopeError: a shape or dtype does not match, or a position is out of range; at is combined with a window, or
+                positions with sinks; only some layers appended in the previous step (see `rollback`); or the cache is
+                full. A full cache is detected only on the CPU outside torch.compile, because reading lengths would
+                synchronize other devices. Where it is not detected, tokens beyond capacity are not kept and their
+                outputs are wrong; check `(cache.length > cache.capacity).any()`.
+        """
+        who = "KVCache.step"
+        previous = self._check_finished(who)
+        real = tokens.real_tokens(who, seq, attention_mask, self.length)
+        if positions is not None and self.sinks:
+            raise _checks.error(
+                who,
+                "positions must be None in a cache with sinks, whose distances are counted in tokens",
+                _checks.describe(positions),
+                "Build the cache with sinks=0, or with capacity.",
+            )
+        given = None if positions is None else tokens.check_given_positions(who, positions, real)
+        added = real.sum(1)
+        if at is not None:
+            self._truncate(at, added)
+        new = tokens.place_tokens(real, added, self.length, self.position, given)
+        lengths = read_range(self.length if self._ring.evicts and seq > 1 else new.length)
+        if lengths is not None and lengths[1] > (self.capacity or lengths[1]):
+            raise self._full(lengths[1])
+        advanced = previous is not None and previous._advances and at is None and positions is None
+        step = CacheStep(
+            self,
+            new,
+            real,
+            has_padding=attention_mask is not None,
+            lengths=lengths,
+            advances=attention_mask is None or (read_range(added) or (0, 0))[0] > 0,
+            previous=previous if advanced else None,
+        )
+        self._drop_step()
+        self._pending = None if torch.compiler.is_compiling() else step
+        return step
+
+    def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
+        """Move every cached key, and the position of the next token, by `delta` positions. No key is recomputed.
+
+        The keys are only rotated: their attention factor is not applied again. Each call rounds them once.
+
+        Args:
+            rope: the rope that rotated the keys; or a list with one for each layer, None for a layer that does not
+                rotate. With `axes`, keys move by delta along each axis.
+            delta: distance in tokens, negative to move back: an int, or an int64 tensor `[batch]` with one for each
+                row. With `SelfExtend` pass a multiple of its group; otherwise tokens would change groups.
+
+        Raises:
+            RopeError: an argument has a wrong type, shape or value, or only some layers have appended (see `rollback`).
+        """
+        self._check_finished("KVCache.shift")
+        ropes = tokens.rope_of_each_layer("KVCache.shift", rope, self.num_layers, self._heads[1])
+        by: int | Tensor = delta
+        if isinstance(delta, Tensor):
+            tokens.check_per_row("KVCache.shift", "delta", delta, self.length)
+            by = delta[:, None].expand_as(self._key_positions)
+        else:
+            _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
+        is_empty = self._key_positions == EMPTY
+        moved = self._key_positions + by
+        tokens.check_positions("KVCache.shift", self.position + delta)
+        tokens.check_positions("KVCache.shift", moved.masked_fill(is_empty, 0))
+        precise = torch.float64 if self._stores[0].dtype == torch.float64 else torch.float32
+        rotations: dict[Rope, Rotation] = {}
+        for layer_rope in ropes:  # compute all rotations before any key changes
+            if layer_rope is not None and layer_rope not in rotations:
+                rotations[layer_rope] = layer_rope.shift(
+                    tokens.shift_by(layer_rope, by), device=self.length.device, dtype=precise
+                )
+        self._drop_step()
+        for store, layer_rope in zip(self._stores, ropes, strict=True):
+            if layer_rope is not None:
+                store.rotate(rotations[layer_rope], None)
+        self._key_positions.copy_(moved.masked_fill_(is_empty, EMPTY))
+        self.position.add_(delta)
+
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Drop all tokens of the given rows, which then start a new text at position 0. No memory is freed.
+
+        Args:
+            rows: row numbers, a sequence of ints or an int32 or int64 tensor `[n]`; or a bool tensor `[batch]`, True
+                for the rows to clear. None clears all rows.
+
+        Raises:
+            RopeError: rows has a wrong type or shape, or a row number is out of range (for tensors, detected only on
+                the CPU outside torch.compile); or rows is not None and only some layers appended in the previous step
+                (see `rollback`).
+        """
+        if rows is None:
+            chosen = torch.ones_like(self.length, dtype=torch.bool)
+        else:
+            chosen = _row_mask(rows, self.length)
+            self._check_finished("KVCache.reset")
+        # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
+        stopped = self._pending is None or not self._pending._is_complete()
+        end = torch.full_like(self.length, self._ring.count) if stopped else self.length
+        self._clear(torch.zeros_like(self.length), end * chosen)
+        self._drop_step()
+        self.length.masked_fill_(chosen, 0)
+        self.position.masked_fill_(chosen, 0)
+        self._key_positions.masked_fill_(chosen[:, None], EMPTY)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace the tokens of row i by those of row `rows[i]`, for all rows at once.
+
+        Call it in beam search after the surviving beams have been selected. A row number may occur several times.
+
+        Args:
+            rows: int64 `[batch]`, row numbers on the device of the cache.
+
+        Raises:
+            RopeError: rows has a wrong type or shape, or a row number is out of range (detected only on the CPU outside
+                torch.compile); or only some layers appended in the previous step (see `rollback`).
+        """
+        self._check_finished("KVCache.reorder")
+        batch = self.length.shape[0]
+        must = f"rows must be an int64 tensor [batch] = [{batch}] of row numbers from 0 to {batch - 1}"
+        fix = "Pass for each row the number of the row whose tokens it takes over, e.g. its parent beam."
+        if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.shape != (batch,):
+            raise _checks.error("KVCache.reorder", must, _checks.describe(rows), fix)
+        _check_row_range("KVCache.reorder", rows, batch, must, fix)
+        lengths = read_range(self.length)
+        filled = self._ring.count if lengths is None else min(self._ring.count, lengths[1])
+        self._drop_step()
+        for store in self._stores:
+            store.copy(rows, None, filled)
+        for tensor in (self._key_positions, self.length, self.position):
+            tensor.copy_(tensor.index_select(0, rows))
+
+    def rollback(self) -> None:
+        """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
+
+        Call it after an exception if some layers have appended and others have not. In other cases it only invalidates
+        a step that is still open. Tokens dropped through `at` are not restored.
+
+        Raises:
+            RopeError: the cache has a window, the step had several tokens, and some but not all layers have appended.
+                Those layers have overwritten keys of older tokens.
+        """
+        pending = self._pending
+        stored = 0 if pending is None else pending._count_stored()
+        if pending is not None and pending._concatenates and 0 < stored < self.num_layers:
+            raise _checks.error(
+                "KVCache.rollback",
+                "with a window, a step of several tokens cannot be undone once a layer has stored it",
+                f"one that {stored} of {self.num_layers} layers have stored",
+                "Call reset(), and process the text again from its beginning.",
+            )
+        self._drop_step()
+
+    def _check_finished(self, who: str) -> CacheStep | None:
+        """Return the newest step, or None if no layer has stored tokens. Raise if only some have.
+
+        Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
+        """
+        if torch.compiler.is_compiling() or self._pending is None:
+            return None
+        return self._pending if self._pending._is_complete(who) else None
+
+    def _drop_step(self) -> None:
+        """Mark the newest step as outdated, and clear what its layers have stored, unless all of them have."""
+        pending = self._pending
+        if not torch.compiler.is_compiling() and pending is not None:
+            pending._outdated = True
+            if not (pending._concatenates or pending._stored[-1][0]):
+                for store in self._stores:
+                    store.clear(pending._slots)
+        self._pending = None
+
+    def _full(self, length: int) -> _checks.RopeError:
+        must = f"no row may become longer than capacity={self.capacity}"
+        return _checks.error("KVCache.step", must, f"{length} tokens", "Build a larger cache, or one with a window.")
+
+    def _truncate(self, at: Tensor, added: Tensor) -> None:
+        """Drop the first token at position `at` or later and all tokens stored after it, if the added tokens fit."""
+        who, count = "KVCache.step", self._ring.count
+        fix = "To go back, use a cache with capacity. To start a new text in a row, call reset(rows=...)."
+        tokens.check_no_window(who, "at", self.window, "positions", fix)
+        tokens.check_per_row(who, "at", at, self.length)
+        tokens.check_positions(who, at)
+        slot = torch.arange(count, device=self.length.device)
+        # By order: drop the first token at or after `at`, and every token appended after it at any position.
+        first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
+        length = torch.minimum(self.length, first)
+        lengths = read_range(length + added)
+        if lengths is not None and self.capacity is not None and lengths[1] > self.capacity:
+            raise self._full(lengths[1])
+        if read_range(length) is not None:  # on other devices this would read the whole cache
+            self._clear(length, self.length)
+        self.length.copy_(length)
+        self.position.copy_(at)
+        self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)
+
+    def _clear(self, begin: Tensor, end: Tensor) -> None:
+        """Clear the slots of each row from begin up to end, int64 `[batch]`: a mask would not hide NaN in them."""
+        slots: list[tuple[Tensor | int, Tensor | slice]] = []
+        if read_range(begin) is None:  # no shape may depend on a value, so the slots that are kept become the extra one
+            row, count = torch.arange(len(begin), device=begin.device)[:, None], self._ring.count
+            slot = torch.arange(count, device=begin.device)
+            slots.append((row, torch.where((slot >= begin[:, None]) & (slot < end[:, None]), slot, count)))
+        else:
+            ranges = enumerate(zip(begin.tolist(), end.tolist(), strict=True))
+            slots.extend((row, slice(first, last)) for row, (first, last) in ranges if first < last)
+        for store in self._stores:
+            for some in slots:
+                store.clear(some)
+
+
+def _row_mask(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
+    """Check the `rows` argument of `KVCache.reset` and return it as a mask, bool `[batch]`."""
+    who, batch = "KVCache.reset", length.shape[0]
+    must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
+    fix = "Pass e.g. [0], or cache.length == 7."
+    if isinstance(rows, list | tuple | range):
+        for row in rows:
+            _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
+        rows = torch.tensor(rows, dtype=torch.int64, device=length.device)
+    if not isinstance(rows, Tensor):
+        raise _checks.error(who, must, _checks.shown(rows), fix)
+    if rows.dtype == torch.bool and rows.shape == (batch,):
+        return rows.to(length.device)
+    if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
+        raise _checks.error(who, must, _checks.describe(rows), fix)
+    _check_row_range(who, rows, batch, must, fix)
+    return torch.zeros_like(length, dtype=torch.bool).index_fill_(0, rows.to(length), True)
+
+
+def _check_row_range(who: str, rows: Tensor, batch: int, must: str, fix: str) -> None:
+    """Raise if a row number is out of range. This is checked only on the CPU, outside torch.compile."""
+    if len(rows) and (bounds := read_range(rows)) is not None and (bounds[0] < 0 or bounds[1] >= batch):
+        raise _checks.error(who, must, f"rows from {bounds[0]}" if bounds[0] < 0 else f"rows up to {bounds[1]}", fix)

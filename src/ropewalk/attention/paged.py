@@ -1,0 +1,652 @@
+"""A paged key-value cache for requests that start and end independently: block tables, prefix sharing, shift.
+
+Each request is a row of the cache. A row allocates a block when its tokens need one, so the number of blocks in use
+grows with the number of tokens. Keys are cached after rotation, as in `KVCache`. Rows with a common prefix may share
+blocks. A row copies a shared block before writing to it or shifting its keys (copy on write).
+
+Block tables, lengths and positions are planned on the host, in plain Python and CPU tensors. Nothing synchronizes with
+a GPU if the arguments of `step` are on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ropewalk import _checks
+from ropewalk.attention import tokens
+from ropewalk.attention.blocks import Row, Rows
+from ropewalk.attention.step import Step
+from ropewalk.attention.store import PlainStore, Store, create_stores
+from ropewalk.attention.tokens import EMPTY, NewTokens
+from ropewalk.rope.rope import Rope
+from ropewalk.rotation.writable import share_elements
+
+_NAME = "PagedKVCache"
+_QUERIES = 128  # new tokens in a block of FlexAttention
+
+
+class Scratch:
+    """Memory for the gathered keys and values of one layer, reused by the next layer and the next step.
+
+    The system maps new memory of this size page by page, which takes 7 times as long as gathering the blocks (measured
+    for 8 rows of 1,024 keys in float32).
+
+    Args:
+        block: shape of a block, `(block_size, num_kv_heads, head_dim)`.
+        dtype, device: of the keys and values.
+    """
+
+    def __init__(self, block: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._options = block, dtype, device
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def get(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return memory for `count` blocks of keys and of values, each `[count, block_size, kv_heads, head_dim]`."""
+        if self._kept is None or len(self._kept[0]) < count:
+            block, dtype, device = self._options
+            shape = (count if self._kept is None else max(count, 2 * len(self._kept[0])), *block)
+            with torch.inference_mode(False):  # an inference tensor could not be written in normal mode
+                self._kept = (
+                    torch.empty(shape, dtype=dtype, device=device),
+                    torch.empty(shape, dtype=dtype, device=device),
+                )
+        return self._kept[0][:count], self._kept[1][:count]
+
+    def __reduce__(self) -> tuple[type[Scratch], tuple[object, ...]]:
+        return Scratch, self._options  # copies and pickles of a cache omit the content
+
+
+class PagedStep(Step):
+    """One forward pass with a `PagedKVCache`, created by `PagedKVCache.step` for `RotaryAttention` or another kernel.
+
+    To use a paged attention kernel, pass it `cache.keys[i]`, `cache.values[i]` and the tables below. Store the new keys
+    and values with `LayerCache.write`, or let the kernel store them at `slot_mapping` and call `mark_written`. All
+    tables include the tokens of this step. Tables that only some kernels need are built on first use.
+
+    Attributes:
+        rows: numbers of the rows, in the order of the batch.
+        positions, order, key_positions, key_order, mask: as in `CacheStep`. The keys are those of whole blocks, and
+            every row has as many keys as the row with the most blocks in this step. Shapes thus change rarely, which
+            saves recompilation.
+        slot_mapping: slot of each new token, block · block_size + offset in the block, and −1 for padding: int64
+            `[batch · seq]`, row by row.
+        block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
+            row. With a window, it omits blocks that no token of this step attends to.
+        seq_lens: number of tokens that each row has in the blocks of `block_table`, int32 `[batch]`.
+        block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
+    """
+
+    name = _NAME
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        numbers: list[int],
+        planned: list[Row],
+        new: NewTokens,
+        real: Tensor,
+        *,
+        advances: bool,
+        previous: Step | None,
+    ) -> None:
+        device, size, window = cache._device, cache.block_size, cache.window
+        skipped = torch.tensor([row.skipped * size for row in planned])[:, None]
+        self._token_counts = [row.length - row.skipped * size for row in planned]
+        self._blocks = [row.blocks for row in planned]
+        most = max(1, *map(len, self._blocks))
+        # Padded with a block of the same row, so that no block of another row is read.
+        table = torch.tensor([blocks + (blocks[-1:] or [0]) * (most - len(blocks)) for blocks in self._blocks])
+        place = new.order - skipped
+        block = table.gather(1, (place // size).clamp(max=most - 1))
+        host_slots, no_padding = torch.where(real, block * size + place % size, -1), bool(real.all())
+        # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
+        longest = max(1, *self._token_counts)
+        flat_slots = host_slots.to(device)
+        super().__init__(
+            cache._stores,
+            cache._heads,
+            window,
+            positions=new.positions.to(device),
+            order=new.order.to(device),
+            slots=(block[real].to(device), (place % size)[real].to(device)),
+            flat_slots=flat_slots,
+            causal=no_padding and min(self._token_counts) == longest and longest <= (window or longest),
+            filled=slice(0, longest),
+            concatenates=False,
+            advances=advances,
+            previous=previous,
+        )
+        cache._rows.key_positions.view(-1).index_put_((host_slots[real],), new.place[real])
+        self.rows = list(numbers)
+        self.slot_mapping, self.block_table = flat_slots.flatten(), table.int().to(device)
+        self.seq_lens = _on_device(self._token_counts, device)
+        empty = [number for number, blocks in enumerate(self._blocks) if not blocks]
+        self._empty = torch.tensor(empty, device=device) if empty else None
+        self._added: list[int] = real.sum(1).tolist()
+        self._real_tokens = None if no_padding else real.flatten().nonzero()[:, 0].to(device)
+        self._key_index = torch.arange(most * size, device=device)  # index of each key in the blocks of its row
+        self._real, self._skipped = real.to(device), skipped.to(device)
+        self._scratch, self._table, self._positions_of_slots = cache._scratch, table, cache._rows.key_positions
+        self._key_positions: Tensor | None = None
+        if cache.flex:
+            self.block_mask = self._build_block_mask(cache.keys[0].shape[0])
+
+    @property
+    def key_order(self) -> Tensor:
+        return torch.where(self._key_index < self.seq_lens[:, None], self._skipped + self._key_index, EMPTY)
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of all keys as in `CacheStep`, int64 `[batch, keys]`. Read it before the cache changes.
+
+        Raises:
+            RopeError: on first use, if the step is no longer the newest of its cache.
+        """
+        if self._key_positions is None:
+            if self._outdated:
+                raise _checks.error(
+                    "PagedStep",
+                    "key_positions must be read while the step is the newest of its cache",
+                    "an outdated one",
+                    "Read them before the next call that changes the cache.",
+                )
+            places = self._positions_of_slots[self._table].flatten(1).to(self.order.device)
+            self._key_positions = torch.where(self.key_order == EMPTY, EMPTY, places)
+        return self._key_positions
+
+    @property
+    def kv_indptr(self) -> Tensor:
+        """Index of the first block of each row in `kv_indices`, then the number of all blocks: int32 `[batch + 1]`.
+
+        The name is FlashInfer's.
+        """
+        return _on_device([0, *accumulate(len(blocks) for blocks in self._blocks)], self.order.device)
+
+    @property
+    def kv_indices(self) -> Tensor:
+        """Numbers of the blocks of all rows, row by row, int32 `[blocks of all rows]`. The name is FlashInfer's."""
+        return _on_device([block for blocks in self._blocks for block in blocks], self.order.device)
+
+    @property
+    def kv_last_page_len(self) -> Tensor:
+        """Number of tokens in the last block of each row, int32 `[batch]`. The name is FlashInfer's."""
+        size = self._positions_of_slots.shape[1]
+        return _on_device([(count - 1) % size + 1 if count else 0 for count in self._token_counts], self.order.device)
+
+    @property
+    def qo_indptr(self) -> Tensor:
+        """Index of each row's first new token, then the number of new tokens, without padding: int32 `[batch + 1]`.
+
+        The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
+        without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
+        """
+        return _on_device([0, *accumulate(self._added)], self.order.device)
+
+    def mark_written(self) -> None:
+        """Record that another kernel has stored the keys and values of all layers.
+
+        Raises:
+            RopeError: the step is not the newest of its cache, or a layer has already appended.
+        """
+        if stored := self._count_stored():
+            raise _checks.error(
+                "PagedStep.mark_written",
+                "no layer may have appended in this step",
+                f"{stored} layers that have",
+                "Either append in every layer, or call mark_written() once after your kernel has stored all layers.",
+            )
+        self._check_may_append(stored=False, is_last=False)
+        for flag in self._stored:
+            flag[0] = True
+
+    def _build_mask(self) -> Tensor:
+        distance = self.order[:, :, None] - self.key_order[:, None, :]
+        visible = distance >= 0
+        if self._window is not None:
+            visible = visible & (distance < self._window)
+        return (visible | ~self._real[:, :, None])[:, None]
+
+    def _build_block_mask(self, blocks: int) -> BlockMask:
+        """Build the mask for FlexAttention between the new tokens and all tokens of the pool."""
+        (batch, seq), device, size = self.order.shape, self.order.device, self._positions_of_slots.shape[1]
+        block_numbers = torch.zeros(batch, blocks, dtype=torch.int32)  # FlexAttention requires the width of the pool
+        number = torch.full((batch, blocks), -1)  # index of a block in its row, from 0
+        for row, table in enumerate(self._blocks):
+            block_numbers[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            number[row, table] = torch.arange(len(table))
+        count = torch.tensor([len(table) for table in self._blocks], dtype=torch.int32)
+        tiles = -(-seq // _QUERIES)
+        number, first, order, real, window = (
+            number.to(device),
+            self._skipped[:, 0],
+            self.order,
+            self._real,
+            self._window,
+        )
+
+        def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            block = number[row, key // size]
+            distance = order[row, query] - (first[row] + block * size + key % size)
+            in_window = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            return (block >= 0) & (in_window | ~real[row, query])
+
+        return BlockMask.from_kv_blocks(
+            count[:, None, None].expand(-1, 1, tiles).to(device),
+            block_numbers[:, None, None].expand(-1, 1, tiles, -1).to(device),
+            BLOCK_SIZE=(_QUERIES, size),
+            mask_mod=attends,
+            seq_lengths=(seq, blocks * size),
+            compute_q_blocks=False,
+        )
+
+    def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        if self._real_tokens is not None:
+            k, v = k.index_select(0, self._real_tokens), v.index_select(0, self._real_tokens)
+        store.write(self._slots, k, v)
+
+    def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
+        # Slots without a token have finite values if the keys of their row are finite.
+        count, out = (None, None) if every else (self._filled.stop, self._scratch.get(self.block_table.numel()))
+        keys, values = store.read(self.block_table, count, out)
+        if self._empty is not None:
+            keys, values = keys.index_fill(0, self._empty, 0), values.index_fill(0, self._empty, 0)
+        return keys, values
+
+
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32).to(device)
+
+
+class PagedKVCache:
+    """Keys and values of many requests in blocks of a fixed number of tokens, for layers with equal heads and head_dim.
+
+    Each request is a row. `admit` starts a row and `free` ends it, while others continue. In each forward pass, `step`
+    selects rows and plans the positions, slots and mask of their new tokens, and every layer gets its part:
+
+        row = cache.admit()
+        step = cache.step(tokens.shape[1], rows=[row])
+        rotation = step.rotation(rope)
+        for i, layer in enumerate(layers):
+            x = layer(x, rotation, cache=step.layer(i))
+
+    No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
+
+    Args:
+        num_layers: number of layers of the model. Each has its own keys and values.
+        num_kv_heads: heads of keys and values.
+        head_dim: channels of a head.
+        blocks: number of blocks for all rows together.
+        block_size: tokens in a block.
+        layout: memory layout of a block: "NHD" (tokens before heads) or "HND". The axes of `keys` and `values`
+            are the same in both layouts.
+        window: each token attends to itself and the previous window − 1 tokens. A block becomes free when no later
+            token can attend to it. Attention sinks need a `KVCache`.
+        flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers, and all layers
+            if flex is False, first gather the blocks of the rows. flex requires the layout "NHD".
+        dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
+        device: device of keys and values.
+        store: as in `KVCache`. Another store than the plain one has neither `flex` nor a memory layout.
+
+    Attributes:
+        keys, values: lists with one tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`, or what
+            another store keeps.
+
+    Raises:
+        RopeError: a number is out of range, or flex is combined with "HND" or with another store.
+
+    Memory:
+        2 · num_layers · blocks · block_size · num_kv_heads · head_dim numbers, plus up to twice the size of the keys
+        and values that one layer gathers.
+
+    Source:
+        PagedAttention (Kwon et al., https://arxiv.org/abs/2309.06180).
+
+    Example:
+        >>> cache = PagedKVCache(num_layers=1, num_kv_heads=1, head_dim=4, blocks=8, block_size=2)
+        >>> first, second = cache.admit(), cache.admit()
+        >>> step = cache.step(3, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
+        >>> step.block_table
+        tensor([[0, 1],
+                [2, 2]], dtype=torch.int32)
+        >>> step.slot_mapping
+        tensor([ 0,  1,  2,  4, -1, -1])
+        >>> k = v = torch.ones(2, 3, 1, 4)
+        >>> _ = step.layer(0).append(k, v)
+        >>> cache.length
+        tensor([3, 1])
+        >>> cache.free(first)
+        >>> cache.free_blocks
+        7
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        layout: str = "NHD",
+        window: int | None = None,
+        flex: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        store: Callable[..., Store] | None = None,
+    ) -> None:
+        num_layers, *heads = tokens.check_shape(_NAME, num_layers, num_kv_heads, head_dim, dtype)
+        # Block numbers are int32 in the tables of attention kernels.
+        blocks = _checks.integer(_NAME, "blocks", blocks, at_least=1, at_most=2**31 - 1)
+        block_size = _checks.length(_NAME, "block_size", block_size)
+        _checks.choice(_NAME, "layout", layout, ("NHD", "HND"))
+        if store is not None and (flex or layout == "HND"):
+            must, fix = "layout must be 'NHD' and flex False with another store", "Omit store, or layout and flex."
+            raise _checks.error(_NAME, must, f"layout={layout!r} and flex={flex}", fix)
+        shape = (blocks, block_size, heads[0], heads[1])
+        stores = create_stores(_NAME, store, num_layers, shape, dtype, device, heads_first=layout == "HND")
+        self._initialize(_NAME, stores, shape, window, flex)
+
+    @classmethod
+    def from_pools(
+        cls, k_cache: Sequence[Tensor], v_cache: Sequence[Tensor], *, window: int | None = None, flex: bool = False
+    ) -> PagedKVCache:
+        """Build a cache in existing memory, such as that of an engine. The content of the memory is overwritten.
+
+        Args:
+            k_cache, v_cache: a tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`, float16,
+                bfloat16, float32 or float64. The stride of the channels is 1, and the other strides are free. Keys and
+                values may be parts of one tensor. Transpose a pool with heads before tokens (HND).
+            window, flex: as in `PagedKVCache`.
+
+        Raises:
+            RopeError: a pool has a wrong type, shape, dtype or stride, the pools overlap or differ in more than their
+                strides, or window or flex has a wrong value.
+        """
+        who = f"{_NAME}.from_pools"
+        _check_pools(who, k_cache, v_cache)
+        cache = cls.__new__(cls)
+        blocks, size, heads, channels = k_cache[0].shape
+        stores = [PlainStore(keys, values) for keys, values in zip(k_cache, v_cache, strict=True)]
+        cache._initialize(who, stores, (blocks, size, heads, channels), window, flex)
+        return cache
+
+    def _initialize(
+        self, who: str, stores: Sequence[Store], shape: tuple[int, int, int, int], window: int | None, flex: bool
+    ) -> None:
+        self._stores, self.num_layers = stores, len(stores)
+        self.keys, self.values = [store.keys for store in stores], [store.values for store in stores]
+        self.window = None if window is None else _checks.length(who, "window", window)
+        self.flex = _checks.boolean(who, "flex", flex)
+        for pool in (*self.keys, *self.values) if flex else ():
+            if pool.shape[0] > 1 and pool.stride(0) != pool.stride(1) * pool.shape[1]:
+                raise _checks.error(
+                    who,
+                    "with flex, the tokens of all blocks must be evenly spaced in memory",
+                    f"strides {pool.stride()} for blocks of {pool.shape[1]} tokens",
+                    "Use separate tensors for each layer with tokens before heads (NHD), or pass flex=False.",
+                )
+        blocks, self.block_size, *heads = shape
+        self._heads, self._device = (heads[0], heads[1]), stores[0].keys.device
+        self._rows = Rows(stores, blocks, self.block_size, self.window)
+        self._scratch = Scratch((self.block_size, *self._heads), stores[0].dtype, self._device)
+
+    @property
+    def rows(self) -> list[int]:
+        """Numbers of the current rows, in the order of their creation. Methods use all of them for rows=None."""
+        return list(self._rows.by_number)
+
+    @property
+    def length(self) -> Tensor:
+        """Number of tokens that all layers have stored, for each row in `rows`, int64 `[rows]`, on the CPU."""
+        return torch.tensor([row.length for row in self._rows.current()], dtype=torch.int64)
+
+    @property
+    def position(self) -> Tensor:
+        """Position of the next token, for each row in `rows`, int64 `[rows]`, on the CPU.
+
+        It equals length unless `shift`, or `at` or `positions` of `step`, has changed it.
+        """
+        return torch.tensor([row.position for row in self._rows.current()], dtype=torch.int64)
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that neither a row nor a planned step holds."""
+        self._rows.settle()
+        return self._rows.blocks.free
+
+    def admit(self) -> int:
+        """Start an empty row and return its number. Numbers are never reused. `step` allocates the blocks."""
+        return self._rows.add(Row([]))
+
+    def fork(self, row: int, length: int | None = None) -> int:
+        """Start a row with the tokens of another row, and return its number. Nothing is copied yet.
+
+        Both rows share the blocks. If the last block is not full, the first row that writes to it copies it.
+
+        Args:
+            row: the other row, which remains unchanged.
+            length: number of tokens of the other row with which the new row starts. None means all of them, and the
+                next position is that of the other row. With a number, it is 1 + the largest position of these tokens.
+
+        Raises:
+            RopeError: there is no such row, or it has fewer tokens than length; length is combined with a window, which
+                has evicted older keys; or only some layers appended in the previous step (see `rollback`).
+        """
+        who = f"{_NAME}.fork"
+        numbers = self._rows.select(who, [row])
+        self._rows.check_finished(who)
+        (other,) = self._rows.get(numbers)
+        blocks, kept, position = other.blocks, other.length, other.position
+        if length is not None:
+            tokens.check_no_window(who, "length", self.window, "a number", "Fork the whole row.")
+            kept = _checks.integer(who, "length", length, at_least=0, at_most=other.length)
+            blocks = blocks[: self._rows.block_count(kept)]
+            position = max(self._rows.cached_positions(other)[:kept].tolist(), default=-1) + 1
+        self._rows.drop_step()
+        return self._rows.add(Row(blocks, other.skipped, kept, position))
+
+    def free(self, rows: int | Sequence[int] | Tensor) -> None:
+        """End rows and free their blocks, except for those shared with other rows. Row numbers are not reused.
+
+        Args:
+            rows: a row number, a sequence of them, or an integer tensor `[n]`.
+
+        Raises:
+            RopeError: there is no such row; or only some layers appended in the previous step (see `rollback`).
+        """
+        chosen = self._rows.select(f"{_NAME}.free", rows)
+        self._rows.check_finished(f"{_NAME}.free")
+        released = [block for row in self._rows.get(chosen) for block in row.blocks]
+        rows_left = dict(self._rows.by_number)
+        for number in chosen:
+            del rows_left[number]
+        self._rows.replace(rows_left, released=released)
+
+    def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Drop all tokens of the given rows and free their blocks, except for those shared with other rows.
+
+        Args:
+            rows: numbers of the rows, which restart at position 0: ints or an integer tensor `[n]`. None means all.
+
+        Raises:
+            RopeError: there is no such row; or rows is not None and only some layers appended in the previous step (see
+                `rollback`).
+        """
+        who = f"{_NAME}.reset"
+        chosen = self._rows.select(who, rows)
+        if rows is not None:
+            self._rows.check_finished(who)
+        self._rows.settle()
+        released = [block for row in self._rows.get(chosen) for block in row.blocks]
+        self._rows.replace({**self._rows.by_number, **{number: Row([]) for number in chosen}}, released=released)
+
+    def step(
+        self,
+        seq: int,
+        *,
+        rows: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        at: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> PagedStep:
+        """Plan a forward pass of `seq` new tokens for each selected row: their positions, slots and attention mask.
+
+        Each layer must append its keys and values once, the last layer last. Only then does the cache count the tokens
+        and assign the new blocks to the rows. If the forward pass raises before any layer has stored something, the
+        step can simply be discarded.
+
+        Args:
+            seq: new tokens in each row, padding included, at least 1.
+            rows: row numbers in the order of the batch: a sequence of ints or an integer tensor `[batch]`. None means
+                all rows. Other rows are unchanged.
+            attention_mask, positions: as in `KVCache.step`.
+            at: as in `KVCache.step`. Not supported with a window, which has evicted keys that would become visible.
+
+        Raises:
+            RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, or at is
+                combined with a window; only some layers appended in the previous step (see `rollback`); or there are
+                not enough free blocks. Nothing has changed then. All of these are detected on every device.
+        """
+        who = f"{_NAME}.step"
+        numbers = self._rows.select(who, rows)
+        if not numbers:
+            raise _checks.error(who, "the cache must have a row", "none", "Call cache.admit() for each request.")
+        previous, batch = self._rows.check_finished(who), self._rows.get(numbers)
+        attention_mask, at, positions = (
+            x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, at, positions)
+        )
+        length, position = torch.tensor([row.length for row in batch]), torch.tensor([row.position for row in batch])
+        real = tokens.real_tokens(who, seq, attention_mask, length)
+        given = tokens.check_given_positions(who, positions, real)
+        if at is not None:
+            fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
+            tokens.check_no_window(who, "at", self.window, "a number", fix)
+            tokens.check_per_row(who, "at", at, length)
+            tokens.check_positions(who, at)
+            starts: list[int] = at.tolist()
+            kept = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
+            length, position = torch.tensor(kept), at
+        added = real.sum(1)
+        new = tokens.place_tokens(real, added, length, position, given)
+        planned = self._rows.extend(
+            who,
+            numbers,
+            lengths=length.tolist(),
+            starts=position.tolist(),
+            added=added.tolist(),
+            following=new.position.tolist(),
+        )
+        last = previous.step if previous is not None and list(previous.rows) == numbers else None
+        if last is not None and not (last._advances and at is None and positions is None):
+            last = None
+        step = PagedStep(self, numbers, planned, new, real, advances=attention_mask is None, previous=last)
+        self._rows.attach(step)
+        return step
+
+    def shift(
+        self,
+        rope: Rope | Sequence[Rope | None],
+        delta: int | Tensor,
+        *,
+        rows: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        """Move the cached keys of some rows, and the positions of their next tokens, by `delta` positions.
+
+        The keys are only rotated: their attention factor is not applied again. Each call rounds them once. A block that
+        is shared with a row that does not move, or moves by another distance, is copied first.
+
+        Args:
+            rope: as in `KVCache.shift`.
+            delta: distance in tokens, negative to move back: an int, or an int64 tensor `[rows]` with one for each row.
+            rows: row numbers, as in `step`. None means all rows.
+
+        Raises:
+            RopeError: an argument has a wrong type, shape or value; there are not enough free blocks for the copies; or
+                only some layers appended in the previous step (see `rollback`). Nothing has changed then.
+        """
+        who = f"{_NAME}.shift"
+        numbers = self._rows.select(who, rows)
+        self._rows.check_finished(who)
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        if isinstance(delta, Tensor):
+            tokens.check_per_row(who, "delta", delta, torch.zeros(len(numbers)))
+            by: list[int] = delta.tolist()
+        else:
+            by = [_checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31)] * len(numbers)
+        for row, distance in zip(self._rows.get(numbers), by, strict=True):
+            places = torch.cat([self._rows.cached_positions(row), torch.tensor([row.position])])
+            tokens.check_positions(who, places + distance)
+        deltas = dict(zip(numbers, by, strict=True))
+        moves = self._rows.plan_moves(who, deltas)
+        distances: int | Tensor = 0
+        if moves:
+            of_slots = torch.tensor([[move.delta] for move in moves]).expand(-1, self.block_size)
+            distances = of_slots if isinstance(delta, Tensor) else moves[0].delta
+        precise = torch.float64 if self._stores[0].dtype == torch.float64 else torch.float32
+        rotations = {  # all are computed before any key changes
+            each: each.shift(tokens.shift_by(each, distances), device=self._device, dtype=precise)
+            for each in set(ropes)
+            if each is not None and moves
+        }
+        blocks = self._rows.move(deltas, moves).to(self._device)
+        for store, layer_rope in zip(self._stores, ropes, strict=True):
+            if layer_rope is not None and moves:
+                store.rotate(rotations[layer_rope], blocks)
+
+    def rollback(self) -> None:
+        """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
+
+        Call it after an exception if some layers have appended and others have not. In other cases it only invalidates
+        a step that is still open and frees the blocks that the step has allocated. Tokens dropped through `at` are not
+        restored.
+        """
+        self._rows.settle()
+        self._rows.drop_step()
+
+
+def _check_pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raise unless keys and values have a pool for each layer, all with one shape, dtype and device."""
+    for name, layers in (("k_cache", keys), ("v_cache", values)):
+        if not isinstance(layers, list | tuple) or not layers or not all(isinstance(pool, Tensor) for pool in layers):
+            must = f"{name} must be a list of tensors, one for each layer"
+            raise _checks.error(who, must, _checks.describe(layers), "Pass [pool] for one layer.")
+    if len(keys) != len(values):
+        must, got = "k_cache and v_cache must have the same number of layers", f"{len(keys)} and {len(values)}"
+        raise _checks.error(who, must, got, "Pass one key pool and one value pool for each layer.")
+    pools = [*keys, *values]
+    for i, pool in enumerate(pools):
+        if any(share_elements(pool, other) for other in pools[:i]):
+            fix = "Pass separate tensors, or parts of one tensor that do not overlap."
+            raise _checks.error(who, "pools must not share elements", "pools that overlap", fix)
+    first = keys[0]
+    for name, layers in (("k_cache", keys), ("v_cache", values)):
+        for pool in layers:
+            if pool.ndim != 4 or 0 in pool.shape:
+                raise _checks.error(
+                    who,
+                    f"a pool of {name} must have shape [blocks, block_size, kv_heads, head_dim], none of them 0",
+                    f"{tuple(pool.shape)}",
+                    "Pass a view: pool.transpose(1, 2) of a pool with the heads before the tokens of a block (HND).",
+                )
+            if (pool.shape, pool.dtype, pool.device) != (first.shape, first.dtype, first.device):
+                raise _checks.error(
+                    who,
+                    f"all pools must be {first.dtype} of shape {tuple(first.shape)} on {first.device}",
+                    f"{_checks.describe(pool)} on {pool.device} in {name}",
+                    "Use one cache for each kind of layer.",
+                )
+            strides = [stride for stride, size in zip(pool.stride()[:3], pool.shape[:3], strict=True) if size > 1]
+            if pool.stride(3) != 1 or min(strides, default=1) < 1 or pool.requires_grad:
+                raise _checks.error(
+                    who,
+                    f"a pool of {name} must have contiguous channels, no overlapping elements, and no gradient",
+                    f"strides {pool.stride()}" + (" and requires_grad=True" if pool.requires_grad else ""),
+                    "Pass a view of allocated memory that is not expanded and does not require gradients.",
+                )
+    tokens.check_dtype(who, first.dtype)

@@ -1,0 +1,433 @@
+"""One forward pass with a cache: what the steps of both caches share, and the cache of each layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ropewalk import _checks
+from ropewalk.attention.attend import attend, not_a_rotation, rotate_and_attend
+from ropewalk.attention.mask_tensors import check_mask, restrict
+from ropewalk.attention.store import Store
+from ropewalk.attention.two_pass import TwoPass
+from ropewalk.rope.rope import Rope
+from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
+
+_FIX = (
+    "Build the cache for this model and batch, and call step with the length of these tokens. If the heads are sharded "
+    "(HeadwiseParallel), num_kv_heads of the cache is the number of key heads of this rank."
+)
+
+
+def on_axes(rope: Rope, positions: Tensor) -> Tensor:
+    """Return the positions for `rope.at`. Positions without axes (text) are repeated on every axis of the rope."""
+    return positions if rope.axes is None or positions.ndim > 2 else positions.expand(rope.axes.count, -1, -1)
+
+
+class Step:
+    """What `CacheStep` and `PagedStep` have in common: the state of one forward pass, and the check of its rotation.
+
+    A step refers to stores and tensors of its cache and not to the cache, so no reference cycle keeps memory alive.
+
+    Args:
+        stores: the store of each layer.
+        heads: num_kv_heads and head_dim of the cache.
+        window: number of tokens that each token attends to. None means no limit.
+        positions, order: as in `CacheStep`.
+        slots: block, and slot in the block, of each token that is stored.
+        flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
+        causal: as in `CacheStep`.
+        filled: the keys that some token attends to, a slice of those of `mask`.
+        concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
+        advances: whether every row is longer after this pass than before it.
+        previous: the step before this one, if the positions of every row have advanced since then.
+    """
+
+    name: ClassVar[str]  # of the cache, in errors
+    block_mask: BlockMask | None = None
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        heads: tuple[int, int],
+        window: int | None,
+        *,
+        positions: Tensor,
+        order: Tensor,
+        slots: tuple[Tensor, Tensor],
+        flat_slots: Tensor,
+        causal: bool,
+        filled: slice,
+        concatenates: bool,
+        advances: bool,
+        previous: Step | None,
+    ) -> None:
+        self.positions, self.order, self.causal = positions, order, causal
+        self._stores, self._heads, self._window = stores, heads, window
+        self._slots, self._flat_slots, self._filled = slots, flat_slots, filled
+        self._concatenates, self._advances = concatenates, advances
+        # Whether each layer has stored its tokens. Each has a list, so code compiled for one layer serves every layer.
+        self._stored = [[False] for _ in stores]
+        self._outdated = False
+        # References to cos of the rotations of this pass and of the previous one, which has other positions.
+        self._rotations: list[weakref.ref[Tensor]] = []
+        self._stale = [] if previous is None else previous._rotations
+        self._prepared: tuple[Any, Any] = (None, None)  # the last rotation, checked
+        self._mask: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # Weak references and block masks cannot be pickled, and the copy of a cache has no open step that needs them.
+        state: dict[str, object] = self.__dict__ | {"_rotations": [], "_stale": [], "_prepared": (None, None)}
+        return state | {"_mask": None, "block_mask": None}
+
+    @property
+    def key_order(self) -> Tensor:
+        """Indices of all keys in their rows, int64 `[batch, keys]`, and 2⁶² for empty slots.
+
+        Compare it with `order` to build a mask by the order of tokens.
+        """
+        raise NotImplementedError
+
+    @property
+    def key_positions(self) -> Tensor:
+        """Positions of all keys, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶² for empty slots.
+
+        For a token with a position on each of several axes, it is the largest of them.
+        """
+        raise NotImplementedError
+
+    @property
+    def mask(self) -> Tensor:
+        """Attention mask, bool `[batch, 1, seq, keys]`: True where a token attends to a key.
+
+        Padding attends to every key.
+        """
+        if torch.compiler.is_compiling():  # storing the mask in one layer would recompile the next layer
+            return self._build_mask()
+        if self._mask is None:
+            self._mask = self._build_mask()
+        return self._mask
+
+    def within(self, window: int) -> Tensor | None:
+        """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
+
+        The mask is False for keys that are `window` or more tokens before the query. It is for a layer with a window in
+        a cache that keeps more tokens. If the window of the cache equals that of the layer, the result is None, because
+        `mask` suffices.
+
+        Args:
+            window: number of tokens that each token attends to, itself included.
+
+        Raises:
+            RopeError: the cache has a shorter window.
+        """
+        if self._window is not None and self._window < window:
+            raise _checks.error(
+                self.name,
+                f"the window of a cache must not be shorter than that of the layer, {window}",
+                f"window={self._window}",
+                "Build a separate cache for the layers with this window.",
+            )
+        if window == self._window:
+            return None
+        return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
+
+    def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
+        """Compute `rope.at(positions)`, which is passed to every layer.
+
+        If rope has several axes and the positions of the step have none, the positions are those of text: the same on
+        every axis.
+
+        Raises:
+            RopeError: rope is not a Rope, or the number of its axes differs from that of the positions; or the step is
+                no longer the newest of its cache.
+        """
+        if not isinstance(rope, Rope):
+            fix = "For a LearnedRope call learned(step.positions), for SelfExtend its at(positions, key_positions)."
+            raise _checks.error("CacheStep.rotation", "rope must be a Rope", _checks.shown(rope), fix)
+        if not torch.compiler.is_compiling() and self._outdated:
+            raise _checks.error(
+                "CacheStep.rotation",
+                "a step must be the newest of its cache",
+                "an outdated one",
+                "Call it on the step of this forward pass.",
+            )
+        positions = self.positions if rope.axes is None else on_axes(rope, self.positions)
+        return rope.at(positions, dtype=dtype)
+
+    def layer(self, index: int) -> LayerCache:
+        """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
+
+        Raises:
+            RopeError: index is out of range.
+        """
+        last = len(self._stores) - 1
+        return LayerCache(
+            self, _checks.integer(f"{type(self).__name__}.layer", "index", index, at_least=0, at_most=last)
+        )
+
+    def _build_mask(self) -> Tensor:
+        raise NotImplementedError
+
+    def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
+        """Store the new keys and values of a layer."""
+        store.write(self._slots, k, v)
+
+    def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer: all of them, or only those of `filled`, in memory that is reused."""
+        raise NotImplementedError
+
+    def _write_and_read(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
+        self._write(store, k, v)
+        return self._read(store, every=every)
+
+    def _mark_stored(self, stored: list[bool], *, is_last: bool) -> None:
+        """Record that a layer has stored its keys and values."""
+        stored[0] = True
+
+    def _count_stored(self) -> int:
+        """Return the number of layers that have stored their keys and values."""
+        count = 0
+        for stored in self._stored:
+            count += stored[0]
+        return count
+
+    def _is_complete(self, who: str | None = None) -> bool:
+        """Return whether all layers have stored their tokens, the last one last. Raise for `who` if only some have."""
+        complete = self._stored[-1][0]
+        if who is not None and not complete and (stored := self._count_stored()):
+            raise _checks.error(
+                who,
+                "every layer must have appended in the previous step",
+                f"{stored} of {len(self._stored)} layers",
+                "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
+            )
+        return complete
+
+    def _check_may_append(self, stored: bool, is_last: bool) -> None:
+        """Raise if a layer has appended, the step is outdated, or another layer must append before this one."""
+        if stored:
+            raise _checks.error(
+                self.name,
+                "each layer must append once in a step",
+                "a second call",
+                "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
+            )
+        if self._outdated:
+            raise _checks.error(
+                self.name,
+                "a step must be the newest of its cache, without a shift, reset or rollback after it",
+                "an outdated one",
+                "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
+            )
+        if is_last and (count := self._count_stored()) != len(self._stored) - 1:
+            raise _checks.error(
+                self.name,
+                f"all {len(self._stored)} layers must append, the last one last",
+                f"the last one after {count} others",
+                "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
+            )
+
+    def _prepare(self, rotation: Rotation | TwoPass) -> Rotation | TwoPass:
+        """Raise if rotation cannot belong to these tokens, and return it for the keys of `filled`. No tensor is read.
+
+        A rotation must have been computed for positions `[batch, seq]`, and a `TwoPass` for all keys as well. A
+        rotation of the previous step is wrong if every row has advanced since then.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and rotation is self._prepared[0]:  # usually all layers share one rotation
+            checked: Rotation | TwoPass = self._prepared[1]
+            return checked
+        if not isinstance(rotation, (Rotation, TwoPass)):
+            raise not_a_rotation(self.name, rotation)
+        near = rotation if rotation.passes == 1 else rotation.near
+        if near.tokens != self.order.shape:
+            raise _checks.error(
+                self.name,
+                "with a cache, rotation must be computed for the positions of the step, [batch, seq] = "
+                f"{list(self.order.shape)}",
+                f"one for tokens of shape {near.tokens}",
+                "Use step.rotation(rope) or rope.at(step.positions).",
+            )
+        prepared = rotation
+        if rotation.passes == 2:
+            keys = self.key_positions.shape[1]
+            if rotation.far.shape[-1] != keys:
+                raise _checks.error(
+                    self.name,
+                    f"with a cache, a rotation in two passes must be computed for all {keys} keys",
+                    f"one for {rotation.far.shape[-1]}",
+                    "Use SelfExtend.at(step.positions, step.key_positions).",
+                )
+            prepared = rotation if compiling else rotation.select_keys(self._filled)
+        if compiling:
+            return prepared
+        for reference in self._stale:
+            if reference() is near.cos:
+                raise _checks.error(
+                    self.name,
+                    "with a cache, each step needs its own rotation, because its tokens have new positions",
+                    "the rotation of the previous step",
+                    "Compute it after cache.step(seq), with step.rotation(rope).",
+                )
+        self._rotations.append(weakref.ref(near.cos))
+        self._prepared = rotation, prepared
+        return prepared
+
+
+class LayerCache:
+    """One layer's keys and values in one forward pass, created by `step.layer(i)` for `RotaryAttention`.
+
+    Attributes:
+        step: the `CacheStep` or `PagedStep` of this forward pass.
+    """
+
+    def __init__(self, step: Step, index: int) -> None:
+        self.step = step
+        self._store, self._stored = step._stores[index], step._stored[index]
+        self._is_last = index == len(step._stores) - 1
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None = None,
+        mask: Tensor | BlockMask | None = None,
+        scale: float | None = None,
+        norm: QKNorm | None = None,
+    ) -> Tensor:
+        """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
+
+        In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks directly if mask is None
+        and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks first.
+
+        Args:
+            q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
+            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
+            rotation: `step.rotation(rope)`, `rope.at(step.positions)`, or
+                `SelfExtend.at(step.positions, step.key_positions)`. None leaves q and k unchanged. Pass None if they
+                are already rotated or the layer does not rotate.
+            mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `step.key_positions`:
+                bool (True: the query attends to the key) or additive in the dtype of q. It is combined with
+                `step.mask`. None means `step.mask` alone.
+            scale: factor of the scores. None means head_dim^(−1/2).
+            norm: norm of q and k, applied before rotation. None disables it.
+
+        Returns:
+            `[batch, seq, heads, head_dim]`.
+
+        Raises:
+            RopeError: as `append`; or q, rotation or mask does not match this step. Nothing has been stored then.
+        """
+        step, compiling = self.step, torch.compiler.is_compiling()
+        (batch, seq), (kv_heads, head_dim) = step.order.shape, step._heads
+        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
+            must = f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads"
+            raise _checks.error(step.name, must, f"{tuple(q.shape)}", _FIX)
+        if rotation is not None:
+            rotation = step._prepare(rotation)
+        if mask is not None:
+            if not isinstance(mask, Tensor):
+                must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
+                raise _checks.error(step.name, must, got, "Pass a dense mask, for the keys of step.key_positions.")
+            check_mask(step.name, mask, q, step.key_positions.shape[1])
+        scale = head_dim**-0.5 if scale is None else scale
+        one_pass = rotation is None or rotation.passes == 1
+        visible: Tensor | BlockMask | None = None
+        append = self._append_filled
+        if compiling and step.block_mask is not None and mask is None and one_pass:
+            visible, append = step.block_mask, self._append_to_blocks
+        elif compiling:  # a compiled layer has one graph for any number of cached tokens
+            visible = restrict(mask, step.mask)
+        elif mask is not None or not step.causal:
+            visible = restrict(mask, step.mask)[..., step._filled]
+        if rotation is not None and rotation.passes == 1 and not step._concatenates and not compiling:
+            self._check_new(k, v)
+            rotated = self._store.rotate_and_write(step._flat_slots, q, k, v, rotation=rotation, norm=norm)
+            if rotated is not None:
+                step._mark_stored(self._stored, is_last=self._is_last)
+                return attend(rotated, *step._read(self._store, every=False), mask=visible, scale=scale)
+        return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of the new tokens, once, and return the keys and values to attend over.
+
+        Use it with your own attention; `attend` calls it as well. The last layer must append last: the cache then
+        counts the tokens.
+
+        Args:
+            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
+            v: values of the same shape.
+
+        Returns:
+            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `step.key_positions`, with empty slots,
+            which `step.mask` hides: views of the cache, or new tensors. A `PagedKVCache` always returns new tensors.
+
+        Raises:
+            RopeError: shape, dtype or device differs from that of the cache and this step; k or v requires gradients;
+                this layer has already appended; the step is not the newest of its cache; or this is the last layer and
+                another one has not appended. Nothing has been stored then.
+        """
+        return self._append(k, v, every=True)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the new tokens as `append` does, for a kernel of your own that reads the cache.
+
+        Args:
+            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
+            v: values of the same shape.
+
+        Raises:
+            RopeError: as `append`. Nothing is stored then.
+        """
+        self._check_new(k, v)
+        self.step._write(self._store, k, v)
+        self.step._mark_stored(self._stored, is_last=self._is_last)
+
+    def _append(self, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
+        self._check_new(k, v)
+        kept = self.step._write_and_read(self._store, k, v, every=every)
+        self.step._mark_stored(self._stored, is_last=self._is_last)
+        return kept
+
+    def _append_filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self._append(k, v, every=torch.compiler.is_compiling())
+
+    def _append_to_blocks(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values, and return all blocks as one row, `[1, tokens, kv_heads, head_dim]`."""
+        self.write(k, v)
+        blocks, size, heads, channels = self._store.keys.shape
+        shape = (1, blocks * size, heads, channels)
+        keys, values = self._store.keys, self._store.values
+        return (
+            keys.as_strided(shape, (0, *keys.stride()[1:])),
+            values.as_strided(shape, (0, *values.stride()[1:])),
+        )
+
+    def _check_new(self, k: Tensor, v: Tensor) -> None:
+        """Raise unless k and v match the tokens of this step, and this layer may store them."""
+        step, dtype, device = self.step, self._store.dtype, self.step.order.device
+        expected = (*step.order.shape, *step._heads)
+        for name, new in (("k", k), ("v", v)):
+            if new.shape != expected or new.dtype != dtype or new.device != device:
+                fix = _FIX
+                if new.shape == expected and new.device == device:
+                    fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
+                must = f"{name} must have shape {expected} in {dtype} on {device}"
+                raise _checks.error(step.name, must, f"{tuple(new.shape)} in {new.dtype} on {new.device}", fix)
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise _checks.error(
+                step.name,
+                "gradients cannot pass through a cache",
+                "keys or values that require one",
+                "Run under torch.no_grad() or torch.inference_mode().",
+            )
+        step._check_may_append(self._stored[0], self._is_last)

@@ -1,0 +1,181 @@
+"""The new tokens of a step: check the arguments of `step` and `shift` of both caches, and place the tokens.
+
+Values are read only where this is free: on the CPU outside of torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.rope.rope import Rope
+
+EMPTY = 2**62
+"""Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
+
+_MAX_LAYERS = 65_536  # far above any model; it keeps a wrong number from filling the memory
+
+
+class NewTokens(NamedTuple):
+    """The places of the new tokens of each row, and the state of the rows after them.
+
+    Attributes:
+        order: index of each token in its row, int64 `[batch, seq]`. Padding has the index of the token before it.
+        positions: positions to which the tokens are rotated, int64 `[batch, seq]` or `[axes, batch, seq]`.
+        place: one position for each token, the largest over the axes, int64 `[batch, seq]`.
+        length, position: number of tokens and next position of each row after the step, int64 `[batch]`.
+    """
+
+    order: Tensor
+    positions: Tensor
+    place: Tensor
+    length: Tensor
+    position: Tensor
+
+
+def place_tokens(real: Tensor, added: Tensor, length: Tensor, position: Tensor, given: Tensor | None) -> NewTokens:
+    """Place new tokens after those of each row.
+
+    Args:
+        real: False for padding, bool `[batch, seq]`.
+        added: number of real tokens, int64 `[batch]`.
+        length, position: number of tokens and next position of each row, int64 `[batch]`.
+        given: positions of the tokens, from `check_given_positions`. None means consecutive ones from `position`.
+    """
+    index = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
+    order, total = length[:, None] + index, length + added
+    if given is None:
+        positions = position[:, None] + index
+        return NewTokens(order, positions, positions, total, position + added)
+    place = given if given.ndim == 2 else given.amax(0)
+    largest = place.masked_fill(~real, -EMPTY).amax(1)
+    return NewTokens(order, given, place, total, torch.where(added > 0, largest + 1, position))
+
+
+def read_range(numbers: Tensor) -> tuple[int, int] | None:
+    """Return the smallest and the largest number, or None if reading them would synchronize or break a graph.
+
+    Args:
+        numbers: integers of any shape, at least one, such as `[batch]`.
+    """
+    if torch.compiler.is_compiling() or numbers.device.type != "cpu":
+        return None
+    smallest, largest = torch.aminmax(numbers)
+    return int(smallest), int(largest)
+
+
+def check_shape(who: str, num_layers: int, num_kv_heads: int, head_dim: int, dtype: object) -> tuple[int, int, int]:
+    """Check the numbers of layers, heads and channels, and the dtype of keys and values. Return the numbers."""
+    num_layers = _checks.integer(who, "num_layers", num_layers, at_least=1, at_most=_MAX_LAYERS)
+    num_kv_heads = _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
+    head_dim = _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
+    check_dtype(who, dtype)
+    return num_layers, num_kv_heads, head_dim
+
+
+def check_dtype(who: str, value: object) -> None:
+    """Raise unless a cache can store keys and values in this dtype."""
+    if value not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        must = "dtype must be float16, bfloat16, float32 or float64"
+        raise _checks.error(who, must, str(value), "Pass the dtype of the model, or of autocast.")
+
+
+def check_positions(who: str, positions: Tensor) -> None:
+    """Raise if a position is not in ±2³¹, where `read_range` can read it. So sums of positions cannot overflow."""
+    bounds = read_range(positions)
+    if bounds is not None and max(-bounds[0], bounds[1]) > 2**31:
+        got = f"positions from {bounds[0]} to {bounds[1]}"
+        raise _checks.error(who, "every position must stay within ±2**31", got, "Pass numbers in this range.")
+
+
+def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
+    """Raise unless value is an int64 tensor of the shape of `length`, `[batch]`."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
+        must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
+        raise _checks.error(who, must, _checks.describe(value), "Pass one number for each row.")
+
+
+def check_no_window(who: str, name: str, window: int | None, got: str, fix: str) -> None:
+    """Raise if the cache has a window, because it may have evicted older keys."""
+    if window is not None:
+        must = f"{name} must be None in a cache with a window, which has evicted older keys"
+        raise _checks.error(who, must, got, fix)
+
+
+def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
+    """Check `seq` and `attention_mask` of `step`. Return which tokens are not padding, bool `[batch, seq]`."""
+    shape = (length.shape[0], seq)
+    if not isinstance(seq, torch.SymInt):
+        _checks.integer(who, "seq", seq, at_least=1)
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=length.device)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape or attention_mask.is_floating_point():
+        raise _checks.error(
+            who,
+            f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
+            _checks.describe(attention_mask),
+            "Pass 1 for real tokens and 0 for padding, not the additive mask of attention.",
+        )
+    return attention_mask != 0
+
+
+def check_given_positions(who: str, value: Tensor | None, real: Tensor) -> Tensor | None:
+    """Check the positions of `step` and return a copy, int64 `[batch, seq]` or `[axes, batch, seq]`."""
+    if value is None:
+        return None
+    batch, seq = real.shape
+    if isinstance(value, Tensor) and value.is_floating_point():
+        raise _checks.error(
+            who,
+            "positions must be integers, int64",
+            _checks.describe(value),
+            "Omit positions, because the cache only needs the order of tokens. Compute rope.at(positions), of shape "
+            "[axes, batch, seq] or [batch, seq], instead of step.rotation(rope).",
+        )
+    if (
+        not isinstance(value, Tensor)
+        or value.dtype != torch.int64
+        or (value.shape != (seq,) and (value.ndim not in (2, 3) or value.shape[-2:] != (batch, seq)))
+        or value.device != real.device
+    ):
+        raise _checks.error(
+            who,
+            "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
+            f"{[batch, seq]} or [seq] = {[seq]} on {real.device}",
+            f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
+            "Pass one position for each new token, padding included.",
+        )
+    check_positions(who, value)
+    return (value if value.ndim == 3 else value.expand(batch, seq)).clone()
+
+
+def rope_of_each_layer(
+    who: str, rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int
+) -> Sequence[Rope | None]:
+    """Check the `rope` argument of `shift` and return the rope of each layer."""
+    each = [rope] * num_layers if isinstance(rope, Rope) else rope
+    fix = "Pass the rope that rotated the keys."
+    if (
+        not isinstance(each, Sequence)
+        or len(each) != num_layers
+        or not all(layer_rope is None or isinstance(layer_rope, Rope) for layer_rope in each)
+    ):
+        must = f"rope must be a Rope, or a list of {num_layers} (one Rope or None for each layer)"
+        raise _checks.error(who, must, _checks.shown(rope), fix)
+    for layer_rope in each:
+        if layer_rope is not None and layer_rope.head_dim != head_dim:
+            must, got = f"rope must have the head_dim of the cache, {head_dim}", f"head_dim={layer_rope.head_dim}"
+            raise _checks.error(who, must, got, fix)
+    return each
+
+
+def shift_by(rope: Rope, delta: int | Tensor) -> int | tuple[int, ...] | Tensor:
+    """Return the argument of `Rope.shift` that moves text by delta, the same on every axis of the rope."""
+    if rope.axes is None:
+        return delta
+    count = rope.axes.count
+    return delta.expand(count, *delta.shape) if isinstance(delta, Tensor) else (delta,) * count
