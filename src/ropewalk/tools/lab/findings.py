@@ -56,7 +56,8 @@ class Results:
         tokens = times * self.about["trained"]
         if method not in self.methods(model) or tokens not in self.about["tokens"]:
             raise KeyError(method, times)
-        return self.values(model, method, measure)[self.about["tokens"].index(tokens)]
+        found: tuple[float, ...] = self.values(model, method, measure)[self.about["tokens"].index(tokens)]
+        return found
 
 
 @dataclass(frozen=True)
