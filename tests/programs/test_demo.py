@@ -156,7 +156,7 @@ def says_which_code_ran(rows, calls):
     if calls:
         ran = re.fullmatch(r"  Code: the compiled CPU kernel \((\w+)\) for ropewalk, .* usual code\.", rows[-1])
         assert ran
-        assert ran[1] == cpu.level()
+        assert ran[1] == cpu.version()
     else:
         assert rows[-1].startswith("  Code: plain PyTorch for both. The CPU kernel is ")
     assert not re.search(r"no compiled|\byet\b|release", "\n".join(rows))
