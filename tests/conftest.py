@@ -56,7 +56,6 @@ SLOW = (
     "kernels/test_fuzz.py",
     "kernels/test_gradients.py",
     "kernels/test_operators.py::TestOperator::test_opcheck",
-    "kernels/test_operators.py::TestOperatorsOfPlainArguments::test_opcheck",
     "lab/",
     "parallel/test_context.py::test_equals_the_whole",
     "positions/test_multimodal_models.py::test_a_thousand_mixtures",

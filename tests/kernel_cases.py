@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from ropewalk._layout import Options
 from ropewalk.rotation import reference
 
 LAYOUTS = ["bshd", "bhsd", "sbhd", "thd"]
@@ -94,9 +95,7 @@ def check(
 def by_reference(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, inverse: bool
 ) -> list[Tensor]:
-    return reference.rotate_in_layout(
-        tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=offset, inverse=inverse
-    )
+    return reference.rotate_in_layout(tensors, cos, sin, Options(layout, pairing == "interleaved", offset, inverse))
 
 
 def same(x: Tensor, y: Tensor, level: str) -> bool:
@@ -132,7 +131,7 @@ def check_rotation(
     """Rotate with a kernel, into outputs full of NaN. Compare with the oracle and the reference."""
     before = [x.clone() for x in tensors]
     outputs = [like(x).fill_(math.nan) for x in tensors]
-    kernel.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, inverse)
+    kernel.rotate(tensors, outputs, cos, sin, Options(layout, pairing == "interleaved", offset, inverse))
     flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
     shapes = [tuple(x.shape) for x in tensors]
     description = f"{shapes}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, inverse {inverse}"

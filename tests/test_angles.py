@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import oracle
 from ropewalk import Rope, RopeError, YaRN
 from ropewalk.angles import exact as angles
-from ropewalk.angles import fixed_point
-from ropewalk.kernels import backend, steps
+from ropewalk.angles import fixed_point, phase_steps
+from ropewalk.kernels import backend
 
 BASES = [100.0, 1e4, 5e5, 1e6, 1e8]
 LIMIT = 2**31
@@ -71,7 +71,7 @@ def test_error_on_cpu(base: float, rotary_dim: int) -> None:
 @pytest.mark.parametrize("base", BASES)
 def test_error_at_the_worst_positions(base: float) -> None:
     rope = Rope(16, base, "half")
-    for pair, step in enumerate(rope._steps):
+    for pair, step in enumerate(rope._phase_steps):
         positions = torch.tensor(worst_positions(step))
         cos, sin = oracle.cos_sin(positions.tolist(), rope.inv_freq[pair : pair + 1])
         rotation = rope.at(positions)
@@ -84,7 +84,7 @@ def test_error_at_the_worst_positions(base: float) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_error_without_float64(base: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
+    monkeypatch.setattr(backend, "_NO_FLOAT64", frozenset({"cpu"}))
     rope = Rope(128, base, "half")
     positions = torch.cat((edges(), random_positions(90, seed=int(base))))
     rotation, (cos, sin) = rope.at(positions), oracle.cos_sin(positions.tolist(), rope.inv_freq)
@@ -133,7 +133,7 @@ positions_ = st.integers(-LIMIT, LIMIT - 1)
 @given(positions_, positions_, st.sampled_from(BASES))
 def test_phase_of_a_difference_is_the_difference_of_phases(m: int, n: int, base: float) -> None:
     """Bit for bit, modulo 2⁶⁴: no product of floats can do this."""
-    steps = torch.tensor(Rope(16, base, "half")._steps)
+    steps = torch.tensor(Rope(16, base, "half")._phase_steps)
     assert torch.equal(m * steps - n * steps, torch.tensor(m - n) * steps)
     for step in steps.tolist():
         signed = torch.tensor(m) * step
@@ -279,7 +279,7 @@ class TestRefusals:
     def test_what_needs_float64(
         self, positions: torch.Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
+        monkeypatch.setattr(backend, "_NO_FLOAT64", frozenset({"cpu"}))
         monkeypatch.setattr(backend, "FAST_PATH", False)
         with pytest.raises(RopeError, match="the device must support float64"):
             self.rope.at(positions, dtype=dtype)
@@ -287,9 +287,9 @@ class TestRefusals:
 
 @pytest.fixture
 def no_kept_steps() -> Iterator[None]:
-    steps._copies.clear()
+    phase_steps._copies.clear()
     yield
-    steps._copies.clear()
+    phase_steps._copies.clear()
 
 
 @pytest.mark.usefixtures("no_kept_steps")
@@ -364,14 +364,14 @@ class TestSurroundings:
         self.check()
 
     def test_steps_are_kept_and_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(steps, "_MAX_COPIES", 2)
+        monkeypatch.setattr(phase_steps, "_MAX_COPIES", 2)
         monkeypatch.setattr(backend, "FAST_PATH", False)
         for base in (10.0, 20.0, 30.0):
             Rope(8, base, "half").at(torch.arange(2))
-        assert len(steps._copies) == 1
-        (kept,) = steps._copies.values()
+        assert len(phase_steps._copies) == 1
+        (kept,) = phase_steps._copies.values()
         Rope(8, 30.0, "half").at(torch.arange(2))
-        assert next(iter(steps._copies.values())) is kept
+        assert next(iter(phase_steps._copies.values())) is kept
 
 
 def test_an_attention_factor_above_1_doubles_the_rounding() -> None:
@@ -386,8 +386,8 @@ def test_an_attention_factor_above_1_doubles_the_rounding() -> None:
 
 def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:
     rope = Rope(64, 5e5, "half")
-    assert rope._steps == tuple(fixed_point.step(float(w)) for w in rope.inv_freq)
-    assert rope._steps[1] != fixed_point.step(float(np.float32(rope.inv_freq[1])))
+    assert rope._phase_steps == tuple(fixed_point.phase_step(float(w)) for w in rope.inv_freq)
+    assert rope._phase_steps[1] != fixed_point.phase_step(float(np.float32(rope.inv_freq[1])))
 
 
 def printed_by(program: str) -> str:

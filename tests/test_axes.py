@@ -16,7 +16,7 @@ import torch
 
 import oracle
 from ropewalk import NTK, Axes, DynamicNTK, Llama3, Rope, RopeError, RotaryEmbedding, YaRN, schemes
-from ropewalk.angles import exact as angles
+from ropewalk.kernels import backend
 from ropewalk.rope.rope import Numerics
 from ropewalk.schemes import Linear, PerPair, Proportional
 
@@ -159,7 +159,7 @@ class TestExactness:
 
     @PATTERN
     def test_without_float64(self, axes: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
+        monkeypatch.setattr(backend, "_NO_FLOAT64", frozenset({"cpu"}))
         made, positions = rope(axes), places(axes, 20)
         rotation = made.at(positions)
         for pair, (a, w) in enumerate(zip(axes.axis, made.inv_freq, strict=True)):

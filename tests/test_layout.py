@@ -8,6 +8,7 @@ import torch
 import oracle
 from kernel_cases import PAIRINGS, as_bshd, check, expected, shape
 from ropewalk import RopeError, Rotation, _layout
+from ropewalk._layout import Options
 from ropewalk.kernels import backend, gpu
 
 BATCH, SEQ, HEADS, DIM, PAIRS, OFFSET = 2, 5, 3, 14, 4, 5
@@ -93,8 +94,8 @@ def test_launch_on_a_gpu(layout: str, pairing: str) -> None:
     )
     cos = torch.ones(SEQ, PAIRS)
     interleaved = pairing == "interleaved"
-    programs, numbers, warps = gpu.rotation_launch([x], [x], cos, cos, layout, interleaved, OFFSET, False)
-    wanted = gpu.rotation_launch([given], [given], cos, cos, "bshd", interleaved, OFFSET, False)
+    programs, numbers, warps = gpu.rotation_launch([x], [x], cos, cos, Options(layout, interleaved, OFFSET, False))
+    wanted = gpu.rotation_launch([given], [given], cos, cos, Options("bshd", interleaved, OFFSET, False))
     plain = {name: value for name, value in numbers.items() if not isinstance(value, torch.Tensor)}
     other = {name: wanted[1][name] for name in plain}
     if "b" not in layout:

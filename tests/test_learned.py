@@ -25,6 +25,7 @@ import oracle
 import processes
 from kernel_cases import LAYOUTS, PAIRINGS, record_calls, shape
 from ropewalk import Axes, DynamicNTK, LearnedRope, Rope, RopeError, YaRN
+from ropewalk._layout import Options
 from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import reference
 
@@ -133,8 +134,7 @@ class TestGradients:
         rotation = rope(positions)
         mine = rotation(q, layout="bshd")
         tables = [t.unsqueeze(0) if rotation.per_head and t.ndim == 3 else t for t in (rotation.cos, rotation.sin)]
-        how: dict[str, Any] = {"layout": "bshd", "pairing": pairing, "rotary_offset": 0, "inverse": False}
-        (plain,) = reference.rotate_in_layout([q], *tables, **how)
+        (plain,) = reference.rotate_in_layout([q], *tables, Options("bshd", pairing == "interleaved", 0))
         assert torch.equal(mine, plain)
         wanted = (q, rope.inv_freq)
         for x, y in zip(

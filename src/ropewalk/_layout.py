@@ -1,4 +1,4 @@
-"""Names of layouts, pairings and numerics, and the axes of each layout.
+"""Names of layouts, pairings and numerics, the axes of each layout, and the options of a rotation.
 
 The letters of a layout are its axes: b batch, s or t tokens, h heads, d head_dim. d is always last, and t is used
 without b. To add a layout, add its name to `Layout`. This module imports neither torch nor NumPy.
@@ -6,7 +6,7 @@ without b. To add a layout, add its name to `Layout`. This module imports neithe
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
 Pairing = Literal["half", "interleaved"]
@@ -25,6 +25,24 @@ def axes_of(layout: str) -> Axes:
 
 
 AXES: dict[Layout, Axes] = {layout: axes_of(layout) for layout in get_args(Layout)}
+
+
+class Options(NamedTuple):
+    """How tensors are rotated by given cos and sin.
+
+    Attributes:
+        layout: order of the axes of the tensors.
+        interleaved: whether channels 2i and 2i + 1 form a pair. If not, channels i and i + pairs do.
+        offset: the first rotated channel.
+        inverse: whether to rotate by minus the angle. The attention factor in cos and sin still multiplies: this is
+            the transpose of the rotation, and not its inverse.
+    """
+
+    layout: Layout
+    interleaved: bool
+    offset: int
+    inverse: bool = False
+
 
 SYNONYMS: dict[str, str] = {
     **dict.fromkeys(("neox", "gpt-neox", "rotate-half"), "half"),

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._dtensor import is_dtensor, replicate
 from ropewalk._layout import Pairing
+from ropewalk.kernels.backend import has_float64
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import api
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.dtensor import is_dtensor, replicate
 
 _FLOATS = (torch.float32, torch.float64)
 _POSITIONS = (torch.int32, torch.int64, *_FLOATS)
@@ -292,8 +293,10 @@ class LearnedRope(torch.nn.Module):
         if is_dtensor(positions) and is_dtensor(self.inv_freq) and positions.device_mesh != self.inv_freq.device_mesh:
             fix = "Distribute both over one mesh."
             raise _checks.error(_WHO, "positions must be on the mesh of the frequencies", "DTensors of two meshes", fix)
-        if positions.device.type == "mps":
-            raise _checks.error(_WHO, "the device must support float64", "mps", "Use the CPU or another GPU.")
+        if not has_float64(positions.device):
+            raise _checks.error(
+                _WHO, "the device must support float64", str(positions.device), "Use the CPU or another GPU."
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedRope:
         """Apply `.to`, `.half`, `.cuda` and similar methods, but never cast the frequencies to 16 bits."""

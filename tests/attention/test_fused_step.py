@@ -28,7 +28,7 @@ ROPE = Rope(HEAD_DIM, 1e4, "half", rotary_dim=16, rotary_offset=4)
 
 
 def best() -> str:
-    return cpu.level() if backend.FAST_PATH else ""
+    return cpu.version() if backend.FAST_PATH else ""
 
 
 @pytest.fixture(params=["as it is", "separate"])

@@ -32,7 +32,7 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
     return function
 
 
-# Every check runs twice, because an observed rotation uses other code: operators with sharding rules.
+# Every check runs twice, because an observed rotation uses other code: operators instead of compiled calls.
 WATCHING = [True]
 
 
@@ -92,28 +92,6 @@ def every_layout_and_placement(world: int) -> None:
             for x, y in zip((q, k, q, k, q), (*rotated, *again, alone), strict=True):
                 assert y.placements == (placement,), (layout, name, y.placements)
                 compare(y, x, rotation, layout, (layout, pairing, name))
-
-
-@check
-def one_shape_in_every_layout(world: int) -> None:
-    """PyTorch's cache of rules compares shapes, placements and numbers, but no string before the first number."""
-    mesh, rotation = line(world), ROPE.at(torch.arange(4))
-    x = torch.randn(4, 4, 4, HEAD_DIM)
-    for layout, axis in itertools.product((*LAYOUTS[:3], *LAYOUTS[:3]), range(3)):
-        of_x = spread(x, mesh, Shard(axis))
-        with quiet():
-            rotated = rotation(of_x, layout=layout)
-            both = rotation(of_x, of_x, layout=layout)
-        for y in (rotated, *both):
-            compare(y, x, rotation, layout, (layout, axis))
-        # Whole tables, which the rule must shard: the calls differ only in the layout.
-        cos, sin = (spread(table, mesh, Replicate()) for table in (rotation.cos, rotation.sin))
-        number = LAYOUTS.index(layout)
-        how = (cos, sin, number, False, OFFSET, False)
-        alone = torch.ops.ropewalk.rotate_one(of_x, *how)
-        pair = torch.ops.ropewalk.rotate_pair(of_x, of_x, *how)
-        for y in (alone, *pair):
-            compare(y, x, rotation, layout, (layout, axis, "operator"))
 
 
 @check

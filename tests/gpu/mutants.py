@@ -31,7 +31,7 @@ class Mutant:
     new: str
 
 
-GPU, KERNELS = "kernels/gpu.py", "kernels/_gpu.py"
+GPU, KERNELS = "kernels/gpu.py", "kernels/triton_kernels.py"
 MUTANTS = [
     Mutant("sign of sin", KERNELS, "(a * c - b * s)", "(a * c + b * s)"),
     Mutant("inverse is forward", KERNELS, "s = s * -1.0", "s = s * 1.0"),

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernel_cases import DTYPES, PAIRINGS
-from ropewalk.kernels import gpu, gpu_step
+from ropewalk._layout import Options
+from ropewalk.kernels import gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -37,13 +38,13 @@ Launch = tuple[int, dict[str, Any], int]
 """The number of programs, the arguments and the warps."""
 
 
-def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: Any, module: Any = None) -> Any:
+def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
     """Compile a kernel as Triton does for this launch: numbers are not specialized, and pointers are aligned.
 
     known: further properties of pointers.
     """
     _, arguments, warps = launch
-    function = getattr(module or gpu.kernels(), kernel)
+    function = getattr(gpu.kernels(), kernel)
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         value = arguments[name]
@@ -68,7 +69,7 @@ def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> Launch:
     outputs = tensors if how.get("in_place") else [torch.empty_like(x) for x in tensors]
     cos, sin = torch.empty(2, 16, pairs, dtype=table), torch.empty(2, 16, pairs, dtype=table)
     return gpu.rotation_launch(
-        tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, how.get("inverse", False)
+        tensors, outputs, cos, sin, Options(layout, pairing == "interleaved", offset, how.get("inverse", False))
     )
 
 
@@ -127,10 +128,10 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
         torch.empty(4, 1, dtype=torch.int64),
     )
     of_norm = (torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6, False) if norm else None
-    launch = gpu_step.step_launch(
-        (q, k), (q, pages), table, table, "bshd", pairing == "interleaved", 0, of_norm, (v, pages, slots)
+    launch = gpu.step_launch(
+        (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, (v, pages, slots)
     )
-    found = sass(compiled("step", launch, SM_90, module=gpu_step.kernels()), tmp_path)
+    found = sass(compiled("step", launch, SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
     # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
@@ -145,12 +146,12 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
     """Loads are as wide as for shared tables, without shared memory. The gradient kernel spills no registers."""
     q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
     interleaved = pairing == "interleaved"
-    launch = gpu.rotation_launch([q, q], [q, q], table, table, "bshd", interleaved, 0, False)
+    launch = gpu.rotation_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0, False))
     found = sass(compiled("rotate", launch, SM_90), tmp_path)
     tables = {"LDG.E.64"} if dtype == torch.float32 and interleaved else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
-    gradient = gpu.gradient_launch([q, q], [q, q], table, table, "bshd", interleaved, 0)
+    gradient = gpu.gradient_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0))
     assert not named(found, *SPILLS, "LDS", "STS", "BAR", "FFMA", "DFMA", "FFMA2")
     assert not named(sass(compiled("table_gradient", gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
 
@@ -189,7 +190,7 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
     """Slices of 80 channels from heads of 97: the address of a row may be any multiple of two bytes."""
     x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
     tables = torch.empty(2, 16, 40)
-    launch = gpu.rotation_launch([x], [x], tables, tables, "bshd", False, 0, False)
+    launch = gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))
     found = sass(compiled("rotate", launch, SM_90), tmp_path)
     assert "LDG.E.U16" in found
     assert named(found, "STG") == {"STG.E.U16"}
@@ -200,7 +201,7 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
 def test_gradient_to_the_tables_spills_no_registers(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
     tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
     of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", pairing == "interleaved", 0)
+    launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", pairing == "interleaved", 0))
     assert not named(sass(compiled("table_gradient", launch, SM_90), tmp_path), *SPILLS)
 
 
@@ -245,7 +246,7 @@ def test_rotation_for_amd(dtype: torch.dtype, pairing: str, known: list[Any]) ->
 @SIZES_FOR_AMD
 def test_others_for_amd(known: list[Any]) -> None:
     tensors, of_table = [torch.empty(2, 16, 8, 128)], torch.empty(2, 16, 64)
-    gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", False, 0)
+    gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", False, 0))
     steps = torch.empty(64, dtype=torch.int64)
     angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
     for kernel, launch in (("table_gradient", gradient), ("angles", angles)):
@@ -269,7 +270,7 @@ def rotations() -> Iterator[Launch]:
         tensors = [strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 2 if per_head else 1)]
         table = strided((2, 2, 3, pairs) if per_head else (3, pairs), of_table, step)
         outputs = tensors if in_place else [torch.empty_like(x) for x in tensors]
-        yield gpu.rotation_launch(tensors, outputs, table, table, "bshd", interleaved, offset, inverse)
+        yield gpu.rotation_launch(tensors, outputs, table, table, Options("bshd", interleaved, offset, inverse))
 
 
 def gradients() -> Iterator[Launch]:
@@ -277,7 +278,7 @@ def gradients() -> Iterator[Launch]:
         tensors = [strided((2, 3, heads, head_dim), dtype, step) for heads in (2, 2 if per_head else 1)]
         of_table = torch.float64 if dtype == torch.float64 else torch.float32
         table = strided((2, 2, 3, pairs) if per_head else (2, 3, pairs), of_table, 1)
-        yield gpu.gradient_launch(tensors, tensors, table, table, "bshd", interleaved, offset)
+        yield gpu.gradient_launch(tensors, tensors, table, table, Options("bshd", interleaved, offset))
 
 
 def tables_of_positions() -> Iterator[Launch]:
@@ -298,15 +299,15 @@ def fused_steps() -> Iterator[Launch]:
         norm = None if add_one is None else (weight, weight, 1e-6, add_one)
         store = (v, cache, slots) if stores else None
         outputs = (q, cache if stores else k)
-        yield gpu_step.step_launch((q, k), outputs, table, table, "bshd", interleaved, offset, norm, store)
+        yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
 # Each kernel, with the launches that its launcher can make.
 LAUNCHES = {
-    "rotate": (gpu.kernels, rotations),
-    "table_gradient": (gpu.kernels, gradients),
-    "angles": (gpu.kernels, tables_of_positions),
-    "step": (gpu_step.kernels, fused_steps),
+    "rotate": rotations,
+    "table_gradient": gradients,
+    "angles": tables_of_positions,
+    "step": fused_steps,
 }
 
 
@@ -331,13 +332,13 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
 
 @pytest.mark.parametrize("kernel", LAUNCHES)
 def test_every_variant_compiles(kernel: str) -> None:
-    module, launches = LAUNCHES[kernel]
+    launches = LAUNCHES[kernel]
     chosen = variants(launches())
     flags = [name for name, value in chosen[0][1].items() if isinstance(value, bool)]
     fixed = [flag for flag in flags if {arguments[flag] for _, arguments, _ in chosen} != {False, True}]
     assert not fixed, "no launch here has the other value"
     for launch in chosen:
-        compiled(kernel, launch, SM_90, module=module())
+        compiled(kernel, launch, SM_90)
 
 
 def test_lengths_and_batches_need_no_recompilation() -> None:
@@ -349,7 +350,7 @@ def test_lengths_and_batches_need_no_recompilation() -> None:
                 size = {"b": batch, "s": seq, "h": 8, "d": head_dim}
                 x, tables = torch.empty([size[axis] for axis in layout]), torch.empty(seq, pairs)
                 for table in (tables, tables.expand(batch, seq, pairs), torch.empty(batch, seq, pairs)):
-                    numbers = gpu.rotation_launch([x, x], [x, x], table, table, layout, False, 0, False)[1]
+                    numbers = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))[1]
                     seen.add(tuple((name, value) for name, value in numbers.items() if name.isupper()))
             assert len(seen) == 1
 
@@ -365,7 +366,7 @@ def test_no_number_is_compiled_in() -> None:
 def gpu_arguments() -> dict[str, dict[str, Any]]:
     x, tables, steps = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 2), torch.empty(2, dtype=torch.int64)
     return {
-        "rotate": gpu.rotation_launch([x], [x], tables, tables, "bshd", False, 0, False)[1],
-        "table_gradient": gpu.gradient_launch([x], [x], tables, tables, "bshd", False, 0)[1],
+        "rotate": gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))[1],
+        "table_gradient": gpu.gradient_launch([x], [x], tables, tables, Options("bshd", False, 0))[1],
         "angles": gpu.angles_launch(steps, steps, tables, tables, 1.0)[1],
     }

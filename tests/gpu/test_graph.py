@@ -109,7 +109,7 @@ class TestOperator:
     """`ropewalk::angles` gives the same result on every device."""
 
     def arguments(self) -> tuple[Any, ...]:
-        return torch.tensor([[0, 1, -7], [2**31 - 1, -(2**31), 131_071]]), ROPE._steps, 1.25, torch.float64
+        return torch.tensor([[0, 1, -7], [2**31 - 1, -(2**31), 131_071]]), ROPE._phase_steps, 1.25, torch.float64
 
     def test_opcheck(self) -> None:
         everything = (
@@ -165,5 +165,5 @@ class TestOperator:
     @pytest.mark.parametrize("axis", [[0], [0] * 63 + [3], [-1] * 64])
     def test_axes_that_do_not_fit(self, axis: list[int]) -> None:
         positions, *rest, _ = self.of_axes()
-        with pytest.raises(RopeError, match="axis must name a row of positions for each step"):
+        with pytest.raises(RopeError, match="axis must name a row of positions for each phase step"):
             ANGLES(positions, *rest, axis)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check_rotation, same, shape, unchanged
+from ropewalk._layout import Options
 from ropewalk.kernels import gpu
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -73,7 +74,7 @@ class TestRotate:
         """Several tiles along tokens and heads, where the last tile is not full."""
         torch.manual_seed(2)
         q, k = (torch.randn(shape(layout, 2, 19, heads, 128)) for heads in (37, 3))
-        programs, sizes, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), layout, False, 0, False)
+        programs, sizes, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), Options(layout, False, 0, False))
         assert programs > 40
         assert 37 % sizes["Q_BLOCK_H"]
         assert 19 % sizes["K_BLOCK_T"]
@@ -127,7 +128,7 @@ class TestRotate:
             rotate([x], *tables(size[1], 4), "bshd", "half", like=lambda x: torch.empty(x.shape, dtype=x.dtype))
             cos, sin = tables(size[1], 4)
             wanted = by_reference([x], cos, sin, "bshd", "half", 0, False)[0]
-            gpu.rotate([x], [x], cos, sin, "bshd", False, 0, False)
+            gpu.rotate([x], [x], cos, sin, Options("bshd", False, 0, False))
             assert unchanged(x, wanted)
 
     def test_tables_of_any_strides(self) -> None:
@@ -161,7 +162,7 @@ class TestRotate:
             before = whole.clone()
             q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
             wanted = rotate([q, k], cos, sin, layout, pairing, 5)
-            gpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
+            gpu.rotate([q, k], [q, k], cos, sin, Options(layout, pairing == "interleaved", 5, False))
             assert unchanged(q, wanted[0])
             assert unchanged(k, wanted[1])
             q.copy_(before[..., : 80 * step : step].narrow(heads, 0, 4))
@@ -183,7 +184,7 @@ class TestRotate:
         x = x.to(dtype).expand(36, 1, 98).contiguous()
         for inverse in (False, True):
             y = torch.full_like(x, 9.0)
-            gpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, inverse)
+            gpu.rotate([x], [y], cos, sin, Options("thd", pairing == "interleaved", 0, inverse))
             assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, inverse)[0], "")
 
 
@@ -264,7 +265,7 @@ class TestTableGradient:
     def check(
         self, tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, offset: int
     ) -> None:
-        made = gpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", offset)
+        made = gpu.table_gradient(tensors, grads, pairs, Options(layout, pairing == "interleaved", offset))
         parts = [
             oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), pairs, pairing, offset)
             for x, g in zip(tensors, grads, strict=True)
@@ -334,7 +335,7 @@ class TestTablesPerHead:
             )
             for count in (1, 2):
                 given = tensors[:count], grads[:count]
-                made = gpu.table_gradient(*given, 29, layout, pairing == "interleaved", 7, True)
+                made = gpu.table_gradient(*given, 29, Options(layout, pairing == "interleaved", 7), True)
                 parts = [
                     # One head at a time, because the oracle sums over heads.
                     oracle.table_gradient(*(as_bshd(y, layout)[..., None, :] for y in pair), 29, pairing, 7)

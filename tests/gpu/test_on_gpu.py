@@ -13,8 +13,8 @@ from torch import Tensor
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, record_calls, same, shape
 from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, backends, rotate_and_store
+from ropewalk.angles import phase_steps
 from ropewalk.kernels import gpu as kernels
-from ropewalk.kernels import steps
 
 pytestmark = [
     pytest.mark.usefixtures("gpu"),
@@ -101,12 +101,12 @@ def test_opcheck() -> None:
             torch.library.opcheck(operator, (tensors, *tables, "bshd", True, 0, False), test_utils=everything)
     positions = torch.arange(5, device="cuda")
     torch.library.opcheck(
-        torch.ops.ropewalk.angles.default, (positions, ROPE._steps, 1.0, torch.float32), test_utils=everything
+        torch.ops.ropewalk.angles.default, (positions, ROPE._phase_steps, 1.0, torch.float32), test_utils=everything
     )
     axis = [pair % 3 for pair in range(64)]
     torch.library.opcheck(
         torch.ops.ropewalk.angles.default,
-        (positions.expand(3, -1), ROPE._steps, 1.0, torch.float32, axis),
+        (positions.expand(3, -1), ROPE._phase_steps, 1.0, torch.float32, axis),
         test_utils=everything,
     )
 
@@ -227,7 +227,7 @@ def test_compiled_to_graphs() -> None:
 
 def test_a_captured_graph_keeps_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many other ropes evict cached steps, but not those that a captured graph reads."""
-    monkeypatch.setattr(steps, "_MAX_COPIES", 4)
+    monkeypatch.setattr(phase_steps, "_MAX_COPIES", 4)
     positions = torch.arange(9, device="cuda")
     ROPE.at(positions)
     graph = torch.cuda.CUDAGraph()

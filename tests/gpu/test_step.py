@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernel_cases import LAYOUTS, PAIRINGS, as_bshd, bits, by_reference, same, shape
-from ropewalk.kernels import gpu_step
+from ropewalk._layout import Options
+from ropewalk.kernels import gpu
 from ropewalk.rotation import reference
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -51,10 +52,10 @@ def check(
             for x, weight in zip((q, k), norm[:2], strict=True)
         ]
     exact = by_reference(normed, cos, sin, layout, pairing, offset, False)
-    p, how = torch.full_like(q, math.nan), (cos, sin, layout, pairing == "interleaved", offset, norm)
+    p, how = torch.full_like(q, math.nan), (cos, sin, Options(layout, pairing == "interleaved", offset), norm)
     if not stores:
         r = torch.full_like(k, math.nan)
-        gpu_step.step((q, k), (p, r), *how, None)  # type: ignore[arg-type]
+        gpu.step((q, k), (p, r), *how, None)  # type: ignore[arg-type]
         assert same(r, exact[1], "")
     else:
         axes = {"NHD": (BLOCK, KV_HEADS), "HND": (KV_HEADS, BLOCK)}[stores]
@@ -69,7 +70,7 @@ def check(
                 if 0 <= slot < BLOCKS * BLOCK:
                     other[slot // BLOCK, slot % BLOCK] = tokens[n]
         slots = slots if layout == "thd" else slots.view(BATCH, seq)
-        gpu_step.step((q, k), (p, views[0]), *how, (v, views[1], slots))  # type: ignore[arg-type]
+        gpu.step((q, k), (p, views[0]), *how, (v, views[1], slots))  # type: ignore[arg-type]
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(views, wanted, strict=True))
     assert same(p, exact[0], "")
 
@@ -106,7 +107,7 @@ def test_bfloat16() -> None:
     weights = [torch.randn(64).to(torch.bfloat16) for _ in range(2)]
     normed = [reference.rms_norm(x, w, eps=EPS) for x, w in zip((q, k), weights, strict=True)]
     outputs = torch.empty_like(q), torch.empty_like(k)
-    gpu_step.step((q, k), outputs, cos, sin, "bshd", False, 0, (*weights, EPS, False), None)  # type: ignore[arg-type]
+    gpu.step((q, k), outputs, cos, sin, Options("bshd", False, 0), (*weights, EPS, False), None)  # type: ignore[arg-type]
     for y, other in zip(outputs, by_reference(normed, cos, sin, "bshd", "half", 0, False), strict=True):
         assert (y.float() - other.float()).abs().max() <= 4 * 2.0**-8 * other.float().abs().max()
 
@@ -116,12 +117,18 @@ def test_odd_values() -> None:
     for value in (0.0, 3e38, 1e-30):
         q = torch.full((1, 1, 1, 4), value)
         outputs, weight = (torch.empty_like(q), torch.empty_like(q)), torch.ones(4)
-        gpu_step.step(
-            (q, q), outputs, torch.ones(1, 2), torch.zeros(1, 2), "bshd", False, 0, (weight, weight, 1e-70, False), None
+        gpu.step(
+            (q, q),
+            outputs,
+            torch.ones(1, 2),
+            torch.zeros(1, 2),
+            Options("bshd", False, 0),
+            (weight, weight, 1e-70, False),
+            None,
         )
         assert same(outputs[0], reference.rms_norm(q, weight, eps=1e-70), "")
 
 
 def test_nothing_to_do() -> None:
     q = torch.empty(2, 0, 4, 8)
-    gpu_step.step((q, q), (q, q), torch.ones(0, 4), torch.ones(0, 4), "bshd", False, 0, None, None)
+    gpu.step((q, q), (q, q), torch.ones(0, 4), torch.ones(0, 4), Options("bshd", False, 0), None, None)

@@ -91,8 +91,13 @@ def run(backend: str | None, program: str, without: bool = False) -> str:
 
 
 def test_kernels_refuse_other_kinds_of_devices() -> None:
-    assert backend.CPU.unavailable(torch.device("cpu")) == backend.CPU.unavailable()
-    for kernels, device in ((backend.CPU, "cuda:0"), (backend.CPU, "meta"), (backend.GPU, "cpu"), (backend.GPU, "mps")):
+    assert backend.KERNELS["cpu"].unavailable(torch.device("cpu")) == backend.KERNELS["cpu"].unavailable()
+    for kernels, device in (
+        (backend.KERNELS["cpu"], "cuda:0"),
+        (backend.KERNELS["cpu"], "meta"),
+        (backend.KERNELS["cuda"], "cpu"),
+        (backend.KERNELS["cuda"], "mps"),
+    ):
         why = kernels.unavailable(torch.device(device))
         assert why is not None
         assert why.startswith("these kernels are for ")
@@ -212,5 +217,5 @@ print(refusal(lambda: Rotation(torch.ones(5, 4), torch.ones(5, 4), pairing="half
     lines = run("kernel", program, without=True).splitlines()
     assert lines == 2 * [
         f"ROPEWALK_BACKEND=kernel: the CPU kernel must be available, got {NOT_BUILT}. "
-        "Reinstall ropewalk, or unset the variable."
+        "Install what is missing, or unset the variable."
     ]

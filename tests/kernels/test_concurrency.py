@@ -89,7 +89,7 @@ def work():  # NumPy checks: large operators of PyTorch itself hang in a forked 
     y = rotation(q, layout="bshd")
     cos, sin = (table.numpy()[:, None] for table in (rotation.cos, rotation.sin))
     assert abs(y.numpy() - oracle.rotate_by_tables(q.numpy(), cos, sin, "half")[0]).max() < 1e-5
-    d_cos, d_sin = cpu.table_gradient([q], [y], 32, "bshd", False, 0)
+    d_cos, d_sin = cpu.table_gradient([q], [y], 32, Options("bshd", False, 0))
     exact = oracle.table_gradient(q.numpy(), y.numpy(), 32, "half")
     assert abs(d_cos.numpy() - exact[0]).max() < 1e-4 > abs(d_sin.numpy() - exact[1]).max()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -222,8 +223,8 @@ def test_a_rotation_uses_the_fast_path_or_python() -> None:
 def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
     rope = Rope(8, 1e4, "half")
     positions = torch.randint(-(2**31), 2**31, size)
-    tables = cpu.angles_plain(positions, rope._packed_steps, 1.5, dtype, b"", 0)
-    steps = np.frombuffer(rope._packed_steps, dtype=np.int64)
+    tables = cpu.angles_plain(positions, rope._packed_phase_steps, 1.5, dtype, b"", 0)
+    steps = np.frombuffer(rope._packed_phase_steps, dtype=np.int64)
     some = (np.arange(0, positions.numel(), max(1, positions.numel() // 50)),)
     exact = oracle.cos_sin_of_steps(positions.numpy().reshape(-1)[some], steps)
     for table, truth in zip(tables, exact, strict=True):
@@ -311,9 +312,9 @@ def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level
     positions = torch.randint(-(2**31), 2**31, (3, *size))
     one, two = positions[:1].expand(3, *size), torch.cat((positions, positions), -1)[..., : size[-1]]
     for given in (positions, one) if len(size) == 2 else (positions, one, two):
-        tables = cpu.angles_plain(given, SEVERAL._packed_steps, 1.5, dtype, SEVERAL._packed_axis, 3)
+        tables = cpu.angles_plain(given, SEVERAL._packed_phase_steps, 1.5, dtype, SEVERAL._packed_axis, 3)
         for a in range(3):
-            alone = cpu.angles_plain(given[a], SEVERAL._packed_steps, 1.5, dtype, b"", 0)
+            alone = cpu.angles_plain(given[a], SEVERAL._packed_phase_steps, 1.5, dtype, b"", 0)
             which = [pair for pair in range(8) if AXES.axis[pair] == a]
             for table, wanted in zip(tables, alone, strict=True):
                 assert table.shape == (*size, 8)
@@ -337,14 +338,14 @@ def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level
     ids=lambda x: f"{tuple(x.shape)} {x.dtype}",
 )
 def test_uncommon_positions_of_several_axes_are_left_to_python(positions: Tensor) -> None:
-    assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, SEVERAL._packed_axis, 3) is None
+    assert cpu.angles_plain(positions, SEVERAL._packed_phase_steps, 1.0, torch.float32, SEVERAL._packed_axis, 3) is None
 
 
 @pytest.mark.parametrize("axis", [[0] * 7, [0] * 9, [0] * 7 + [3], [-1] + [0] * 7, []])
 def test_invalid_axes_are_left_to_python(axis: list[int]) -> None:
     packed = np.array(axis, dtype=np.int64).tobytes()
     positions = torch.zeros(3, 5, dtype=torch.int64)
-    assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, packed, 3) is None
+    assert cpu.angles_plain(positions, SEVERAL._packed_phase_steps, 1.0, torch.float32, packed, 3) is None
 
 
 def test_a_rope_with_axes_uses_the_fast_path() -> None:
@@ -356,24 +357,32 @@ def test_a_rope_with_axes_uses_the_fast_path() -> None:
         SEVERAL.at(positions[:2])
 
 
-@pytest.mark.parametrize(
-    "axes", [(), (SEQ,), (1, SEQ), (BATCH, SEQ), (HEADS, SEQ), (1, HEADS, SEQ), (BATCH, HEADS, SEQ)], ids=str
-)
-def test_a_call_runs_two_functions_of_ropewalk(axes: tuple[int, ...]) -> None:
-    per_head = HEADS in axes
-    rotation = Rotation(*tables(*axes), pairing="half", head_dim=HEAD_DIM, per_head=per_head)
-    q, k = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM), torch.randn(BATCH, SEQ, HEADS, HEAD_DIM)
+def called_in_ropewalk(call: Callable[[], object]) -> list[str]:
+    """Return the names of the functions of ropewalk that a call runs."""
     called = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and "ropewalk" in frame.f_code.co_filename:
             called.append(frame.f_code.co_name)
 
-    rotation(q, k, layout="bshd")
     sys.setprofile(note)
     try:
-        rotation(q, k, layout="bshd")
-        rotation.apply_(q, k, layout="bshd")
+        call()
     finally:
         sys.setprofile(None)
-    assert called == ["__call__", "_fast_path", "apply_", "_fast_path"]
+    return called
+
+
+@pytest.mark.parametrize(
+    "axes", [(), (SEQ,), (1, SEQ), (BATCH, SEQ), (HEADS, SEQ), (1, HEADS, SEQ), (BATCH, HEADS, SEQ)], ids=str
+)
+def test_functions_that_a_call_runs(axes: tuple[int, ...]) -> None:
+    """A call runs two functions of ropewalk for every accepted shape of tables, and at most 12 with gradients."""
+    rotation = Rotation(*tables(*axes), pairing="half", head_dim=HEAD_DIM, per_head=HEADS in axes)
+    q, k = torch.randn(BATCH, SEQ, HEADS, HEAD_DIM), torch.randn(BATCH, SEQ, HEADS, HEAD_DIM)
+    assert called_in_ropewalk(lambda: rotation(q, k, layout="bshd")) == ["__call__", "_fast_path"]
+    assert called_in_ropewalk(lambda: rotation.apply_(q, k, layout="bshd")) == ["apply_", "_fast_path"]
+    q.requires_grad_()
+    k.requires_grad_()
+    rotation(q, k, layout="bshd")  # which asks once whether the kernels are available
+    assert len(called_in_ropewalk(lambda: rotation(q, k, layout="bshd"))) <= 12

@@ -343,4 +343,4 @@ def test_every_outcome_is_right_or_a_rope_error() -> None:
 if __name__ == "__main__":
     total, begin = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     torch.set_num_threads(1)
-    sys.stdout.write(f"{cpu.unavailable() or cpu.level()}: {sorted(cases(begin, total).items())}\n")
+    sys.stdout.write(f"{cpu.unavailable() or cpu.version()}: {sorted(cases(begin, total).items())}\n")

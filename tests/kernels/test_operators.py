@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check, expected, shape, unchanged
-from ropewalk import Rope, RopeError, Rotation
+from ropewalk import Rope, Rotation
 
 ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default
 COS, SIN = torch.randn(2, 5, 4).unbind()
@@ -90,42 +90,6 @@ class TestOperator:
         with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
             rotated.sum().backward()
         assert q.grad is None
-
-
-ONE, PAIR = torch.ops.ropewalk.rotate_one.default, torch.ops.ropewalk.rotate_pair.default
-ONE_ = torch.ops.ropewalk.rotate_one_.default
-
-
-@pytest.mark.usefixtures("built")
-class TestOperatorsOfPlainArguments:
-    """The operators that can have a sharding rule. They take the layout as a number: the index of its name."""
-
-    def test_opcheck(self) -> None:
-        for number, layout in enumerate(LAYOUTS):
-            how = (COS, SIN, number, layout == "bhsd", 1, layout == "thd")
-            torch.library.opcheck(ONE, (queries(layout), *how))
-            # PyTorch does not compile a custom operator that returns its input, but DTensor requires that it does.
-            eager = ("test_schema", "test_autograd_registration", "test_faketensor")
-            torch.library.opcheck(ONE_, (queries(layout), *how), test_utils=eager)
-            torch.library.opcheck(PAIR, (queries(layout), queries(layout, 1), *how))
-
-    @pytest.mark.parametrize("inverse", [False, True])
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_is_the_rotation(self, layout: str, inverse: bool) -> None:
-        how = (COS, SIN, LAYOUTS.index(layout), False, 1, inverse)
-        q, k = queries(layout), queries(layout, 1)
-        wanted = [expected(x, COS, SIN, layout, "half", 1, inverse) for x in (q, k)]
-        for x, y, (exact, size) in zip((q, k, q), (*PAIR(q, k, *how), ONE(q, *how)), (*wanted, wanted[0]), strict=True):
-            check(y, exact, size, layout, "new")
-            assert y.data_ptr() != x.data_ptr()
-        mine = k.clone()
-        assert ONE_(mine, *how) is mine
-        check(mine, *wanted[1], layout, "in place")
-
-    @pytest.mark.parametrize("number", [-1, 4])
-    def test_unknown_layout(self, number: int) -> None:
-        with pytest.raises(RopeError, match=r"layout must be one of 0 for 'bshd', .*, 3 for 'thd', got"):
-            ONE(queries(), COS, SIN, number, False, 1, False)
 
 
 class Log(TorchDispatchMode):

@@ -23,6 +23,7 @@ from kernel_cases import (
     shape,
     unchanged,
 )
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 
 # head_dim, pairs, offset. 513 pairs are more than fit the buffer of converted tables.
@@ -126,7 +127,7 @@ def test_outputs_that_bypass_the_caches(
     memory = torch.empty(x.numel() + 64, dtype=dtype)
     for start in (0, 1, 8):  # the last two are unaligned by one element, and by half a vector or less
         y = memory[start : start + x.numel()].view(x.shape).fill_(torch.nan)
-        cpu.rotate([x], [y], cos, sin, layout, pairing == "interleaved", 0, False)
+        cpu.rotate([x], [y], cos, sin, Options(layout, pairing == "interleaved", 0, False))
         assert unchanged(y, wanted)
 
 
@@ -216,7 +217,7 @@ def test_zeros_infinities_and_nan(level: str, dtype: torch.dtype, pairing: str) 
     for x in (dense, dense.repeat_interleave(2, dim=-1)[..., ::2]):
         for inverse in (False, True):
             y = torch.full_like(x, 9.0)
-            cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, inverse)
+            cpu.rotate([x], [y], cos, sin, Options("thd", pairing == "interleaved", 0, inverse))
             assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, inverse)[0], level)
             exact, _ = expected(x, cos, sin, "thd", pairing, 0, inverse)
             unit = torch.finfo(dtype).eps
@@ -237,7 +238,7 @@ class TestInPlace:
                 for inverse in (False, True):
                     wanted = rotate(level, [q, k], cos, sin, layout, pairing, offset, inverse)
                     mine = [q.clone(), k.clone()]
-                    cpu.rotate(mine, mine, cos, sin, layout, pairing == "interleaved", offset, inverse)
+                    cpu.rotate(mine, mine, cos, sin, Options(layout, pairing == "interleaved", offset, inverse))
                     assert unchanged(mine[0], wanted[0])
                     assert unchanged(mine[1], wanted[1])
 
@@ -251,7 +252,7 @@ class TestInPlace:
             before = whole.clone()
             q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
             wanted = rotate(level, [q, k], cos, sin, layout, pairing, 5)
-            cpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
+            cpu.rotate([q, k], [q, k], cos, sin, Options(layout, pairing == "interleaved", 5, False))
             assert torch.equal(q, wanted[0])
             assert torch.equal(k, wanted[1])
             q.copy_(before[..., : 80 * step : step].narrow(heads, 0, 4))
@@ -265,7 +266,7 @@ def test_nothing_is_written_outside_the_output(level: str) -> None:
             for pairing in PAIRINGS:
                 whole = torch.full((2, 3, 2 * pairs + 6), 7.0, dtype=dtype)
                 x, (cos, sin) = torch.randn(2, 3, 2 * pairs).to(dtype), random_table(2, pairs)
-                cpu.rotate([x], [whole[..., 3:-3]], cos, sin, "thd", pairing == "interleaved", 0, False)
+                cpu.rotate([x], [whole[..., 3:-3]], cos, sin, Options("thd", pairing == "interleaved", 0, False))
                 assert (whole[..., :3] == 7).all()
                 assert (whole[..., -3:] == 7).all()
                 assert same(whole[..., 3:-3], by_reference([x], cos, sin, "thd", pairing, 0, False)[0], level)
@@ -293,7 +294,7 @@ class TestRounding:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> tuple[Tensor, Tensor]:
         y = torch.full_like(x, math.nan)
-        cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, False)
+        cpu.rotate([x], [y], cos, sin, Options("thd", pairing == "interleaved", 0, False))
         pairs = x.shape[-1] // 2
         return (y[..., :pairs], y[..., pairs:]) if pairing == "half" else (y[..., 0::2], y[..., 1::2])
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, shape, unchanged
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 def check(tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, offset: int) -> None:
     before = [x.clone() for x in (*tensors, *grads)]
-    tables = cpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", offset)
+    tables = cpu.table_gradient(tensors, grads, pairs, Options(layout, pairing == "interleaved", offset))
     parts = [
         oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), pairs, pairing, offset)
         for x, g in zip(tensors, grads, strict=True)
@@ -73,5 +74,5 @@ def test_many_tokens(level: str, threads: None) -> None:
     made = []
     for count in (1, 2):
         torch.set_num_threads(count)
-        made.append(torch.stack(cpu.table_gradient([x], [grad], 32, "bshd", False, 0)))
+        made.append(torch.stack(cpu.table_gradient([x], [grad], 32, Options("bshd", False, 0))))
     assert unchanged(*made)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, check_rotation, shape
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 from ropewalk.rotation import reference
 
@@ -78,8 +79,12 @@ def test_gradient(level: str, dtype: torch.dtype, layout: str, pairing: str) -> 
             oracle.table_gradient(as_bshd(x, layout)[..., None, :], as_bshd(g, layout)[..., None, :], 29, pairing, 7)
             for x, g in zip(tensors[:count], grads[:count], strict=True)
         ]
-        made = cpu.table_gradient(tensors[:count], grads[:count], 29, layout, pairing == "interleaved", 7, True)
-        plain = reference.table_gradient(tensors[:count], grads[:count], 29, layout, pairing, 7, True)
+        made = cpu.table_gradient(
+            tensors[:count], grads[:count], 29, Options(layout, pairing == "interleaved", 7), True
+        )
+        plain = reference.table_gradient(
+            tensors[:count], grads[:count], 29, Options(layout, pairing == "interleaved", 7), True
+        )
         real = torch.float64 if dtype == torch.float64 else torch.float32
         # Two products and two sums of each tensor; the oracle rounds in float64 as well.
         allowed = (4 * count + 4) * torch.finfo(real).eps / 2 * sum(part[2] for part in parts)

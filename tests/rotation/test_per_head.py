@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, check, expected, shape
 from ropewalk import KVCache, Rope, RopeError, RotaryAttention, Rotation, formats
+from ropewalk._layout import Options
 
 BATCH, SEQ, HEADS, DIM, PAIRS, OFFSET = 2, 5, 3, 20, 6, 4
 RANKS = {"shared by the batch": (HEADS, SEQ, PAIRS), "each row": (BATCH, HEADS, SEQ, PAIRS)}
@@ -161,16 +162,6 @@ class TestOtherUses:
             assert other.attention_factor == 1.25
             assert torch.equal(other(q, layout="bshd"), wanted)
         assert "tokens=(2, 5), pairs=6, pairing='half', heads=3" in repr(rotation)
-
-    def test_files_of_earlier_versions(self) -> None:
-        """Files of earlier versions have no flag. Their tables are shared by all heads."""
-        shared = Rope(DIM, 1e4, "half").at(torch.arange(SEQ))
-        function, fields = shared.__reduce__()
-        assert fields[-1] is False
-        again = function(*fields[:-1])
-        assert not again.per_head
-        q = made("bshd")
-        assert torch.equal(again(q, layout="bshd"), shared(q, layout="bshd"))
 
     def test_vmap(self) -> None:
         """Without the batch axis, tables [heads, seq, pairs] must not be mistaken for [batch, seq, pairs]."""
@@ -335,4 +326,4 @@ class TestRefused:
 
         q, table = torch.randn(1, SEQ, 2, DIM), torch.ones(1, 3, SEQ, PAIRS)
         with pytest.raises(RopeError, match="tables per head must be as many as heads"):
-            cpu.rotate([q], [q], table, table, "bshd", False, 0, False)
+            cpu.rotate([q], [q], table, table, Options("bshd", False, 0, False))

@@ -150,7 +150,7 @@ class TestSameBits:
 
 
 def best() -> str:
-    return cpu.level() if backend.FAST_PATH else ""
+    return cpu.version() if backend.FAST_PATH else ""
 
 
 def check_same(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor, layout: Any, fused: list[bool]) -> None:

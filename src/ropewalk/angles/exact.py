@@ -1,9 +1,9 @@
-"""Compute cos and sin from positions and steps. This is the only module that decides their precision.
+"""Compute cos and sin from positions and phase steps. This is the only module that decides their precision.
 
-    phase = position · step        int64; wraparound reduces modulo one turn without rounding
+    phase = position · phase step        int64; wraparound reduces modulo one turn without rounding
 
 - Plain tensors on the CPU or a GPU use the compiled kernels, which evaluate polynomials in float64. Code compiled for a
-  GPU calls them through an operator (`kernels/operators.py`).
+  GPU calls them through an operator (`operator.py`).
 - Tensors that the kernels do not support use PyTorch's cos and sin of the phase in float64, rounded once.
 - On devices without float64, the top two bits of the phase give the quadrant, and float32 polynomials give cos and sin
   of the residual, which is within an eighth of a turn. `torch.cos` is not used there: under torch.compile it is off by
@@ -17,20 +17,18 @@ If each token has several positions, one for each axis, each pair uses the posit
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._dtensor import is_dtensor, tables_of_shards
-from ropewalk.kernels import backend, cpu, operators
-from ropewalk.kernels.steps import device_copy
+from ropewalk.angles import operator
+from ropewalk.angles.phase_steps import device_copy
+from ropewalk.kernels import backend, cpu
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
-_NO_FLOAT64 = frozenset({"mps"})
 
 _CPU = torch.device("cpu")
 
@@ -113,7 +111,7 @@ def _scalar_tensor(number: Any, name: str, device: torch.device | str | None) ->
 
 def fast_path(
     positions: Tensor,
-    steps: bytes,
+    phase_steps: bytes,
     factor: float,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
@@ -124,21 +122,21 @@ def fast_path(
 
     Args:
         positions, factor, device, dtype: as for `cos_sin`. Nothing has been checked yet.
-        steps, axis: as for `cos_sin`, packed as the bytes of int64 numbers. An empty axis means that each token has one
-            position.
+        phase_steps, axis: as for `cos_sin`, packed as the bytes of int64 numbers. An empty axis means that each token
+            has one position.
         axes: number of positions of each token, or 0 if positions have no such axis.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
     if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
         return None
     table_dtype = torch.float32 if dtype is None else dtype
-    tables: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, table_dtype, axis, axes)
+    tables: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, phase_steps, factor, table_dtype, axis, axes)
     return tables
 
 
 def cos_sin(
     positions: Tensor,
-    steps: tuple[int, ...],
+    phase_steps: tuple[int, ...],
     inv_freq: tuple[float, ...],
     factor: float,
     *,
@@ -150,7 +148,7 @@ def cos_sin(
 
     Args:
         positions: int32, int64, float32 or float64 of any shape; `[axes, ...]` if each token has several positions.
-        steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `angles.fixed_point`).
+        phase_steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `angles.fixed_point`).
         inv_freq: the rotation of each pair per position in radians, used for fractional positions.
         factor: the attention factor, dimensionless.
         device: device of the result. None means the device of positions.
@@ -171,19 +169,16 @@ def cos_sin(
             str(dtype),
             "Tables in 16 bits lose the angle. q and k keep their own dtype in any case.",
         )
-    if is_dtensor(positions):
-        compute = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
-        return tables_of_shards(positions, device, compute, has_axes=axis is not None)
     positions = positions if device is None else positions.to(device)
-    has_float64 = positions.device.type not in _NO_FLOAT64
+    has_float64 = backend.has_float64(positions.device)
     if positions.dtype in _INTEGERS:
         # Not `is_exporting()`, which returns this flag: before 2.12, Dynamo takes the call for True in any compilation.
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
-            return operators.angles(positions, steps, factor, dtype, axis)
+            return operator.angles(positions, phase_steps, factor, dtype, axis)
         if has_float64:
-            return _from_integers(positions, steps, factor, dtype, axis)
+            return _from_integers(positions, phase_steps, factor, dtype, axis)
         _require_float64(dtype == torch.float32, positions.device)
-        phase = _positions_of_pairs(positions, axis).to(torch.int64) * device_copy(steps, positions)
+        phase = _positions_of_pairs(positions, axis).to(torch.int64) * device_copy(phase_steps, positions)
         return cos_sin_of_phase_float32(phase, factor)
     _require_float64(has_float64, positions.device)
     frequencies = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
@@ -224,9 +219,6 @@ def cos_sin_as_deployed(
             str(dtype),
             'Omit dtype, or pass numerics="float32-frequencies" or "exact".',
         )
-    if is_dtensor(positions):
-        compute = partial(cos_sin_as_deployed, inv_freq=inv_freq, factor=factor, axis=axis)
-        return tables_of_shards(positions, device, compute, has_axes=axis is not None)
     positions = positions if device is None else positions.to(device)
     frequencies = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
     angle = _positions_of_pairs(positions, axis).to(torch.float32) * frequencies
@@ -234,9 +226,9 @@ def cos_sin_as_deployed(
 
 
 def _from_integers(
-    positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: tuple[int, ...] | None
+    positions: Tensor, phase_steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    copy = device_copy(steps, positions)
+    copy = device_copy(phase_steps, positions)
     kernel = backend.kernel_for(positions, copy)
     if kernel is not None:
         return kernel.angles(positions, copy, factor, dtype, None if axis is None else device_copy(axis, positions))
@@ -251,7 +243,7 @@ def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tens
     return positions.index_select(0, device_copy(axis, positions)).movedim(0, -1)
 
 
-operators.define_angles(_from_integers)
+operator.define_angles(_from_integers)
 
 
 def _cos_sin_rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 The float64 results are equal to those of the compiled kernels.
 
-    phase = position · step        int64; wraparound reduces modulo one turn without rounding
+    phase = position · phase step        int64; wraparound reduces modulo one turn without rounding
 
 The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn, in
 units of π/4. The polynomials in t² are those of csrc/kernels.cpp, with the same order of products and sums.
@@ -27,13 +27,13 @@ _MAX_BLOCK = 1 << 16  # angles per block, so that intermediate arrays stay in th
 
 
 def cos_sin(
-    positions: Any, steps: tuple[int, ...], factor: float, axis: tuple[int, ...] | None, axes: int | None
+    positions: Any, phase_steps: tuple[int, ...], factor: float, axis: tuple[int, ...] | None, axes: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return cos and sin of every position and pair, multiplied by `factor`.
 
     Args:
         positions: integers of any shape; `[axes, ...]` if each token has several positions.
-        steps: the step of each pair, in 2⁻⁶⁴ turns per position (`angles.fixed_point`).
+        phase_steps: the phase step of each pair, in 2⁻⁶⁴ turns per position (`angles.fixed_point`).
         factor: the attention factor, dimensionless.
         axis: for each pair, the index of the axis whose position it uses. None if each token has one position.
         axes: number of positions of each token. None if each token has one position, without the leading axis.
@@ -45,14 +45,14 @@ def cos_sin(
     if axes is not None and (integers.ndim == 0 or integers.shape[0] != axes):
         must = f"positions of a rope with axes must have shape [{axes}, ...]"
         raise _checks.error("Rope.tables", must, f"shape {integers.shape}", "Pass a row for each axis.")
-    steps_array, shape = np.array(steps, dtype=np.int64), integers.shape[axes is not None :]
+    phase_steps_array, shape = np.array(phase_steps, dtype=np.int64), integers.shape[axes is not None :]
     rows, row_of_pair = integers.reshape(axes or 1, -1), slice(None) if axis is None else list(axis)
-    cos, sin = (np.empty((rows.shape[1], steps_array.size)) for _ in range(2))
-    block = max(1, _MAX_BLOCK // steps_array.size)
+    cos, sin = (np.empty((rows.shape[1], phase_steps_array.size)) for _ in range(2))
+    block = max(1, _MAX_BLOCK // phase_steps_array.size)
     for first in range(0, rows.shape[1], block):
         part = slice(first, first + block)
-        cos[part], sin[part] = _cos_sin_of_phases(rows[row_of_pair, part].T * steps_array, factor)
-    return cos.reshape(*shape, steps_array.size), sin.reshape(*shape, steps_array.size)
+        cos[part], sin[part] = _cos_sin_of_phases(rows[row_of_pair, part].T * phase_steps_array, factor)
+    return cos.reshape(*shape, phase_steps_array.size), sin.reshape(*shape, phase_steps_array.size)
 
 
 def _cos_sin_of_phases(phase: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:

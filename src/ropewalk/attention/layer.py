@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk._dtensor import local_weight
 from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
@@ -21,6 +20,7 @@ from ropewalk.attention.step import LayerCache
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.dtensor import local_weight
 from ropewalk.rotation.qk_norm import QKNorm
 from ropewalk.rotation.reference import rms_norm
 

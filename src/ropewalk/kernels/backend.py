@@ -1,4 +1,6 @@
-"""Choose between the compiled kernels and plain PyTorch, and define the protocol that the kernels implement.
+"""The table of backends, the protocol that they implement, and the choice between them and plain PyTorch.
+
+To add a backend, write a module with the functions of `Kernels`, and add a line to `KERNELS`.
 
 The environment variable ROPEWALK_BACKEND is read once, at import. Unset or empty, it means "auto":
 
@@ -11,16 +13,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ropewalk._checks import RopeError, error
-from ropewalk._dtensor import is_dtensor
-from ropewalk._layout import Layout
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu, gpu
+from ropewalk.kernels.observed import must_trace
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND") or "auto"
 if BACKEND not in ("auto", "reference", "kernel"):
@@ -39,6 +40,10 @@ may store its elements differently."""
 class Kernels(Protocol):
     """The compiled kernels of one kind of device: the modules `cpu` and `gpu`. Callers must check the tensors."""
 
+    @property
+    def device_name(self) -> str:
+        """What people call the device, for messages."""
+
     def unavailable(self, device: torch.device | None = None) -> str | None:
         """Return why the kernels cannot be used on a device, or None if they can.
 
@@ -46,39 +51,21 @@ class Kernels(Protocol):
             device: the device. None means the default device of this kind.
         """
 
-    def rotate(
-        self,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        layout: Layout,
-        interleaved: bool,
-        rotary_offset: int,
-        inverse: bool,
-    ) -> None:
+    def version(self) -> str:
+        """Return a description of these kernels. They must be available."""
+
+    def rotate(self, tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -> None:
         """Rotate the tensors into `outputs`, which may be the tensors themselves.
 
         Args:
-            tensors: q, or q and k, in `layout`. They differ at most in the number of heads.
+            tensors: q, or q and k, in the layout of `options`. They differ at most in the number of heads.
             outputs: one tensor for each of `tensors`, with the same shape and dtype.
             cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`. The
                 size of batch is 1 if all sequences share the table or the layout has no batch axis.
-            layout: order of the axes of the tensors.
-            interleaved: whether channels 2i and 2i + 1 form a pair. If not, channels i and i + pairs do.
-            rotary_offset: the first rotated channel.
-            inverse: whether to rotate by minus the angle.
         """
 
     def table_gradient(
-        self,
-        tensors: list[Tensor],
-        grads: list[Tensor],
-        pairs: int,
-        layout: Layout,
-        interleaved: bool,
-        rotary_offset: int,
-        per_head: bool = False,
+        self, tensors: list[Tensor], grads: list[Tensor], pairs: int, options: Options, per_head: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of a rotation with respect to cos and sin.
 
@@ -88,7 +75,7 @@ class Kernels(Protocol):
             tensors: the tensors before the rotation.
             grads: the gradients with respect to the rotated tensors.
             pairs: number of rotated pairs.
-            layout, interleaved, rotary_offset: as for `rotate`.
+            options: those of the rotation, with `inverse` False.
             per_head: whether each head has its own table.
 
         Returns:
@@ -97,14 +84,14 @@ class Kernels(Protocol):
         """
 
     def angles(
-        self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+        self, positions: Tensor, phase_steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of position · step for every position and pair, multiplied by `factor`.
+        """Return cos and sin of position · phase step for every position and pair, multiplied by `factor`.
 
         Args:
             positions: int32 or int64 of any shape, one position for each token; `[axes, ...]` if each token has several
                 positions, such as the row and the column of an image patch.
-            steps: int64 `[pairs]`, the rotation of each pair per position, in 2⁻⁶⁴ turns.
+            phase_steps: int64 `[pairs]`, the rotation of each pair per position, in 2⁻⁶⁴ turns.
             factor: the attention factor, dimensionless.
             dtype: dtype of the result, torch.float32 or torch.float64.
             axis: int64 `[pairs]`. Pair i uses the positions in row `positions[axis[i]]`. None if each token has one
@@ -115,57 +102,76 @@ class Kernels(Protocol):
             `positions.shape[1:] + (pairs,)`.
         """
 
+    @property
+    def step(self) -> Step | None:
+        """The fused step, or None if these kernels have none that can be called like `Step`."""
 
-CPU: Kernels = cpu
-GPU: Kernels = gpu
-_USES_CPU = BACKEND != "reference" and CPU.unavailable() is None
-FAST_PATH = _USES_CPU and cpu.FAST_PATH
+
+class Step(Protocol):
+    """Normalize and rotate q and k into new tensors, and write k and v to a cache, in one kernel."""
+
+    def __call__(
+        self,
+        tensors: tuple[Tensor, Tensor],
+        outputs: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        options: Options,
+        norm: tuple[Tensor, Tensor, float, bool] | None,
+        store: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Do the step.
+
+        Args:
+            tensors: q and k, in the layout of `options`.
+            outputs: the output for q and the output for k. With `store`, the latter is the cache of keys,
+                `[blocks, block_size, kv_heads, head_dim]`.
+            cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
+            options: with `inverse` False.
+            norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
+            store: v, the cache of values, and one int64 slot for each token. None writes to no cache.
+        """
+
+
+KERNELS: dict[str, Kernels] = {"cpu": cpu, "cuda": gpu}
+"""Maps the type of a device to its kernels. "cuda" includes AMD GPUs."""
+
+FAST_PATH = BACKEND != "reference" and cpu.FAST_PATH
 """Whether compiled code runs the whole of a common call on the CPU, including the checks."""
 
+_NO_FLOAT64 = frozenset({"mps"})
 
-def needs_tracing() -> bool:
-    """Return whether this call runs in a transform, forward-mode AD or compilation, where kernels cannot be used."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether PyTorch computes in float64 on the device."""
+    return device.type not in _NO_FLOAT64
 
 
 def kernel_for(*tensors: Tensor) -> Kernels | None:
     """Return the kernels that can process these tensors, or None if plain PyTorch must be used.
 
-    Kernels take plain tensors on one device, outside of transforms. For DTensors, the result is the kernels that can
-    process their shards.
+    Kernels take plain tensors on one device, outside of transforms.
 
     Raises:
         RopeError: no kernels apply, and ROPEWALK_BACKEND is "kernel".
     """
-    kernel = None if needs_tracing() else _find_kernel(tensors)
-    if BACKEND == "kernel" and kernel is None:
-        raise _no_kernel_error(tensors[0])
-    return kernel
-
-
-def _find_kernel(tensors: tuple[Tensor, ...]) -> Kernels | None:
-    on_cpu = tensors[0].is_cpu
-    for x in tensors:
-        # If a tensor has the negative bit (`z.conj().imag`), its memory holds the values with the opposite sign.
-        # PyTorch's efficient zero tensors, such as the gradient of torch.sgn, have no memory.
-        if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
-            return (
-                _find_kernel(tuple(x._local_tensor for x in tensors if is_dtensor(x)))
-                if all(map(is_dtensor, tensors))
-                else None
-            )
-    if on_cpu:
-        if not _USES_CPU and tensors[0].is_floating_point():  # a rotation; angles have integer positions
-            _warn_once()
-        return CPU if _USES_CPU else None
-    if not tensors[0].is_cuda or BACKEND == "reference":
-        return None
-    return GPU if GPU.unavailable(tensors[0].device) is None else None
+    if BACKEND != "reference" and not must_trace():
+        device = tensors[0].device
+        for x in tensors:
+            # If a tensor has the negative bit (`z.conj().imag`), its memory holds the values with the opposite sign.
+            # PyTorch's efficient zero tensors, such as the gradient of torch.sgn, have no memory.
+            if type(x) not in PLAIN or x.device != device or x.is_neg() or x._is_zerotensor():
+                break
+        else:
+            kernels = KERNELS.get(device.type)
+            if kernels is not None:
+                if kernels.unavailable(device) is None:
+                    return kernels
+                if device.type == "cpu" and tensors[0].is_floating_point():  # a rotation; positions are integers
+                    _warn_once()
+    if BACKEND == "kernel":
+        raise no_kernel_error(tensors[0])
+    return None
 
 
 _has_warned = BACKEND != "auto"
@@ -177,20 +183,19 @@ def _warn_once() -> None:
     if not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"ropewalk's CPU kernel is not usable ({CPU.unavailable()}), so rotations on the CPU run in plain PyTorch, "
+            f"ropewalk's CPU kernel is not usable ({cpu.unavailable()}), so rotations on the CPU run in plain PyTorch, "
             "which is slower. Install ropewalk again with a compiler, or set ROPEWALK_BACKEND=reference to use plain "
             "PyTorch without this warning.",
             stacklevel=2,
         )
 
 
-def _no_kernel_error(x: Tensor) -> RopeError:
-    who = "ROPEWALK_BACKEND=kernel"
-    if x.is_cpu and (reason := CPU.unavailable(x.device)) is not None:
-        return error(who, "the CPU kernel must be available", reason, "Reinstall ropewalk, or unset the variable.")
-    if x.is_cuda and (reason := GPU.unavailable(x.device)) is not None:
-        fix = "Unset the variable, or pass tensors that the kernel can rotate."
-        return error(who, "the GPU kernel must be available", reason, fix)
+def no_kernel_error(x: Tensor) -> RopeError:
+    """Create the error for a tensor that no kernel can process, although one must."""
+    who, kernels = "ROPEWALK_BACKEND=kernel", KERNELS.get(x.device.type)
+    if kernels is not None and (reason := kernels.unavailable(x.device)) is not None:
+        must = f"the {kernels.device_name} kernel must be available"
+        return error(who, must, reason, "Install what is missing, or unset the variable.")
     return error(
         who,
         "tensors must be plain tensors on the CPU or a GPU, outside of transforms, compilation and export",
@@ -211,16 +216,10 @@ def backends() -> dict[str, str]:
         >>> print(ropewalk.backends()["reference"])
         usable on every device (plain PyTorch)
     """
-    return {
-        "reference": "usable on every device (plain PyTorch)",
-        "cpu kernel": _state(CPU, cpu.level),
-        "gpu kernel": _state(GPU, gpu.version),
-    }
-
-
-def _state(kernels: Kernels, describe: Callable[[], str]) -> str:
-    reason = kernels.unavailable()
-    if reason is not None:
-        return f"not usable: {reason}"
-    disabled = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
-    return f"usable: {describe()}{disabled}"
+    states = {"reference": "usable on every device (plain PyTorch)"}
+    for kernels in KERNELS.values():
+        reason = kernels.unavailable()
+        disabled = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
+        usable = f"not usable: {reason}" if reason is not None else f"usable: {kernels.version()}{disabled}"
+        states[f"{kernels.device_name.lower()} kernel"] = usable
+    return states

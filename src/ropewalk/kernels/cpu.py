@@ -6,12 +6,17 @@ The kernels receive raw addresses, shapes and strides. torch must be imported fi
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES, Layout
+from ropewalk._layout import AXES, Options
+from ropewalk.kernels import observed
+
+device_name = "CPU"
+step = None  # `step_plain` normalizes, rotates and stores, and checks its arguments itself
 
 _unavailable_reason: str | None = None
 try:
@@ -22,16 +27,6 @@ except ModuleNotFoundError:
     )
 except ImportError as e:
     _unavailable_reason = f"cannot be loaded: {e}"
-
-# Each function tells whether something may observe or change the operators inside a call. Every call asks all of them.
-# The function for the profiler must be the last.
-_OBSERVERS = (
-    torch._C._are_functorch_transforms_active,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-    torch._C._autograd._profiler_enabled,
-)
 
 
 def _openmp() -> list[int]:
@@ -51,7 +46,7 @@ def _openmp() -> list[int]:
 if _unavailable_reason is None and (functions := _openmp()):
     _cpu.use_openmp(*functions)
 
-FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
+FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, observed.PREDICATES)
 """Whether `rotate_plain`, `step_plain` and `angles_plain` exist. They run a whole call in compiled code, including the
 checks, and return None if they cannot."""
 if FAST_PATH:
@@ -61,6 +56,7 @@ if FAST_PATH:
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
+@functools.cache  # because every call asks
 def unavailable(device: torch.device | None = None) -> str | None:
     """Return why the CPU kernels cannot be used, or None if they can."""
     if device is not None and device.type != "cpu":
@@ -68,7 +64,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
     return _unavailable_reason
 
 
-def level() -> str:
+def version() -> str:
     """Return the name of the instruction set whose kernels are used."""
     return _cpu.levels()[-1]
 
@@ -78,14 +74,15 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
-    inverse: bool,
+    options: Options,
 ) -> None:
     """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
+    flat: tuple[object, ...] = ()
+    for x, y in zip(tensors, outputs, strict=True):
+        flat += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
+    layout, interleaved, offset, inverse = options
     _cpu.rotate(
-        _flat(tensors, outputs),
+        flat,
         cos.data_ptr(),
         sin.data_ptr(),
         cos.shape,
@@ -95,7 +92,7 @@ def rotate(
         _DTYPES[cos.dtype],
         AXES[layout],
         interleaved,
-        rotary_offset,
+        offset,
         inverse,
         torch.get_num_threads(),
     )
@@ -105,47 +102,48 @@ def table_gradient(
     tensors: list[Tensor],
     grads: list[Tensor],
     pairs: int,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
+    options: Options,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
-    batch, tokens, heads, _ = axes = AXES[layout]
+    flat: tuple[object, ...] = ()
+    for z, grad in zip(tensors, grads, strict=True):
+        flat += (z.data_ptr(), grad.data_ptr(), z.shape, z.stride(), grad.stride())
+    batch, tokens, heads, _ = axes = AXES[options.layout]
     shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)
     d_cos, d_sin = (
         torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device="cpu")
         for _ in range(2)
     )
     _cpu.table_gradient(
-        _flat(tensors, grads),
+        flat,
         d_cos.data_ptr(),
         d_sin.data_ptr(),
         shape,
         _DTYPES[x.dtype],
         axes,
-        interleaved,
-        rotary_offset,
+        options.interleaved,
+        options.offset,
         torch.get_num_threads(),
     )
     return d_cos, d_sin
 
 
 def angles(
-    positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+    positions: Tensor, phase_steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.to(torch.int64).contiguous()
     axes, shape = (1, positions.shape) if axis is None else (positions.shape[0], positions.shape[1:])
-    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device="cpu") for _ in range(2))
+    cos, sin = (torch.empty((*shape, len(phase_steps)), dtype=dtype, device="cpu") for _ in range(2))
     _cpu.angles(
         positions.data_ptr(),
         positions.numel() // axes,
         0 if axis is None else axis.data_ptr(),
         axes,
-        steps.data_ptr(),
-        len(steps),
+        phase_steps.data_ptr(),
+        len(phase_steps),
         factor,
         _DTYPES[dtype],
         cos.data_ptr(),
@@ -153,12 +151,3 @@ def angles(
         torch.get_num_threads(),
     )
     return cos, sin
-
-
-def _flat(tensors: list[Tensor], outputs: list[Tensor]) -> tuple[object, ...]:
-    """Return the addresses, shape and strides of each tensor and its output in one tuple, as `_cpu` expects them."""
-    flat: tuple[object, ...] = ()
-    for x, y in zip(tensors, outputs, strict=True):
-        address, strides = x.data_ptr(), x.stride()
-        flat += (address, address if y is x else y.data_ptr(), x.shape, strides, strides if y is x else y.stride())
-    return flat

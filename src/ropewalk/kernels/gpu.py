@@ -1,4 +1,4 @@
-"""Probe and launch the Triton kernels of `_gpu.py`, and choose their tiles. Implements `backend.Kernels`.
+"""Probe and launch the kernels of `triton_kernels.py`, and choose their tiles. Implements `backend.Kernels`.
 
 Triton is imported, and kernels are compiled, only when a GPU is used.
 """
@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES, Layout
+from ropewalk._layout import AXES, Layout, Options
+
+device_name = "GPU"
 
 _T = TypeVar("_T")
 
@@ -23,6 +25,8 @@ _T = TypeVar("_T")
 _WARPS = 4
 _BYTES_PER_THREAD = 64
 _VECTOR = 16
+# Half as many in the fused step, because its squares are float64.
+_BYTES_PER_THREAD_OF_STEP = 32
 
 # Products are rounded before they are added, as in the reference. Triton's default would fuse them.
 _OPTIONS = {"enable_fp_fusion": False}
@@ -76,73 +80,71 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
-    inverse: bool,
+    options: Options,
 ) -> None:
     """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
-    launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, inverse)
-    _launch("rotate", *launch)
+    _launch("rotate", *rotation_launch(tensors, outputs, cos, sin, options))
 
 
 def table_gradient(
     tensors: list[Tensor],
     grads: list[Tensor],
     pairs: int,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
+    options: Options,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
-    batch, tokens, heads = _counts(x.shape, layout)
+    batch, tokens, heads = _counts(x.shape, options.layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = (batch, *((heads,) if per_head else ()), tokens, pairs)
     d_cos, d_sin = (torch.empty(shape, dtype=dtype, device=x.device) for _ in range(2))
-    _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, layout, interleaved, rotary_offset))
+    _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, options))
     return d_cos, d_sin
 
 
 def angles(
-    positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+    positions: Tensor, phase_steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.contiguous()
     shape = positions.shape if axis is None else positions.shape[1:]
-    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
-    _launch("angles", *angles_launch(positions, steps, cos, sin, factor, axis))
+    cos, sin = (torch.empty((*shape, len(phase_steps)), dtype=dtype, device=positions.device) for _ in range(2))
+    _launch("angles", *angles_launch(positions, phase_steps, cos, sin, factor, axis))
     return cos, sin
+
+
+def step(
+    tensors: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    options: Options,
+    norm: tuple[Tensor, Tensor, float, bool] | None,
+    store: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
+    """Normalize, rotate and store, as `backend.Step` specifies."""
+    _launch("step", *step_launch(tensors, outputs, cos, sin, options, norm, store))
 
 
 def kernels() -> ModuleType:
     """Import the module of the kernels, and with it Triton. Return the module."""
-    from ropewalk.kernels import _gpu
+    from ropewalk.kernels import triton_kernels
 
-    return _gpu
+    return triton_kernels
 
 
-def _launch(
-    kernel: str, programs: int, arguments: dict[str, Any], warps: int, module: ModuleType | None = None
-) -> None:
+def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int) -> None:
     if programs:
         device = next(iter(arguments.values())).device
         # Triton launches kernels on the current device, even if the tensors are on another one.
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-            getattr(module or kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
+            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
 
 
 def rotation_launch(
-    tensors: list[Tensor],
-    outputs: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
-    inverse: bool,
+    tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, sin: Tensor, options: Options
 ) -> tuple[int, dict[str, Any], int]:
     """Return the number of programs, the arguments and the warps for a launch of `rotate`."""
     x = tensors[0]
@@ -152,7 +154,8 @@ def rotation_launch(
         tuple(z.stride() for z in outputs),
         (cos.shape, cos.stride(), sin.stride(), cos.element_size()),
         x.element_size(),
-        (layout, interleaved, rotary_offset, inverse, outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
+        options,
+        (outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
     )
     return programs, {**_name_arguments("qpkr", tensors, outputs), "cos": cos, "sin": sin, **numbers}, warps
 
@@ -164,9 +167,11 @@ def _rotation_plan(
     out_strides: tuple[tuple[int, ...], ...],
     tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
     element_size: int,
-    options: tuple[Layout, bool, int, bool, bool, int, int],
+    options: Options,
+    others: tuple[bool, int, int],
 ) -> tuple[int, dict[str, int], int]:
-    layout, interleaved, rotary_offset, inverse, in_place, *_ = options
+    layout, interleaved, offset, inverse = options
+    in_place, *_ = others
     pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
     k_heads = _counts(shapes[1], layout)[2] if len(shapes) == 2 else 0
     block_p = _power_of_two(pairs)
@@ -193,7 +198,7 @@ def _rotation_plan(
         "BLOCK_P": block_p,
         "HEAD_DIM": shapes[0][-1],
         "PAIRS": pairs,
-        "OFFSET": rotary_offset,
+        "OFFSET": offset,
         "INTERLEAVED": interleaved,
         "INVERSE": inverse,
         "COPY": not in_place,
@@ -207,15 +212,10 @@ def _rotation_plan(
 
 
 def gradient_launch(
-    tensors: list[Tensor],
-    grads: list[Tensor],
-    d_cos: Tensor,
-    d_sin: Tensor,
-    layout: Layout,
-    interleaved: bool,
-    rotary_offset: int,
+    tensors: list[Tensor], grads: list[Tensor], d_cos: Tensor, d_sin: Tensor, options: Options
 ) -> tuple[int, dict[str, Any], int]:
     """Return the number of programs, the arguments and the warps for a launch of `table_gradient`."""
+    layout, interleaved, offset, _ = options
     pairs, size, per_head = d_cos.shape[-1], tensors[0].element_size(), d_cos.ndim == 4
     batch, tokens, q_heads = _counts(tensors[0].shape, layout)
     k_heads = _counts(tensors[1].shape, layout)[2] if len(tensors) == 2 else 0
@@ -238,7 +238,7 @@ def gradient_launch(
         "Q_BLOCKS": 1 if per_head else _blocks(q_heads, block_h),
         "K_BLOCKS": min(1, k_heads) if per_head else _blocks(k_heads, block_h),
         "PAIRS": pairs,
-        "OFFSET": rotary_offset,
+        "OFFSET": offset,
         "INTERLEAVED": interleaved,
         "DENSE": dense,
         "ALIGN": unit,
@@ -248,15 +248,99 @@ def gradient_launch(
     return programs, arguments, warps
 
 
+def step_launch(
+    tensors: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    options: Options,
+    norm: tuple[Tensor, Tensor, float, bool] | None,
+    store: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[int, dict[str, Any], int]:
+    """Return the number of programs, the arguments and the warps for a launch of `step`."""
+    layout, interleaved, offset, _ = options
+    (q, k), (p, r), (at_batch, at_tokens, at_heads, _) = tensors, outputs, AXES[layout]
+    q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
+    v, w, slots = (k, r, k) if store is None else store
+    batch, tokens, q_heads = 1 if at_batch is None else q.shape[at_batch], q.shape[at_tokens], q.shape[at_heads]
+    k_heads, pairs, size = k.shape[at_heads], cos.shape[-1], q.element_size()
+    block_p, block_d = _power_of_two(pairs), _power_of_two(q.shape[-1])
+    per_thread = _BYTES_PER_THREAD_OF_STEP // 2 // size
+    warps = min(32, max(4, block_p // per_thread // 32))
+    (q_t, q_h), (k_t, k_h) = (_tile(heads, block_p, warps, per_thread) for heads in (q_heads, k_heads))
+    q_programs, k_programs = (
+        batch * _blocks(tokens, t) * _blocks(heads, h) for heads, t, h in ((q_heads, q_t, q_h), (k_heads, k_t, k_h))
+    )
+    in_layout: dict[str, int | None] = dict(zip("bth", (at_batch, at_tokens, at_heads), strict=True))
+    in_cache: dict[str, int | None] = {"b": 0, "t": 1, "h": 2}
+    axes = {"q": (q, in_layout), "p": (p, in_layout), "k": (k, in_layout), "v": (v, in_layout)}
+    axes |= {name: (x, in_layout if store is None else in_cache) for name, x in (("r", r), ("w", w))}
+    dense = all(x.stride(-1) == 1 for x, _ in axes.values())
+    strides = {
+        f"{name}_{axis}": 0 if at is None else x.stride(at)
+        for name, (x, where) in axes.items()
+        for axis, at in where.items()
+    }
+    unit = _unit(list(strides.values()), _VECTOR // size) if dense else 1
+    widest = _VECTOR // size // (2 if interleaved else 1)
+    of_tables, table_dense, table_unit = _table_strides(
+        cos.shape, cos.stride(), sin.stride(), cos.element_size(), widest
+    )
+    named = {"q": q, "p": p, "k": k, "r": r, "v": v, "w": w, "cos": cos, "sin": sin}
+    named |= {"q_weight": q_weight, "k_weight": k_weight, "slots": slots}
+    arguments = {
+        **named,
+        "tokens": tokens,
+        "q_heads": q_heads,
+        "k_heads": k_heads,
+        "q_programs": q_programs,
+        "k_programs": k_programs,
+        "block_size": r.shape[1] if store else 1,
+        "slot_count": r.shape[0] * r.shape[1] if store else 0,
+        "slots_b": slots.stride(0) if store and slots.ndim == 2 else 0,
+        "slots_t": slots.stride(-1) if store else 0,
+        **{name: stride // unit for name, stride in strides.items()},
+        **{f"{name}_d": x.stride(-1) for name, (x, _) in axes.items()},
+        **{name: stride for name, stride in of_tables.items() if not name.endswith("_h")},
+        "Q_BLOCK_T": q_t,
+        "Q_BLOCK_H": q_h,
+        "K_BLOCK_T": k_t,
+        "K_BLOCK_H": k_h,
+        "BLOCK_P": block_p,
+        "BLOCK_D": block_d,
+        "HALVINGS": block_d.bit_length() - 1,
+        "HEAD_DIM": q.shape[-1],
+        "V_DIM": v.shape[-1],
+        "PAIRS": pairs,
+        "OFFSET": offset,
+        "INTERLEAVED": interleaved,
+        "DENSE": dense,
+        "ALIGN": unit,
+        "TABLE_DENSE": table_dense,
+        "TABLE_ALIGN": table_unit,
+        "NORM": norm is not None,
+        "ADD_ONE": add_one,
+        "EPS": eps,
+        "STORES": store is not None,
+    }
+    return q_programs + k_programs * (1 if store is None else 2), arguments, warps
+
+
 def angles_launch(
-    positions: Tensor, steps: Tensor, cos: Tensor, sin: Tensor, factor: float, axis: Tensor | None = None
+    positions: Tensor, phase_steps: Tensor, cos: Tensor, sin: Tensor, factor: float, axis: Tensor | None = None
 ) -> tuple[int, dict[str, Any], int]:
     """Return the number of programs, the arguments and the warps for a launch of `angles`."""
-    rows, pairs = positions.numel() // (1 if axis is None else positions.shape[0]), len(steps)
+    rows, pairs = positions.numel() // (1 if axis is None else positions.shape[0]), len(phase_steps)
     block_p = _power_of_two(pairs)
     block_r = max(1, 512 // block_p)
     several = axis is not None
-    tensors = {"positions": positions, "axis": axis if several else steps, "steps": steps, "cos": cos, "sin": sin}
+    tensors = {
+        "positions": positions,
+        "axis": axis if several else phase_steps,
+        "phase_steps": phase_steps,
+        "cos": cos,
+        "sin": sin,
+    }
     sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "AXES": several, "BLOCK_R": block_r, "BLOCK_P": block_p}
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
 

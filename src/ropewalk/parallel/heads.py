@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ropewalk import _checks
-from ropewalk._dtensor import is_dtensor, sum_gradient
 from ropewalk.attention.layer import RotaryAttention
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.dtensor import is_dtensor, sum_gradient
 
 _WHO = "HeadwiseParallel"
 

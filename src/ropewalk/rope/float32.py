@@ -22,9 +22,9 @@ _MAX_CACHED = 1024
 def frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the float32 frequency of each pair in radians per position, and the same frequencies as steps.
+    """Return the float32 frequency of each pair in radians per position, and the same frequencies as phase steps.
 
-    A step is a 64-bit fraction of a turn per position (`angles.fixed_point`).
+    A phase step is a 64-bit fraction of a turn per position (`angles.fixed_point`).
 
     Raises:
         RopeError: a frequency is not finite in float32.
@@ -52,4 +52,4 @@ def _cached_frequencies(
         if not math.isfinite(w):
             must = "frequencies must be finite in float32"
             raise _checks.error("Rope.at", must, f"{w}", 'Pass numerics="exact".')
-    return inv_freq, tuple(fixed_point.step(w) for w in inv_freq)
+    return inv_freq, tuple(fixed_point.phase_step(w) for w in inv_freq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -70,8 +71,8 @@ class Rope:
     # The first three are None if the scheme depends on the length.
     _attention_factor: float | None = field(init=False, compare=False)
     _inv_freq: tuple[float, ...] | None = field(init=False, compare=False)
-    _steps: tuple[int, ...] | None = field(init=False, compare=False)
-    _packed_steps: bytes = field(init=False, compare=False)  # _steps as int64 numbers
+    _phase_steps: tuple[int, ...] | None = field(init=False, compare=False)
+    _packed_phase_steps: bytes = field(init=False, compare=False)  # _phase_steps as int64 numbers
     _packed_axis: bytes = field(init=False, compare=False)  # the axis of each pair as int64 numbers
 
     def __post_init__(self) -> None:
@@ -107,9 +108,9 @@ class Rope:
         inv_freq, factor = (None, None) if resolved is None else resolved
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
-        steps = None if inv_freq is None else tuple(fixed_point.step(w) for w in inv_freq)
-        object.__setattr__(self, "_steps", steps)
-        object.__setattr__(self, "_packed_steps", np.array(steps or (), dtype=np.int64).tobytes())
+        phase_steps = None if inv_freq is None else tuple(fixed_point.phase_step(w) for w in inv_freq)
+        object.__setattr__(self, "_phase_steps", phase_steps)
+        object.__setattr__(self, "_packed_phase_steps", np.array(phase_steps or (), dtype=np.int64).tobytes())
         axis = () if self.axes is None else self.axes.axis
         object.__setattr__(self, "_packed_axis", np.array(axis, dtype=np.int64).tobytes())
 
@@ -204,8 +205,8 @@ class Rope:
         factor = self.attention_factor
         tables = None
         if numerics == "exact":
-            steps, axis = self._packed_steps, self._packed_axis
-            tables = exact.fast_path(positions, steps, factor, device, dtype, axis, axes or 0)
+            phase_steps, axis = self._packed_phase_steps, self._packed_axis
+            tables = exact.fast_path(positions, phase_steps, factor, device, dtype, axis, axes or 0)
         if tables is None:
             _checks.check_numerics("Rope.at", numerics)
             exact.check_positions(positions, axes)
@@ -245,10 +246,10 @@ class Rope:
         from ropewalk.angles import numpy
 
         factor = self.attention_factor
-        if self._steps is None:
+        if self._phase_steps is None:
             raise self._unresolved_error()
         count, axis = (None, None) if self.axes is None else (self.axes.count, self.axes.axis)
-        return numpy.cos_sin(positions, self._steps, factor, axis, count)
+        return numpy.cos_sin(positions, self._phase_steps, factor, axis, count)
 
     def shift(
         self,
@@ -331,18 +332,22 @@ class Rope:
         numerics: Numerics = "exact",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from ropewalk.angles import exact
+        from ropewalk.rotation import dtensor
 
-        steps, inv_freq = self._steps, self._inv_freq
-        if steps is None or inv_freq is None:
+        if dtensor.is_dtensor(positions):
+            of_shard = partial(self._cos_sin, factor=factor, device=None, dtype=dtype, numerics=numerics)
+            return dtensor.tables_of_shards(positions, device, of_shard, has_axes=self.axes is not None)
+        phase_steps, inv_freq = self._phase_steps, self._inv_freq
+        if phase_steps is None or inv_freq is None:
             raise self._unresolved_error()
         axis = None if self.axes is None else self.axes.axis
         if numerics != "exact":
             from ropewalk.rope import float32
 
-            inv_freq, steps = float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
+            inv_freq, phase_steps = float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
         if numerics == "float32":
             return exact.cos_sin_as_deployed(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
-        return exact.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
+        return exact.cos_sin(positions, phase_steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
         """Create a Rotation from cos, sin, the attention factor that they include, and the fields of this rope."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, ClassVar, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import describe, error, shown
-from ropewalk._dtensor import is_dtensor
-from ropewalk._layout import Layout, Pairing
+from ropewalk._checks import MAX_HEAD_DIM, boolean, check_pairing, describe, error, integer, shown
+from ropewalk._checks import attention_factor as check_factor
+from ropewalk._layout import Layout, Options, Pairing
 from ropewalk.kernels import backend, cpu
 from ropewalk.kernels.backend import PLAIN
-from ropewalk.rotation import checks, fields, ops, sharded
+from ropewalk.rotation import checks, dtensor, ops
+from ropewalk.rotation.dtensor import is_dtensor
 
 _WHO = "Rotation"
+FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor", "per_head")
+"""All fields, in the order of a pickle: the two tables, then the context of the pytree."""
 
 
 class Rotation:
@@ -86,9 +88,9 @@ class Rotation:
         attention_factor: float = 1.0,
         per_head: bool = False,
     ) -> None:
-        per_head = fields.check_per_head(per_head)
+        per_head = _check_per_head(per_head)
         checks.check_tables(cos, sin, per_head=per_head)
-        context = fields.validate(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor, per_head)
+        context = _validate(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor, per_head)
         _set_fields(self, cos, sin, *context)
 
     @overload
@@ -121,8 +123,14 @@ class Rotation:
         if rotated is not None:
             return rotated
         tensors = [q] if k is None else [q, k]
-        cos, sin = self._prepare_tables(tensors, layout)
-        results = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
+        options = Options(layout, self.pairing == "interleaved", self.rotary_offset)
+        plain = type(q) in PLAIN and type(self.cos) in PLAIN and (k is None or type(k) in PLAIN)
+        if not plain and any(map(is_dtensor, (*tensors, self.cos, self.sin))):
+            results = dtensor.rotate(self, tensors, options)
+        else:
+            numbers = (self.head_dim, self.rotary_dim, self.per_head)
+            cos, sin = checks.check_call(tensors, self.cos, self.sin, layout, *numbers)
+            results = ops.rotate(tensors, cos, sin, options)
         return results[0] if k is None else (results[0], results[1])
 
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> None:
@@ -138,28 +146,12 @@ class Rotation:
         if self._fast_path(q, k, layout, in_place=True) is not None:
             return
         tensors = [q] if k is None else [q, k]
-        cos, sin = self._prepare_tables(tensors, layout)
-        ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
-
-    def _prepare_tables(self, tensors: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """Check the tensors, and return cos and sin with the axes that `ops` expects: four if each head has a table."""
-        cos, sin = self.cos, self.sin
-        plain = type(tensors[0]) in PLAIN and type(tensors[-1]) in PLAIN and type(cos) in PLAIN
-        if plain or not any(map(is_dtensor, (*tensors, cos, sin))):
-            return self._check_and_expand(tensors, layout, cos, sin)
-        before: Any = getattr(self, "_dtensor_cache", None)
-        check = partial(self._check_and_expand, tensors, layout)
-        cache, tables = sharded.tables_for(tensors, cos, sin, layout, self.per_head, before, check)
-        if cache is not before:
-            object.__setattr__(self, "_dtensor_cache", cache)  # for the following layers
-        return tables
-
-    def _check_and_expand(
-        self, tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        per_head = self.per_head
-        checks.check_tensors(tensors, layout, cos, sin, self.head_dim, self.rotary_dim, per_head=per_head)
-        return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and cos.ndim == 3 else (cos, sin)
+        options = Options(layout, self.pairing == "interleaved", self.rotary_offset)
+        if any(map(is_dtensor, (*tensors, self.cos, self.sin))):
+            dtensor.rotate_(self, tensors, options)
+        else:
+            numbers = (self.head_dim, self.rotary_dim, self.per_head)
+            ops.rotate_(tensors, *checks.check_call(tensors, self.cos, self.sin, layout, *numbers), options)
 
     def _fast_path(self, q: Tensor, k: Tensor | None, layout: Layout, *, in_place: bool) -> Any:
         """Run a common call on the CPU entirely in compiled code. For any other call, do nothing and return None."""
@@ -167,10 +159,7 @@ class Rotation:
             return None
         interleaved = self.pairing == "interleaved"
         options = (self.head_dim, self.rotary_dim, interleaved, self.rotary_offset, self.per_head, in_place)
-        rotated = cpu.rotate_plain(q, k, self.cos, self.sin, layout, *options)
-        if rotated is None and type(q) not in PLAIN and (cache := getattr(self, "_dtensor_cache", None)) is not None:
-            return sharded.fast_path(cache, q, k, self.cos, self.sin, layout, *options)
-        return rotated
+        return cpu.rotate_plain(q, k, self.cos, self.sin, layout, *options)
 
     def inverse(self) -> Rotation:
         """Return the rotation that undoes this one, including the attention factor, up to rounding."""
@@ -213,7 +202,7 @@ class Rotation:
             )
         cos, sin = self.cos, self.sin
         if is_dtensor(rows) or is_dtensor(cos):
-            rows, cos, sin = sharded.convert_for_lookup(rows, cos, sin)
+            rows, cos, sin = dtensor.convert_for_lookup(rows, cos, sin)
         try:
             if self.per_head:
                 return self._replace_tables(_rows_per_head(rows, cos), _rows_per_head(rows, sin))
@@ -262,7 +251,7 @@ class Rotation:
         self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore, tuple(getattr(self, name) for name in fields.NAMES)
+        return restore, tuple(getattr(self, name) for name in FIELDS)
 
     def __repr__(self) -> str:
         if not isinstance(self.cos, Tensor) or not isinstance(self.sin, Tensor):  # a pytree may hold other leaves
@@ -316,13 +305,33 @@ def create_unchecked(*values: Any) -> Rotation:
 
 def restore(*values: Any) -> Rotation:
     """Create a Rotation from a pickle, whose contents are checked like the arguments of the constructor."""
-    context = fields.validate(*values[2:])
+    context = _validate(*values[2:])
     checks.check_tables(values[0], values[1], rotary_dim=context[2], per_head=context[5])
     return create_unchecked(*values[:2], *context)
 
 
+def _validate(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
+    """Check and return the fields after the tables, which come from a caller, a pickle or an exported program."""
+    if len(context) != len(FIELDS) - 2:
+        must = f"a saved rotation must have the fields {', '.join(FIELDS)}"
+        raise error(_WHO, must, shown(context), "Save it again with this version.")
+    pairing, head_dim, rotary_dim, rotary_offset, factor, per_head = context
+    check_pairing(_WHO, pairing)
+    rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, at_least=2, at_most=MAX_HEAD_DIM)
+    if rotary_dim % 2:
+        raise error(_WHO, "rotary_dim must be even", str(rotary_dim), "Pass two channels for each pair.")
+    rotary_offset = integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)
+    end = rotary_offset + rotary_dim
+    head_dim = end if head_dim is None else integer(_WHO, "head_dim", head_dim, at_least=end, at_most=MAX_HEAD_DIM)
+    return pairing, head_dim, rotary_dim, rotary_offset, check_factor(_WHO, factor), _check_per_head(per_head)
+
+
+def _check_per_head(per_head: Any) -> bool:
+    return boolean(_WHO, "per_head", per_head, "Pass a flag, not the number of heads, which is read from cos and sin.")
+
+
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:
-    return [rotation.cos, rotation.sin], tuple(getattr(rotation, name) for name in fields.NAMES[2:])
+    return [rotation.cos, rotation.sin], tuple(getattr(rotation, name) for name in FIELDS[2:])
 
 
 def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -341,7 +350,7 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="ropewalk.Rotation",
     to_dumpable_context=list,
-    from_dumpable_context=lambda context: fields.validate(*context),
+    from_dumpable_context=lambda context: _validate(*context),
 )
 
 torch.serialization.add_safe_globals([restore])  # for torch.load(weights_only=True), also of exported programs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, describe, error, shown
-from ropewalk._layout import AXES, Layout
+from ropewalk._checks import RopeError, choice, describe, error, shown
+from ropewalk._layout import AXES, Layout, Options
 from ropewalk.rotation import writable
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
@@ -17,9 +17,9 @@ _WHO, _WHO_OPERATOR = "Rotation", "torch.ops.ropewalk"
 
 def check_tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, per_head: bool = False) -> None:
     """Raise unless cos and sin are float32 or float64 tables with one column for each pair of `rotary_dim` channels."""
-    for table in (cos, sin):
-        if not isinstance(table, Tensor):
-            raise error(_WHO, "cos and sin must be tensors", shown(table), "Make them with Rope.at(positions).")
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
+        got = shown(sin if isinstance(cos, Tensor) else cos)
+        raise error(_WHO, "cos and sin must be tensors", got, "Make them with Rope.at(positions).")
     if cos.dtype != sin.dtype or cos.dtype not in _TABLE_DTYPES:
         raise error(
             _WHO,
@@ -48,131 +48,101 @@ def check_tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, per
     if cos.layout is not torch.strided or sin.layout is not torch.strided:
         fix = "Convert them with .to_dense()."
         raise error(_WHO, "cos and sin must be dense tensors", f"{cos.layout} and {sin.layout}", fix)
-    if cos.device != sin.device:
+    if not (cos.is_cpu and sin.is_cpu) and cos.device != sin.device:
         fix = "Move one of them to the device of the other."
         raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", fix)
 
 
-def check_tensors(
+def check_call(
     tensors: list[Tensor],
-    layout: Layout,
     cos: Tensor,
     sin: Tensor,
+    layout: Layout,
     head_dim: int,
     rotary_dim: int,
-    *,
-    per_head: bool = False,
-) -> None:
+    per_head: bool,
+) -> tuple[Tensor, Tensor]:
     """Raise unless q, and k if present, have the axes of `layout` and match cos and sin.
 
-    A quick check accepts nearly every valid call. If it rejects a call, separate checks run, which raise the errors.
+    This is the only statement of the rule in Python. Compiled code states it again, to guard memory and for speed.
+
+    Returns:
+        cos and sin, with the four axes that kernels expect if each head has its own table.
     """
-    if per_head or not _pass_quick_check(tensors, layout, cos, sin, head_dim, rotary_dim):
-        for name, x in zip(("q", "k"), tensors, strict=False):
-            check_tensor(name, x, layout, cos, sin, head_dim, rotary_dim, per_head=per_head)
-
-
-def _pass_quick_check(
-    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
-) -> bool:
-    axes = AXES.get(layout) if isinstance(layout, str) else None
-    if axes is None or not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
-        return False
-    table = cos.shape
-    if cos.dtype not in _TABLE_DTYPES or sin.dtype != cos.dtype or sin.shape != table:
-        return False
-    if not 2 <= len(table) <= 3 or 2 * table[-1] != rotary_dim:
-        return False
-    if cos.layout is not torch.strided or sin.layout is not torch.strided:
-        return False
-    batch, tokens, _, count = axes
-    for x in tensors:
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.dtype not in _DTYPES:
-            return False
-        shape = x.shape
-        if len(shape) != count or shape[-1] != head_dim or shape[tokens] != table[-2]:
-            return False
-        if len(table) == 3 and (batch is None or table[0] != shape[batch]):
-            return False
-        if not (x.is_cpu and cos.is_cpu and sin.is_cpu) and not (x.device == cos.device == sin.device):
-            return False
-    return True
-
-
-def check_tensor(
-    name: str,
-    x: Tensor,
-    layout: Layout,
-    cos: Tensor,
-    sin: Tensor,
-    head_dim: int,
-    rotary_dim: int | None = None,
-    *,
-    per_head: bool = False,
-) -> None:
-    """Raise unless x, called `name` in messages, has the axes of `layout` and matches cos and sin."""
-    choice(_WHO, "layout", layout, AXES)
+    if not isinstance(layout, str) or layout not in AXES:
+        choice(_WHO, "layout", layout, AXES)
     check_tables(cos, sin, rotary_dim, per_head=per_head)
-    if not isinstance(x, Tensor):
-        raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else str(x.layout)
-        fix = "Convert it to a dense tensor. For ragged batches, see ropewalk.positions."
-        raise error(_WHO, f"{name} must be a dense tensor", kind, fix)
-    if x.dtype not in _DTYPES:
-        fix = "Convert it to one of them."
-        raise error(_WHO, f"{name} must be float16, bfloat16, float32 or float64", str(x.dtype), fix)
-    *_, count = AXES[layout]
-    if x.ndim != count:
-        raise error(
-            _WHO,
-            f"{name} in layout {layout!r} must have {count} axes",
-            f"shape {tuple(x.shape)}",
-            "Pass the layout of this tensor.",
-        )
-    if x.shape[-1] != head_dim:
-        raise error(
-            _WHO,
-            f"{name} must have head_dim={head_dim} as its last axis",
-            f"shape {tuple(x.shape)}",
-            "For the rotated slice alone, use dataclasses.replace(rope, head_dim=rope.rotary_dim, rotary_offset=0).",
-        )
-    if per_head:
-        _check_heads(name, x, layout, cos)
-    _check_tokens(name, x, layout, cos, axes_without_batch=3 if per_head else 2)
-    if x.device != cos.device:
-        raise error(
-            _WHO,
-            f"{name} must be on {cos.device}, where cos and sin are",
-            str(x.device),
-            "Move the rotation with .to(device), or create it there: rope.at(positions, device=q.device).",
-        )
+    at_batch, at_tokens, at_heads, count = AXES[layout]
+    table = cos.shape
+    has_batch = len(table) - per_head == 3
+    name = "q"
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "a nested tensor" if x.is_nested else str(x.layout)
+            fix = "Convert it to a dense tensor. For ragged batches, see ropewalk.positions."
+            raise error(_WHO, f"{name} must be a dense tensor", kind, fix)
+        if x.dtype not in _DTYPES:
+            fix = "Convert it to one of them."
+            raise error(_WHO, f"{name} must be float16, bfloat16, float32 or float64", str(x.dtype), fix)
+        shape = x.shape
+        if len(shape) != count:
+            must, fix = f"{name} in layout {layout!r} must have {count} axes", "Pass the layout of this tensor."
+            raise error(_WHO, must, f"shape {tuple(shape)}", fix)
+        if shape[-1] != head_dim:
+            fix = (
+                "For the rotated slice alone, use dataclasses.replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)."
+            )
+            raise error(_WHO, f"{name} must have head_dim={head_dim} as its last axis", f"shape {tuple(shape)}", fix)
+        if per_head and shape[at_heads] != table[-3]:
+            must = f"{name} in layout {layout!r} must have {table[-3]} heads, because each head has its own table"
+            fix = (
+                "Check the layout. If q and k have different numbers of heads (GQA), rotate each with its own Rotation."
+            )
+            raise error(_WHO, must, f"{shape[at_heads]} in shape {tuple(shape)}", fix)
+        if len(table) > 1 and shape[at_tokens] != table[-2]:
+            must = f"{name} in layout {layout!r} must have {table[-2]} tokens, one for each position"
+            fix = "Check the layout, and that the positions are those of these tokens."
+            raise error(_WHO, must, f"{shape[at_tokens]} in shape {tuple(shape)}", fix)
+        if has_batch and at_batch is None:
+            must = f"layout {layout!r} has no batch axis, so positions must have shape [tokens]"
+            fix = "Flatten the positions, or pass tensors with a batch axis."
+            raise error(_WHO, must, f"tables of shape {tuple(table)}", fix)
+        if has_batch and at_batch is not None and table[0] != shape[at_batch] and table[0] != 1:
+            must = f"{name} in layout {layout!r} must have batch size {table[0]}, as the positions have"
+            raise error(_WHO, must, f"{shape[at_batch]} in shape {tuple(shape)}", "Check the layout.")
+        if not (x.is_cpu and cos.is_cpu) and x.device != cos.device:
+            must = f"{name} must be on {cos.device}, where cos and sin are"
+            fix = "Move the rotation with .to(device), or create it there: rope.at(positions, device=q.device)."
+            raise error(_WHO, must, str(x.device), fix)
+        name = "k"
+    return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and len(table) == 3 else (cos, sin)
 
 
 def check_operator_arguments(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, rotary_offset: int, *, in_place: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, options: Options, *, in_place: bool
 ) -> None:
     """Raise unless the arguments of an operator of `ops` are valid. A `Rotation` always passes valid arguments."""
     if not 1 <= len(tensors) <= 2:
         raise error(_WHO_OPERATOR, "tensors must be q, or q and k", f"{len(tensors)} tensors", "Use a Rotation.")
     # Tables with four axes always have a batch axis, of size 1 if all sequences share them.
     cos_rows, sin_rows = (table[0] if table.ndim == 4 and table.shape[0] == 1 else table for table in (cos, sin))
-    for name, x in zip(("q", "k"), tensors, strict=False):
-        head_dim = tensors[0].shape[-1] if tensors[0].ndim else 0
-        check_tensor(name, x, layout, cos_rows, sin_rows, head_dim, per_head=cos.ndim == 4)
-        if rotary_offset < 0 or rotary_offset + 2 * cos.shape[-1] > head_dim:
-            raise error(
-                _WHO_OPERATOR,
-                f"the rotated channels must lie inside head_dim={head_dim}",
-                f"{2 * cos.shape[-1]} channels from rotary_offset={rotary_offset}",
-                "Use a Rotation.",
-            )
-    q, k = tensors[0], tensors[-1]
-    if not can_share_call(q, k, layout):
+    head_dim = tensors[0].shape[-1] if tensors[0].ndim else 0
+    rotary_dim = 2 * cos.shape[-1] if cos.ndim else 0
+    check_call(tensors, cos_rows, sin_rows, options.layout, head_dim, rotary_dim, cos.ndim == 4)
+    if options.offset < 0 or options.offset + rotary_dim > head_dim:
+        raise error(
+            _WHO_OPERATOR,
+            f"the rotated channels must lie inside head_dim={head_dim}",
+            f"{rotary_dim} channels from rotary_offset={options.offset}",
+            "Use a Rotation.",
+        )
+    if not can_share_call(tensors, options.layout):
         raise error(
             _WHO_OPERATOR,
             "q and k must have the same dtype, batch, tokens and requires_grad",
-            f"{describe(q)} and {describe(k)}",
+            f"{describe(tensors[0])} and {describe(tensors[1])}",
             "Call the operator once for each of them.",
         )
     if in_place:
@@ -186,8 +156,11 @@ def check_all_meta(tensors: list[Tensor]) -> None:
         raise error(_WHO_OPERATOR, "all tensors must be on the same device", devices, "Use a Rotation.")
 
 
-def can_share_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    """Return whether one kernel call can rotate both q and k, given that layout and head_dim are the same."""
+def can_share_call(tensors: list[Tensor], layout: Layout) -> bool:
+    """Return whether one kernel call can rotate q, or both q and k, given that layout and head_dim are the same."""
+    if len(tensors) == 1:
+        return True
+    q, k = tensors
     q_shape, k_shape, (batch, tokens, _, _) = q.shape, k.shape, AXES[layout]
     return (
         q.dtype == k.dtype
@@ -197,54 +170,11 @@ def can_share_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
     )
 
 
-def check_saveable(cos: Tensor) -> None:
-    """Raise if the tables were created in inference mode, so autograd cannot save them for the backward pass."""
-    if cos.is_inference():
-        raise error(
-            _WHO,
-            "cos and sin must be ordinary tensors when a gradient is recorded",
-            "tables created under torch.inference_mode()",
-            "Call rope.at(positions) outside inference mode.",
-        )
-
-
-def _check_heads(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
-    heads = x.shape[AXES[layout][2]]
-    if heads != cos.shape[-3]:
-        raise error(
-            _WHO,
-            f"{name} in layout {layout!r} must have {cos.shape[-3]} heads, because each head has its own table",
-            f"{heads} in shape {tuple(x.shape)}",
-            "Check the layout. If q and k have different numbers of heads (GQA), rotate each with its own Rotation.",
-        )
-
-
-def _check_tokens(name: str, x: Tensor, layout: Layout, cos: Tensor, axes_without_batch: int) -> None:
-    if cos.ndim == 1:
-        return
-    at_batch, at_tokens, *_ = AXES[layout]
-    seq = x.shape[at_tokens]
-    if seq != cos.shape[-2]:
-        raise error(
-            _WHO,
-            f"{name} in layout {layout!r} must have {cos.shape[-2]} tokens, one for each position",
-            f"{seq} in shape {tuple(x.shape)}",
-            "Check the layout, and that the positions are those of these tokens.",
-        )
-    if cos.ndim == axes_without_batch:
-        return
-    if at_batch is None:
-        raise error(
-            _WHO,
-            f"layout {layout!r} has no batch axis, so positions must have shape [tokens]",
-            f"tables of shape {tuple(cos.shape)}",
-            "Flatten the positions, or pass tensors with a batch axis.",
-        )
-    batch = x.shape[at_batch]
-    if cos.shape[0] != 1 and cos.shape[0] != batch:
-        raise error(
-            _WHO,
-            f"{name} in layout {layout!r} must have batch size {cos.shape[0]}, as the positions have",
-            f"{batch} in shape {tuple(x.shape)}",
-            "Check the layout.",
-        )
+def not_saveable_error() -> RopeError:
+    """Create the error for tables of inference mode, which autograd cannot save for the backward pass."""
+    return error(
+        _WHO,
+        "cos and sin must be ordinary tensors when a gradient is recorded",
+        "tables created under torch.inference_mode()",
+        "Call rope.at(positions) outside inference mode.",
+    )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._layout import Layout
-from ropewalk.kernels import backend, cpu, gpu_step
+from ropewalk._layout import Layout, Options
+from ropewalk.kernels import backend, cpu, observed
 from ropewalk.rotation import checks, ops
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.reference import rms_norm
@@ -111,7 +111,7 @@ class QKNorm:
         if _can_use_function(rotation, inputs):
             for name, x in (("q", q), ("k", k)):
                 self._check(name, x)
-            tables = rotation._prepare_tables([q, k], layout)
+            tables = _check_call(rotation, q, k, layout)
             rotated: tuple[Tensor, Tensor] = _NormAndRotate.apply(  # type: ignore[no-untyped-call]
                 rotation, tables, layout, self.eps, self.add_one, *inputs
             )
@@ -152,11 +152,9 @@ def run_fused(
     # On a GPU, the caller has checked `store`.
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation):
         return None
-    if isinstance(q, Tensor) and not q.is_cpu:
-        return None if rotation.per_head else _on_gpu(rotation, q, k, layout, norm, store)
-    if not backend.FAST_PATH:
-        return None
-    profiled = torch._C._autograd._profiler_enabled()
+    if not backend.FAST_PATH or (isinstance(q, Tensor) and not q.is_cpu):
+        return None if rotation.per_head else _run_kernel(rotation, q, k, layout, norm, store)
+    profiled = observed.is_profiled()
     arguments: tuple[Any, ...] = (
         *(q, k, rotation.cos, rotation.sin, layout, rotation.head_dim, rotation.rotary_dim),
         *(rotation.pairing == "interleaved", rotation.rotary_offset, rotation.per_head),
@@ -170,31 +168,32 @@ def run_fused(
         return cpu.step_plain(*arguments)
 
 
-def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None) -> Any:
-    """Do the work of `run_fused` in the Triton kernel. Return None if separate calls must be used."""
+def _run_kernel(
+    rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None
+) -> Any:
+    """Do the work of `run_fused` with the fused step of a backend. Return None if separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
     inputs = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
-    if not all(type(x) in backend.PLAIN for x in inputs) or q.device.type != "cuda":
-        return None
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    if observed.has_mode() or not all(type(x) in backend.PLAIN for x in inputs):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return None
-    cos, sin = rotation._prepare_tables([q, k], layout)
+    kernels = backend.KERNELS.get(q.device.type)
+    if kernels is None or kernels.step is None:
+        return None
+    cos, sin = _check_call(rotation, q, k, layout)
     if norm is not None:
         norm._check("q", q)
         norm._check("k", k)
-    if not checks.can_share_call(q, k, layout) or backend.kernel_for(*inputs) is not backend.GPU or not q.numel():
+    if not checks.can_share_call([q, k], layout) or backend.kernel_for(*inputs) is not kernels or not q.numel():
         return None
     outputs = torch.empty_like(q), torch.empty_like(k) if store is None else store.k_cache
-    gpu_step.step(
+    kernels.step(
         (q, k),
         outputs,
         cos,
         sin,
-        layout,
-        rotation.pairing == "interleaved",
-        rotation.rotary_offset,
+        Options(layout, rotation.pairing == "interleaved", rotation.rotary_offset),
         None if norm is None else (norm.q_weight.contiguous(), norm.k_weight.contiguous(), norm.eps, norm.add_one),
         None if store is None else (store.v, store.v_cache, store.slots),
     )
@@ -204,11 +203,16 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
     return outputs[0]
 
 
+def _check_call(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    numbers = (rotation.head_dim, rotation.rotary_dim, rotation.per_head)
+    return checks.check_call([q, k], rotation.cos, rotation.sin, layout, *numbers)
+
+
 def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
     """Return whether `_NormAndRotate` supports the call: plain tensors, no tracing, and tables without gradient."""
     cos, sin = rotation.cos, rotation.sin
     return (
-        not backend.needs_tracing()
+        not observed.must_trace()
         and not (cos.requires_grad or sin.requires_grad)
         and not cos.is_inference()
         and all(type(x) in backend.PLAIN for x in (*tensors, cos, sin))
@@ -238,7 +242,7 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tables, q, k, q_weight, k_weight)
         ctx.norm = (eps, add_one)
-        ctx.options = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
+        ctx.options = Options(layout, rotation.pairing == "interleaved", rotation.rotary_offset)
         norm = QKNorm(q_weight, k_weight, eps, add_one)
         fused: tuple[Tensor, Tensor] | None = run_fused(rotation, q, k, layout=layout, norm=norm)
         return rotation(*norm(q, k), layout=layout) if fused is None else fused
@@ -248,11 +252,9 @@ class _NormAndRotate(torch.autograd.Function):
         cos, sin, *tensors = ctx.saved_tensors
         to_tensors: list[Tensor | None] = [None, None]
         to_weights: list[Tensor | None] = [None, None]
-        defined = [grad for grad in grads if grad is not None]
-        rotated = iter(ops.rotate_gradients(defined, cos, sin, **ctx.options) if defined else ())
-        for i, grad in enumerate(grads):
+        for i, grad in enumerate(ops.rotate_gradients(grads, cos, sin, ctx.options)):
             if grad is not None:
-                to_tensors[i], to_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(rotated), *ctx.norm)
+                to_tensors[i], to_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], grad, *ctx.norm)
         return (None, None, None, None, None, *to_tensors, *to_weights)
 
 

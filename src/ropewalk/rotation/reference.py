@@ -13,17 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES, Layout, Pairing
+from ropewalk._layout import AXES, Layout, Options
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offset: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, offset: int) -> Tensor:
     """Rotate each pair of channels of x.
 
     Args:
         x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
         cos, sin: broadcastable against `x[..., :pairs]`; float32 or float64.
-        pairing: "half" or "interleaved".
-        rotary_offset: the first of the 2 · pairs rotated channels. The other channels are copied.
+        interleaved: whether channels 2i and 2i + 1 form a pair. If not, channels i and i + pairs do.
+        offset: the first of the 2 · pairs rotated channels. The other channels are copied.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -33,12 +33,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offs
     """
     pairs, compute = cos.shape[-1], _compute_dtype(x)
     cos, sin = cos.to(compute), sin.to(compute)
-    end = rotary_offset + 2 * pairs
-    before, after = x.narrow(-1, 0, rotary_offset), x.narrow(-1, end, x.shape[-1] - end)
-    a, b = _pairs_of(x, pairs, pairing, rotary_offset)
+    end = offset + 2 * pairs
+    before, after = x.narrow(-1, 0, offset), x.narrow(-1, end, x.shape[-1] - end)
+    a, b = _pairs_of(x, pairs, interleaved, offset)
     rotated_a = (a * cos - b * sin).to(x.dtype)
     rotated_b = (a * sin + b * cos).to(x.dtype)
-    if pairing == "half":
+    if not interleaved:
         return torch.cat((before, rotated_a, rotated_b, after), dim=-1)
     rotated = torch.stack((rotated_a, rotated_b), dim=-1).reshape(*x.shape[:-1], 2 * pairs)
     return torch.cat((before, rotated, after), dim=-1)
@@ -87,36 +87,23 @@ def _sum_of_halves(x: Tensor) -> Tensor:
     return x
 
 
-def rotate_in_layout(
-    tensors: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    layout: Layout,
-    pairing: Pairing,
-    rotary_offset: int,
-    inverse: bool,
-) -> list[Tensor]:
+def rotate_in_layout(tensors: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -> list[Tensor]:
     """Rotate q, or q and k, in any layout.
 
     Args:
-        tensors: q, or q and k, in `layout`.
+        tensors: q, or q and k, in the layout of `options`.
         cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
-        layout: order of the axes of the tensors.
-        pairing, rotary_offset: as in `rotate`.
-        inverse: whether to rotate by minus the angle.
     """
+    layout, interleaved, offset, inverse = options
     cos, sin = _align_table(cos, layout), _align_table(-sin if inverse else sin, layout)
-    return [rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset) for x in tensors]
+    return [rotate(x, cos, sin, interleaved=interleaved, offset=offset) for x in tensors]
 
 
 def table_gradient(
     tensors: list[Tensor],
     grads: list[Tensor],
     pairs: int,
-    layout: Layout,
-    pairing: Pairing,
-    rotary_offset: int,
+    options: Options,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of cos and sin, summed over the tensors and over heads that share a table.
@@ -128,11 +115,12 @@ def table_gradient(
         Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
         float32.
     """
+    layout, interleaved, offset, _ = options
     batch, tokens, heads, _ = AXES[layout]
     d_cos = d_sin = torch.zeros((), device=tensors[0].device)
     for x, grad in zip(tensors, grads, strict=True):
-        a, b = _pairs_of(x, pairs, pairing, rotary_offset)
-        g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
+        a, b = _pairs_of(x, pairs, interleaved, offset)
+        g, h = _pairs_of(grad, pairs, interleaved, offset)
         to_cos, to_sin = g * a + h * b, h * a - g * b
         d_cos = d_cos + (to_cos if per_head else to_cos.sum(heads))
         d_sin = d_sin + (to_sin if per_head else to_sin.sum(heads))
@@ -144,9 +132,9 @@ def table_gradient(
     return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if tokens < batch else (d_cos, d_sin)
 
 
-def _pairs_of(x: Tensor, pairs: int, pairing: Pairing, rotary_offset: int) -> tuple[Tensor, Tensor]:
-    part = x.narrow(-1, rotary_offset, 2 * pairs).to(_compute_dtype(x))
-    a, b = part.chunk(2, dim=-1) if pairing == "half" else (part[..., 0::2], part[..., 1::2])
+def _pairs_of(x: Tensor, pairs: int, interleaved: bool, offset: int) -> tuple[Tensor, Tensor]:
+    part = x.narrow(-1, offset, 2 * pairs).to(_compute_dtype(x))
+    a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
     return a, b
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ropewalk._checks import error
-from ropewalk._dtensor import is_dtensor
 from ropewalk.kernels.backend import PLAIN
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _WHO = "Rotation.apply_"
 
@@ -39,8 +35,6 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
     """
     for x in tensors:
         check_elements(_WHO, x, "Call the rotation, which returns a new tensor, or clone it first.")
-        if is_dtensor(x):
-            _check_reduction(x)
         if recorded:
             _check_recordable(x)
     if len(tensors) == 2 and share_elements(*tensors):
@@ -50,21 +44,6 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
             "tensors that overlap in memory",
             "Shared elements would be rotated twice. Call the rotation, which returns new tensors.",
         )
-
-
-def _check_reduction(x: DTensor) -> None:
-    """Raise if the DTensor has a pending reduction that must precede the rotation.
-
-    A rotation in place cannot change the placements, so it cannot reduce first.
-    """
-    for placement in x.placements:
-        if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):  # type: ignore[attr-defined]
-            raise error(
-                _WHO,
-                "a pending reduction must be a sum or a mean, because a rotation is linear",
-                f"Partial({placement.reduce_op})",  # type: ignore[attr-defined]
-                "Call the rotation, which reduces first and returns a new tensor.",
-            )
 
 
 def check_memory(tensors: list[Tensor]) -> None:
@@ -99,15 +78,14 @@ def _check_recordable(x: Tensor) -> None:
 
 # How a view was created decides whether it may be changed in place. PyTorch has no public way to ask.
 _creation_meta: Any = torch._C._autograd._get_creation_meta
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def share_elements(q: Tensor, k: Tensor) -> bool:
     """Return whether q and k have elements in common. Return True if that would take too long to find out."""
     if q is k:
         return True
-    if is_dtensor(q) and is_dtensor(k):
-        q, k = q._local_tensor, k._local_tensor
-    if type(q) not in PLAIN or type(k) not in PLAIN or q.is_meta or torch._C._are_functorch_transforms_active():
+    if type(q) not in PLAIN or type(k) not in PLAIN or q.is_meta or _is_wrapped(q) or _is_wrapped(k):
         return False
     if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() or not q.numel() or not k.numel():
         return False

@@ -1,0 +1,103 @@
+"""A backend from outside: one object with the functions of `backend.Kernels`, and one entry of `backend.KERNELS`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from kernel_cases import check, expected
+from ropewalk import QKNorm, Rope, Rotation
+from ropewalk._layout import Options
+from ropewalk.kernels import backend
+
+
+class MadeUp:
+    """A backend from outside, for the CPU: it counts its calls, and computes with NumPy and the oracle."""
+
+    device_name = "Abacus"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def unavailable(self, device: torch.device | None = None) -> str | None:
+        return None
+
+    def version(self) -> str:
+        return "wooden"
+
+    def rotate(self, tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -> None:
+        self.calls.append("rotate")
+        pairing = "interleaved" if options.interleaved else "half"
+        for x, y in zip(tensors, outputs, strict=True):
+            exact, _ = expected(x, cos, sin, options.layout, pairing, options.offset, options.inverse)
+            y.copy_(torch.from_numpy(exact))
+
+    def table_gradient(
+        self, tensors: list[Tensor], grads: list[Tensor], pairs: int, options: Options, per_head: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("table_gradient")
+        pairing = "interleaved" if options.interleaved else "half"
+        sums = [torch.zeros(()), torch.zeros(())]
+        for x, grad in zip(tensors, grads, strict=True):
+            exact = oracle.table_gradient(x.double().numpy(), grad.double().numpy(), pairs, pairing, options.offset)
+            sums = [total + torch.from_numpy(part).float() for total, part in zip(sums, exact[:2], strict=True)]
+        return sums[0], sums[1]
+
+    def angles(
+        self, positions: Tensor, phase_steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("angles")
+        exact = oracle.cos_sin_of_steps(positions.tolist(), phase_steps.tolist())
+        return tuple(torch.from_numpy(factor * table).to(dtype) for table in exact)  # type: ignore[return-value]
+
+    def step(
+        self, tensors: Any, outputs: Any, cos: Tensor, sin: Tensor, options: Options, norm: Any, store: Any
+    ) -> None:
+        self.calls.append("step")
+        weights, eps, add_one = norm[:2], norm[2], norm[3]
+        for x, y, weight in zip(tensors, outputs, weights, strict=True):
+            exact = oracle.rms_norm(x.double().numpy(), weight.double().numpy(), eps, add_one)
+            self.rotate([torch.from_numpy(exact.astype(np.float64))], [y], cos, sin, options)
+        del self.calls[-2:]  # of the two rotations inside
+
+
+def test_a_backend_from_outside_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles, rotations, their operator, gradients to q, k and the tables, and the fused step go to the backend."""
+    made = MadeUp()
+    monkeypatch.setitem(backend.KERNELS, "cpu", made)
+    monkeypatch.setattr(backend, "FAST_PATH", False)
+    monkeypatch.setattr(backend, "BACKEND", "auto")
+    assert backend.backends()["abacus kernel"] == "usable: wooden"
+    rotation = Rope(8, 1e4, "half").at(torch.arange(5))
+    tables = rotation.cos, rotation.sin
+    q, k, g = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 1, 8), torch.randn(2, 5, 3, 8)
+    assert made.calls == ["angles"]
+    for x, y in zip((q, k), rotation(q, k, layout="bshd"), strict=True):
+        check(y, *expected(x, *tables, "bshd", "half", 0, False), "bshd", "new")
+    with torch.overrides.BaseTorchFunctionMode():  # which sees operators
+        check(rotation(q, layout="bshd"), *expected(q, *tables, "bshd", "half", 0, False), "bshd", "")
+    mine = q.clone()
+    rotation.apply_(mine, layout="bshd")
+    check(mine, *expected(q, *tables, "bshd", "half", 0, False), "bshd", "in place")
+    assert made.calls[1:] == ["rotate"] * 3
+    cos, sin = (table.clone().requires_grad_() for table in tables)
+    Rotation(cos, sin, pairing="half")(q.requires_grad_(), layout="bshd").backward(g)
+    assert made.calls[4:] == ["rotate", "rotate", "table_gradient"]
+    assert q.grad is not None
+    check(q.grad, *expected(g, cos, sin, "bshd", "half", 0, True), "bshd", "gradient")
+    exact, _, size = oracle.table_gradient(q.detach().numpy(), g.numpy(), 4, "half", 0)
+    assert cos.grad is not None
+    assert (abs(cos.grad.numpy() - exact.sum(0)) <= 1e-5 * size.sum(0)).all()
+    norm = QKNorm(torch.randn(8), torch.randn(8), eps=1e-6)
+    for x, y, weight in zip(
+        (q, k), norm.rotate(rotation, q.detach(), k, layout="bshd"), (norm.q_weight, norm.k_weight), strict=True
+    ):
+        exact = oracle.rms_norm(x.detach().double().numpy(), weight.double().numpy(), 1e-6)
+        normed = torch.from_numpy(exact.astype(np.float64))
+        check(y, *expected(normed, *tables, "bshd", "half", 0, False), "bshd", "step")
+    assert made.calls[7:] == ["step"]
