@@ -205,15 +205,3 @@ def not_a_rotation(who: str, rotation: object) -> _checks.RopeError:
     """Return the error for a rotation that is neither a `Rotation` nor a `TwoPass`."""
     must, fix = "rotation must be a Rotation, the result of SelfExtend.at, or None", "rope.at(positions)."
     return _checks.error(who, must, _checks.shown(rotation), f"Compute it once for each forward pass: {fix}")
-
-
-def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tensor) -> None:
-    """Raise unless the result of `AttendingCache.attend` has the shape of q and the dtype of v."""
-    if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
-        shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
-        raise _checks.error(
-            who,
-            f"attend of {type(cache).__name__} must return {shape} in {v.dtype}",
-            _checks.describe(attended),
-            "Implement ropewalk.AttendingCache as its docstring says.",
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -235,7 +235,26 @@ class Rows:
 
     def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
         """Check row numbers and return them as a list. None means all rows."""
-        return row_numbers(who, numbers, self.by_number, self.next_number)
+        if numbers is None:
+            return list(self.by_number)
+        listed = None
+        if isinstance(numbers, Tensor) and numbers.ndim == 1 and numbers.dtype in (torch.int32, torch.int64):
+            listed = numbers.tolist()
+        elif isinstance(numbers, int):
+            listed = [numbers]
+        elif isinstance(numbers, list | tuple | range):
+            listed = list(numbers)
+        must, fix = "rows must be distinct numbers returned by admit or fork", "Pass e.g. [cache.admit()]."
+        if listed is None:
+            raise _checks.error(who, must, _checks.describe(numbers), fix)
+        for row in listed:
+            _checks.integer(who, "each of rows", row, at_least=0)
+            if row not in self.by_number:
+                got = f"row {row}, which was freed" if row < self.next_number else f"row {row}"
+                raise _checks.error(who, must, got, f"The existing rows are {_checks.shown(list(self.by_number))}.")
+        if len(set(listed)) < len(listed):
+            raise _checks.error(who, must, _checks.shown(listed), "Pass each row once.")
+        return [int(row) for row in listed]
 
     def get(self, numbers: Iterable[int]) -> list[Row]:
         """Return the rows with these numbers. The tokens of the newest step must have been counted (`settle`)."""
@@ -406,33 +425,3 @@ class Rows:
                 self.plan.step._outdated = True
             if self.open_plan is not None:
                 self.blocks.release(self.plan.allocated)
-
-
-def row_numbers(
-    who: str, value: int | Sequence[int] | Tensor | None, existing: Mapping[int, object], next_row: int
-) -> list[int]:
-    """Check row numbers and return them as a list. None means all existing rows.
-
-    Args:
-        who: name of the caller in the message.
-        value: the row numbers that were passed to the caller.
-        existing: the existing rows by number.
-        next_row: number of the next row to be created. A smaller number that no longer exists belongs to a freed row.
-    """
-    if value is None:
-        return list(existing)
-    if isinstance(value, Tensor):
-        listed = value.tolist() if value.ndim == 1 and value.dtype in (torch.int32, torch.int64) else None
-    else:
-        listed = [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple | range) else None
-    must, fix = "rows must be distinct numbers returned by admit or fork", "Pass e.g. [cache.admit()]."
-    if listed is None:
-        raise _checks.error(who, must, _checks.describe(value), fix)
-    for row in listed:
-        _checks.integer(who, "each of rows", row, at_least=0)
-        if row not in existing:
-            got = f"row {row}, which was freed" if row < next_row else f"row {row}"
-            raise _checks.error(who, must, got, f"The existing rows are {_checks.shown(list(existing))}.")
-    if len(set(listed)) < len(listed):
-        raise _checks.error(who, must, _checks.shown(listed), "Pass each row once.")
-    return [int(row) for row in listed]

@@ -103,10 +103,14 @@ class CacheStep(Step):
             it. Padding in front of the first token has the position of that token.
         order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
             before it, or of the first token.
+        key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
+            for empty slots. Compare it with `order` to build a mask by the order of tokens.
+        key_positions: positions of the same keys, int64 `[batch, keys]`, and 2⁶² for empty slots. For a token with a
+            position on each of several axes, it is the largest of them.
         causal: True if the mask is known to be a plain causal mask over the filled slots.
     """
 
-    name = "KVCache"
+    _who = "KVCache"
 
     def __init__(
         self,
@@ -151,7 +155,8 @@ class CacheStep(Step):
             advances=advances,
             previous=previous,
         )
-        self._ring, self._new, self._padding = ring, new, ~real if has_padding else None
+        self._ring, self._sinks, self._new = ring, ring.sinks, new
+        self._padding = ~real if has_padding else None
         self._state = cache._key_positions, cache.length, cache.position
 
     @property
@@ -162,28 +167,12 @@ class CacheStep(Step):
     def key_positions(self) -> Tensor:
         return self._key_positions
 
-    def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
-        """Compute `rope.at(positions)`. In a cache with sinks, distances to the sinks are counted inside the cache.
-
-        The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
-        as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
-
-        If rope has several axes and the positions of the step have none, the positions are those of text: the same on
-        every axis.
-
-        Raises:
-            RopeError: rope is not a Rope, or the number of its axes differs from that of the positions; or the step is
-                no longer the newest of its cache.
-        """
-        near = super().rotation(rope, dtype=dtype)
-        sinks = self._ring.sinks
-        if not sinks or near.passes == 2:
-            return near
+    def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
         # How far each query moves back when positions are counted inside the cache.
         excess = (self.order - (self._ring.count - 1)).clamp(min=0)
         far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
         slot = torch.arange(self._key_positions.shape[1], device=excess.device)[None]
-        is_sink = slot < sinks if self._key_order is None else self._key_order < sinks
+        is_sink = slot < self._sinks if self._key_order is None else self._key_order < self._sinks
         return TwoPass(near, far_queries, None, is_sink[:, None, None])
 
     def _build_mask(self) -> Tensor:
@@ -414,17 +403,11 @@ class KVCache:
         moved = self._key_positions + by
         tokens.check_positions("KVCache.shift", self.position + delta)
         tokens.check_positions("KVCache.shift", moved.masked_fill(is_empty, 0))
-        precise = torch.float64 if self._stores[0].dtype == torch.float64 else torch.float32
-        rotations: dict[Rope, Rotation] = {}
-        for layer_rope in ropes:  # compute all rotations before any key changes
-            if layer_rope is not None and layer_rope not in rotations:
-                rotations[layer_rope] = layer_rope.shift(
-                    tokens.shift_by(layer_rope, by), device=self.length.device, dtype=precise
-                )
+        rotations = tokens.shift_rotations(ropes, by, self._stores[0].dtype, self.length.device)  # before any change
         self._drop_step()
-        for store, layer_rope in zip(self._stores, ropes, strict=True):
-            if layer_rope is not None:
-                store.rotate(rotations[layer_rope], None)
+        for store, rotation in zip(self._stores, rotations, strict=True):
+            if rotation is not None:
+                store.rotate(rotation, None)
         self._key_positions.copy_(moved.masked_fill_(is_empty, EMPTY))
         self.position.add_(delta)
 

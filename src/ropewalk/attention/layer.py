@@ -13,7 +13,6 @@ from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
 from ropewalk.attention.attend import AttendingCache
-from ropewalk.attention.heads import split_heads
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.step import LayerCache
@@ -216,7 +215,7 @@ class RotaryAttention(torch.nn.Module):
         """
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
+        q, k, v = _split_heads(q, k, v, self.head_dim, self.num_heads // self.num_kv_heads)
         norm = None if self.q_norm is None else self._fusable_norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast some norms return float32
@@ -224,14 +223,29 @@ class RotaryAttention(torch.nn.Module):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
         if cache is None:
-            attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
+            attended = attention.rotate_and_attend(
+                q,
+                k,
+                v,
+                rotation=rotation,
+                mask=self._own_mask(q, k, mask),
+                scale=scale,
+                causal=self.causal,
+                dropout=self.dropout if self.training else 0.0,
+                norm=norm,
+            )
         elif isinstance(cache, LayerCache):
-            within = None if self.window is None or isinstance(mask, BlockMask) else cache.step.within(self.window)
-            mask = mask if within is None or isinstance(mask, BlockMask) else restrict(mask, within)
+            if self.window is not None and not isinstance(mask, BlockMask):
+                within = cache.step.within(self.window)
+                mask = mask if within is None else restrict(mask, within)
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         else:
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
-            attention.check_attended("RotaryAttention", cache, attended, q, v)
+            if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
+                shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
+                must = f"attend of {type(cache).__name__} must return {shape} in {v.dtype}"
+                fix = "Implement ropewalk.AttendingCache as its docstring says."
+                raise _checks.error("RotaryAttention", must, _checks.describe(attended), fix)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
@@ -250,39 +264,17 @@ class RotaryAttention(torch.nn.Module):
             return None
         return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | TwoPass | None,
-        mask: Tensor | BlockMask | None,
-        scale: float,
-        norm: QKNorm | None = None,
-    ) -> Tensor:
-        """Attend to the keys of the same tokens, without a cache. No mask is built if only causality applies."""
-        if isinstance(mask, Tensor):
-            check_mask("RotaryAttention", mask, q, k.shape[1])
-        seq = q.shape[1]
+    def _own_mask(self, q: Tensor, k: Tensor, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
+        """Return the mask of a pass without a cache, or None if at most causality restricts attention."""
         if isinstance(mask, BlockMask):
-            pass
-        elif self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
+            return mask
+        seq = q.shape[1]
+        if mask is not None:
+            check_mask("RotaryAttention", mask, q, k.shape[1])
+        if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
             window = masks.sliding_window(seq, self.window, device=q.device)
-            mask = restrict(mask, window if self.causal else window | window.mT)
-        elif mask is not None and self.causal:
-            mask = restrict(mask, causal_mask(seq, seq, q.device))
-        return attention.rotate_and_attend(
-            q,
-            k,
-            v,
-            rotation=rotation,
-            mask=mask,
-            scale=scale,
-            causal=self.causal,
-            dropout=self.dropout if self.training else 0.0,
-            norm=norm,
-        )
+            return restrict(mask, window if self.causal else window | window.mT)
+        return mask if mask is None or not self.causal else restrict(mask, causal_mask(seq, seq, q.device))
 
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"
@@ -324,3 +316,27 @@ class RotaryAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments that `print(model)` shows."""
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def _split_heads(q: Tensor, k: Tensor, v: Tensor, head_dim: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Reshape q, k and v from `[batch, seq, heads · head_dim]` to `[batch, seq, heads, head_dim]`.
+
+    The number of heads is computed from the width. Under tensor parallelism it is thus the number on this rank. `group`
+    is the number of query heads for each key head.
+    """
+    fix = "Shard whole heads, e.g. with ropewalk.parallel.HeadwiseParallel."
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.shape[-1] or x.shape[-1] % head_dim:
+            must = f"{name}_proj must return whole heads, a multiple of head_dim={head_dim} channels"
+            raise _checks.error("RotaryAttention", must, str(x.shape[-1]), fix)
+    heads, kv_heads = q.shape[-1] // head_dim, k.shape[-1] // head_dim
+    if v.shape[-1] != k.shape[-1]:
+        must = "k_proj and v_proj must return the same number of heads"
+        raise _checks.error("RotaryAttention", must, f"{kv_heads} and {v.shape[-1] // head_dim}", fix)
+    # Ranks may share one key head. A rank with several key heads needs all query heads of each of them; otherwise
+    # attention would pair query heads with the wrong key heads.
+    if heads != group * kv_heads and not (kv_heads == 1 and heads < group):
+        must = f"q_proj and k_proj must return matching heads, {group} query heads for each key head"
+        raise _checks.error("RotaryAttention", must, f"{heads} query heads and {kv_heads} key heads", fix)
+    shape = (-1, head_dim)
+    return q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)  # type: ignore[no-untyped-call]

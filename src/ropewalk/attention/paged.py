@@ -51,10 +51,8 @@ class Scratch:
             block, dtype, device = self._options
             shape = (count if self._kept is None else max(count, 2 * len(self._kept[0])), *block)
             with torch.inference_mode(False):  # an inference tensor could not be written in normal mode
-                self._kept = (
-                    torch.empty(shape, dtype=dtype, device=device),
-                    torch.empty(shape, dtype=dtype, device=device),
-                )
+                keys = torch.empty(shape, dtype=dtype, device=device)
+                self._kept = keys, torch.empty_like(keys)
         return self._kept[0][:count], self._kept[1][:count]
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[object, ...]]:
@@ -81,7 +79,7 @@ class PagedStep(Step):
         block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
-    name = _NAME
+    _who = _NAME
 
     def __init__(
         self,
@@ -221,13 +219,8 @@ class PagedStep(Step):
             number[row, table] = torch.arange(len(table))
         count = torch.tensor([len(table) for table in self._blocks], dtype=torch.int32)
         tiles = -(-seq // _QUERIES)
-        number, first, order, real, window = (
-            number.to(device),
-            self._skipped[:, 0],
-            self.order,
-            self._real,
-            self._window,
-        )
+        number, first, order, real = number.to(device), self._skipped[:, 0], self.order, self._real
+        window = self._window
 
         def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             block = number[row, key // size]
@@ -584,20 +577,15 @@ class PagedKVCache:
             tokens.check_positions(who, places + distance)
         deltas = dict(zip(numbers, by, strict=True))
         moves = self._rows.plan_moves(who, deltas)
-        distances: int | Tensor = 0
-        if moves:
-            of_slots = torch.tensor([[move.delta] for move in moves]).expand(-1, self.block_size)
-            distances = of_slots if isinstance(delta, Tensor) else moves[0].delta
-        precise = torch.float64 if self._stores[0].dtype == torch.float64 else torch.float32
-        rotations = {  # all are computed before any key changes
-            each: each.shift(tokens.shift_by(each, distances), device=self._device, dtype=precise)
-            for each in set(ropes)
-            if each is not None and moves
-        }
+        distances: int | Tensor = delta
+        if isinstance(delta, Tensor):
+            each = torch.tensor([move.delta for move in moves], dtype=torch.int64)
+            distances = each[:, None].expand(-1, self.block_size)
+        rotations = tokens.shift_rotations(ropes, distances, self._stores[0].dtype, self._device)  # before any change
         blocks = self._rows.move(deltas, moves).to(self._device)
-        for store, layer_rope in zip(self._stores, ropes, strict=True):
-            if layer_rope is not None and moves:
-                store.rotate(rotations[layer_rope], blocks)
+        for store, rotation in zip(self._stores, rotations, strict=True):
+            if rotation is not None:
+                store.rotate(rotation, blocks)
 
     def rollback(self) -> None:
         """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.

@@ -49,8 +49,9 @@ class Step:
         previous: the step before this one, if the positions of every row have advanced since then.
     """
 
-    name: ClassVar[str]  # of the cache, in errors
+    _who: ClassVar[str]  # of the cache, in errors
     block_mask: BlockMask | None = None
+    _sinks = 0
 
     def __init__(
         self,
@@ -88,18 +89,10 @@ class Step:
 
     @property
     def key_order(self) -> Tensor:
-        """Indices of all keys in their rows, int64 `[batch, keys]`, and 2⁶² for empty slots.
-
-        Compare it with `order` to build a mask by the order of tokens.
-        """
         raise NotImplementedError
 
     @property
     def key_positions(self) -> Tensor:
-        """Positions of all keys, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶² for empty slots.
-
-        For a token with a position on each of several axes, it is the largest of them.
-        """
         raise NotImplementedError
 
     @property
@@ -129,7 +122,7 @@ class Step:
         """
         if self._window is not None and self._window < window:
             raise _checks.error(
-                self.name,
+                self._who,
                 f"the window of a cache must not be shorter than that of the layer, {window}",
                 f"window={self._window}",
                 "Build a separate cache for the layers with this window.",
@@ -139,7 +132,10 @@ class Step:
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
-        """Compute `rope.at(positions)`, which is passed to every layer.
+        """Compute `rope.at(positions)`. In a `KVCache` with sinks, distances to the sinks are counted inside the cache.
+
+        The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
+        as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
 
         If rope has several axes and the positions of the step have none, the positions are those of text: the same on
         every axis.
@@ -159,7 +155,8 @@ class Step:
                 "Call it on the step of this forward pass.",
             )
         positions = self.positions if rope.axes is None else on_axes(rope, self.positions)
-        return rope.at(positions, dtype=dtype)
+        near = rope.at(positions, dtype=dtype)
+        return self._with_sinks(near, rope, dtype) if self._sinks else near
 
     def layer(self, index: int) -> LayerCache:
         """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
@@ -171,6 +168,9 @@ class Step:
         return LayerCache(
             self, _checks.integer(f"{type(self).__name__}.layer", "index", index, at_least=0, at_most=last)
         )
+
+    def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
+        raise NotImplementedError
 
     def _build_mask(self) -> Tensor:
         raise NotImplementedError
@@ -214,21 +214,21 @@ class Step:
         """Raise if a layer has appended, the step is outdated, or another layer must append before this one."""
         if stored:
             raise _checks.error(
-                self.name,
+                self._who,
                 "each layer must append once in a step",
                 "a second call",
                 "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
             )
         if self._outdated:
             raise _checks.error(
-                self.name,
+                self._who,
                 "a step must be the newest of its cache, without a shift, reset or rollback after it",
                 "an outdated one",
                 "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
             )
         if is_last and (count := self._count_stored()) != len(self._stored) - 1:
             raise _checks.error(
-                self.name,
+                self._who,
                 f"all {len(self._stored)} layers must append, the last one last",
                 f"the last one after {count} others",
                 "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
@@ -245,11 +245,11 @@ class Step:
             checked: Rotation | TwoPass = self._prepared[1]
             return checked
         if not isinstance(rotation, (Rotation, TwoPass)):
-            raise not_a_rotation(self.name, rotation)
+            raise not_a_rotation(self._who, rotation)
         near = rotation if rotation.passes == 1 else rotation.near
         if near.tokens != self.order.shape:
             raise _checks.error(
-                self.name,
+                self._who,
                 "with a cache, rotation must be computed for the positions of the step, [batch, seq] = "
                 f"{list(self.order.shape)}",
                 f"one for tokens of shape {near.tokens}",
@@ -260,7 +260,7 @@ class Step:
             keys = self.key_positions.shape[1]
             if rotation.far.shape[-1] != keys:
                 raise _checks.error(
-                    self.name,
+                    self._who,
                     f"with a cache, a rotation in two passes must be computed for all {keys} keys",
                     f"one for {rotation.far.shape[-1]}",
                     "Use SelfExtend.at(step.positions, step.key_positions).",
@@ -271,7 +271,7 @@ class Step:
         for reference in self._stale:
             if reference() is near.cos:
                 raise _checks.error(
-                    self.name,
+                    self._who,
                     "with a cache, each step needs its own rotation, because its tokens have new positions",
                     "the rotation of the previous step",
                     "Compute it after cache.step(seq), with step.rotation(rope).",
@@ -331,14 +331,14 @@ class LayerCache:
         (batch, seq), (kv_heads, head_dim) = step.order.shape, step._heads
         if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
             must = f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads"
-            raise _checks.error(step.name, must, f"{tuple(q.shape)}", _FIX)
+            raise _checks.error(step._who, must, f"{tuple(q.shape)}", _FIX)
         if rotation is not None:
             rotation = step._prepare(rotation)
         if mask is not None:
             if not isinstance(mask, Tensor):
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
-                raise _checks.error(step.name, must, got, "Pass a dense mask, for the keys of step.key_positions.")
-            check_mask(step.name, mask, q, step.key_positions.shape[1])
+                raise _checks.error(step._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
+            check_mask(step._who, mask, q, step.key_positions.shape[1])
         scale = head_dim**-0.5 if scale is None else scale
         one_pass = rotation is None or rotation.passes == 1
         visible: Tensor | BlockMask | None = None
@@ -422,10 +422,10 @@ class LayerCache:
                 if new.shape == expected and new.device == device:
                     fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
                 must = f"{name} must have shape {expected} in {dtype} on {device}"
-                raise _checks.error(step.name, must, f"{tuple(new.shape)} in {new.dtype} on {new.device}", fix)
+                raise _checks.error(step._who, must, f"{tuple(new.shape)} in {new.dtype} on {new.device}", fix)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise _checks.error(
-                step.name,
+                step._who,
                 "gradients cannot pass through a cache",
                 "keys or values that require one",
                 "Run under torch.no_grad() or torch.inference_mode().",

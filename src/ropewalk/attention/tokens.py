@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.rope.rope import Rope
+from ropewalk.rotation.api import Rotation
 
 EMPTY = 2**62
 """Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
@@ -173,9 +174,23 @@ def rope_of_each_layer(
     return each
 
 
-def shift_by(rope: Rope, delta: int | Tensor) -> int | tuple[int, ...] | Tensor:
-    """Return the argument of `Rope.shift` that moves text by delta, the same on every axis of the rope."""
-    if rope.axes is None:
-        return delta
-    count = rope.axes.count
-    return delta.expand(count, *delta.shape) if isinstance(delta, Tensor) else (delta,) * count
+def shift_rotations(
+    ropes: Sequence[Rope | None], delta: int | Tensor, dtype: torch.dtype, device: torch.device
+) -> list[Rotation | None]:
+    """Return the rotation that moves the keys of each layer by delta, which is the same on every axis of a rope.
+
+    Args:
+        ropes: the rope of each layer, None if it does not rotate.
+        delta: distance in tokens, an int or int64 `[blocks, block_size]`.
+        dtype, device: of the keys.
+    """
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    made: dict[Rope, Rotation] = {}
+    for rope in ropes:
+        if rope is not None and rope not in made:
+            by: int | tuple[int, ...] | Tensor = delta
+            if rope.axes is not None:
+                count = rope.axes.count
+                by = delta.expand(count, -1, -1) if isinstance(delta, Tensor) else (delta,) * count
+            made[rope] = rope.shift(by, device=device, dtype=precise)
+    return [None if rope is None else made[rope] for rope in ropes]
