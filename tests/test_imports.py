@@ -177,6 +177,12 @@ def test_starts_without_torch(program: str) -> None:
     assert not modules & {"torch", "transformers", "matplotlib"}
 
 
+def test_a_first_rotation_loads_few_modules() -> None:
+    """Only what the config needs: no other format, no engine, no vision tower."""
+    modules = {name for name in loaded_by(f"{READ}; import torch; m.rope.at(torch.arange(3))") if "ropewalk" in name}
+    assert len(modules) <= 60, sorted(modules)
+
+
 def test_explain_starts_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(Path(CONFIG).read_text())["config"]))

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ropewalk.configs.vision_towers import TOWERS as SOURCES
+from ropewalk.configs.tables.towers import TOWERS as SOURCES
 
 SIDE = 4  # of a patch, in pixels
 # Given to a config as far as it has the key. Head size 16, and for three axes 20: 18 channels turn.

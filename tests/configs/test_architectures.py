@@ -16,7 +16,7 @@ from ropewalk import Axes, ModelRopes, Rope, RopeError, from_config
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.rows import source
-from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.schemes import Linear
 
 GOLDEN = Path(__file__).parent.parent / "golden"

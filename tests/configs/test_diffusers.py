@@ -14,7 +14,7 @@ import torch
 import oracle
 from each import each
 from ropewalk import Axes, Rope, RopeError, from_config
-from ropewalk.configs.diffusers import CLASSES
+from ropewalk.configs.tables.denoisers import CLASSES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ROWS = {row["class_name"]: row for row in json.loads((GOLDEN / "diffusers.json").read_text())["rows"]}
@@ -144,17 +144,11 @@ def test_refused(config: dict[str, Any], message: str) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("how", [{"pairing": "interleaved"}, {"base": 1e4}])
-def test_pairing_and_base_are_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(RopeError, match="pairing and base require a text model, got a config of diffusers"):
+@pytest.mark.parametrize("how", [{"pairing": "interleaved"}, {"base": 1e4}, {"text_only": True}])
+def test_arguments_for_text_models_are_refused(how: dict[str, Any]) -> None:
+    says = "pairing, base and text_only require a text model, got a config of diffusers: 'FluxTransformer2DM"
+    with pytest.raises(RopeError, match=says):
         from_config(FLUX, **how)
-
-
-def test_text_only_is_refused() -> None:
-    with pytest.raises(
-        RopeError, match="text_only requires a text model, got a config of diffusers: 'FluxTransformer2DM"
-    ):
-        from_config(FLUX, text_only=True)
 
 
 def test_a_misspelt_class_is_recognised() -> None:

@@ -15,9 +15,8 @@ from config_mutations import outcome
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import models
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind
-from ropewalk.configs.reader import Reader
+from ropewalk.configs.reader import ConfigValue, Reader
 
 
 def odd_layers(c: Reader, count: int) -> list[str]:

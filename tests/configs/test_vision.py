@@ -16,8 +16,8 @@ from each import each
 from ropewalk import Axes, Rope, RopeError, from_config
 from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS
-from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWERS
+from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.positions import grid
 from test_docs import ROOT, blocks_of
 

@@ -16,7 +16,7 @@ import pytest
 import oracle
 from each import each
 from ropewalk import LongRoPE, Rope, RopeError, YaRN, diff, from_config
-from ropewalk.configs.read import ropes_for_engines
+from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES
 from ropewalk.tools.diff.rope_difference import compare_ropes
 
@@ -89,7 +89,7 @@ LONGROPE_TABLE = [  # sequence, length that the engines are configured for, engi
 
 @pytest.mark.parametrize(("sequence", "setting", "wanted"), LONGROPE_TABLE)
 def test_when_longrope_uses_the_long_list(sequence: int, setting: int, wanted: set[str]) -> None:
-    from ropewalk.configs.read import ropes_for_engines
+    from ropewalk.configs.engine_ropes import ropes_for_engines
 
     [(asked, _)] = ropes_for_engines(phi())[1]
     fastest = {}

@@ -14,7 +14,7 @@ import pytest
 from each import each
 from ropewalk import RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.engines import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from each import each
 from ropewalk import from_config
-from ropewalk.configs.read import ropes_for_engines
+from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES
 
 FOLDER = Path(__file__).parents[1] / "golden" / "engine_rules"

@@ -21,8 +21,8 @@ from .parts import model_classes
 def known_types() -> set[str]:
     """Return the model types that ropewalk reads, whose text model it reads, or that it refuses with a reason."""
     from ropewalk.configs.models import ARCHITECTURES
-    from ropewalk.configs.vision_towers import TOWERS
-    from ropewalk.configs.wrappers import WRAPPERS
+    from ropewalk.configs.tables.towers import TOWERS
+    from ropewalk.configs.tables.wrappers import WRAPPERS
 
     return set(ARCHITECTURES) | set(TOWERS) | set(WRAPPERS)
 

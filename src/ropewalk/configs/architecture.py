@@ -15,9 +15,8 @@ from typing import cast
 from ropewalk._checks import Assumed, argument, check_pairing, number, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
-from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
-from ropewalk.configs.reader import PAIRING_KEY, TRAINED, Reader
+from ropewalk.configs.reader import PAIRING_KEY, TRAINED, ConfigValue, Reader
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ropewalk._checks import MAX_HEAD_DIM, argument, integer, shown
-from ropewalk.configs.fields import ConfigValue, Fields
+from ropewalk.configs.reader import ConfigValue, Fields
 from ropewalk.rope.axes import Axes
 
 _FLAGS = ("mrope_interleaved", "interleaved")

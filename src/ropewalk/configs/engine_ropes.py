@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import error
+from ropewalk.configs import hf, source
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.reader import SECTIONS
+from ropewalk.configs.reader import PAIRING_KEY, SECTIONS
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
+from ropewalk.engines import engine as engine
 from ropewalk.rope.rope import Rope
 
 _MAX_DEPTH = 4
@@ -21,6 +23,49 @@ _LENGTH_NOTES = {
     "the call": "It uses the length of the sequences in each call: pass that length to at_length.",
     "the setting": "It uses the length that was configured at startup: pass that length to at_length.",
 }
+
+
+def ropes_for_engines(
+    config: Any,
+    *chosen: Engine,
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
+    """Read the text ropes of a Hugging Face config, and the config keys that the `chosen` engines read for each rope.
+
+    The other arguments and the errors are those of `from_config`.
+
+    Returns:
+        The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
+        `engines`, and the indices of the layers that have this rope.
+    """
+    base = source.check_passed(pairing, base)
+    ropes, values = read(config, pairing, base, True, source.check_ignore(ignore), download)
+    return ropes, distinct_ropes(ropes, values, *chosen)
+
+
+def read(
+    config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
+) -> tuple[ModelRopes, dict[str, Any]]:
+    """Read the ropes of a config without the keys that only engines read. Return them and the whole config."""
+    who, must = "from_config", "engine needs a Hugging Face config"
+    if source.gguf_path(config) is not None:
+        raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
+    values, name = source.load(config, download=download)
+    values = source.without_keys(values, ignore, name)
+    if source.is_denoiser(values) or source.is_params(values):
+        raise error(name, must, "another format", "Pass the config.json of the model.")
+    known = source.without_keys(values, find_engine_keys(values), name)
+    ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
+    path, text = find_text(values)
+    if PAIRING_KEY in text:
+        known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
+        ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
+        note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
+        ropes = replace(ropes, warnings=(*ropes.warnings, note))
+    return ropes, values
 
 
 def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> tuple[str, ...]:

@@ -6,25 +6,29 @@ is an error.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from ropewalk._checks import RopeError, argument, nearest, shown
-from ropewalk.configs import hf_scheme, unread_keys, vision
+from ropewalk._checks import RopeError, argument, nearest, shown, with_context
+from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.families import unknown
-from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.configs.layers import NO_ROPE
-from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, vocabulary
-from ropewalk.configs.reader import Reader
+from ropewalk.configs.reader import ConfigValue, Fields, Reader
+from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.configs.wrappers import text_model
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import Scaling
+from ropewalk.schemes import SCHEMES, Scaling, build
+
+SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that are allowed with every scheme."""
+_TOWER_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
 
 
 def read(
@@ -37,7 +41,7 @@ def read(
 ) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
-    tower = vision.standalone_tower(fields)
+    tower = _standalone_tower(fields)
     if tower is not None:
         if pairing is not None or base is not None:
             must, fix = "must be that of a text model if pairing or base is passed", "Omit pairing and base."
@@ -50,9 +54,22 @@ def read(
     text = text_model(fields, ARCHITECTURES, pairing is not None)
     reader = Reader(text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only)
     ropes = _read_text(reader)
-    warnings: list[str] = []
-    tower = None if text_only else vision.nested_tower(fields, warnings)
-    return replace(ropes, vision=tower, warnings=(*ropes.warnings, *text.warnings, *warnings))
+    tower, warnings = None, [*ropes.warnings, *text.warnings]
+    if not text_only and any(map(fields.has, _TOWER_KEYS)):
+        from ropewalk.configs import vision
+
+        tower = vision.nested_tower(fields, warnings)
+    return replace(ropes, vision=tower, warnings=tuple(warnings))
+
+
+def _standalone_tower(fields: Fields) -> VisionRopes | None:
+    """Read the ropes of a config that describes only a vision tower, else return None."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type in ARCHITECTURES or model_type in WRAPPERS:
+        return None
+    from ropewalk.configs import vision
+
+    return vision.standalone_tower(fields, model_type)
 
 
 def find_text(config: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
@@ -118,19 +135,88 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
 
 
 def _scheme(row: Architecture, c: Reader, rope_keys: dict[str, ConfigValue], scaled: bool) -> Scaling | None:
-    """Return the scheme that the collected keys describe, or None for no scaling.
+    """Return the scheme of a kind of layer, or None for rope_type "default". Its fields name the keys that it reads.
 
-    Record where its parameters came from. `scaled` is whether other layers have a scheme: layers without one then
-    record nothing.
+    Record where its parameters came from, unless only other layers have a scheme (`scaled`).
+
+    Raises:
+        RopeError: the scheme is unknown, a parameter is missing or invalid, or the scheme does not read a key.
     """
-    origins: dict[str, str] = {}
-    scheme = hf_scheme.read(c, rope_keys, c.longest, origins, c.warnings, row.section_keys())
-    if scheme is not None and not scaled:
+    rope_type = rope_keys.get("rope_type", ConfigValue("default", "rope_type"))
+    name = rope_type.value
+    if name != "default" and (not isinstance(name, str) or name not in SCHEMES):
+        near = nearest(name, SCHEMES) if isinstance(name, str) else ""
+        must, fix = f"must be one of default, {', '.join(SCHEMES)}", f"ropewalk knows no other scheme.{near}"
+        raise c.error(rope_type.where, must, shown(name), fix)
+    origins = {"scaling": rope_type.where if "rope_type" in rope_keys else "no rope_type is given"}
+    scheme = None if name == "default" else SCHEMES[name].class_for_keys(rope_keys.keys())
+    parameters = _parameters(row, c, rope_keys, str(name), scheme)
+    if scheme is None:
+        if not scaled:
+            c.record_origin("scaling", origins["scaling"])
+        return None
+    values = {key: entry.value for key, entry in parameters.items()}
+    origins.update({key: entry.where for key, entry in parameters.items()})
+    for key, (value, where) in scheme.derived_fields(values, c.longest).items():
+        values[key], origins[key] = value, where
+    _refuse_missing(c, str(name), scheme, values)
+    try:
+        found = build(scheme, values)
+    except RopeError as e:
+        sections = sorted({entry.where.split(".")[0] for entry in parameters.values()}) or ["rope_parameters"]
+        raise with_context(f"{c.source}: {' and '.join(sections)}", e) from None
+    if not scaled:
         c.origins.pop("scaling", None)  # the origin that layers without a scheme recorded
-    if scheme is not None or not scaled:
-        for name, where in origins.items():
-            c.record_origin(name, where)
-    return scheme
+    for key, where in origins.items():
+        c.record_origin(key, where)
+    return found
+
+
+def _parameters(
+    row: Architecture, c: Reader, rope_keys: dict[str, ConfigValue], name: str, scheme: type[Scaling] | None
+) -> dict[str, ConfigValue]:
+    """Return the entries of `rope_keys` that the scheme reads. Add a warning for each key without an effect.
+
+    Raises:
+        RopeError: a key of `rope_scaling` or `rope_parameters` has no known meaning.
+    """
+    known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
+    without_effect = {} if scheme is None else scheme.keys_without_effect
+    parameters = {}
+    for key, entry in rope_keys.items():
+        at_top = "." not in entry.where
+        if key in known:
+            parameters[key] = entry
+        elif key in SHARED or at_top or not entry.own or key in row.section_keys():
+            continue
+        elif key in without_effect:
+            c.warnings.append(f"{entry.where} has no effect: it {without_effect[key]}.")
+        elif key in axes_rules.KEYS:
+            must = "must not be given, since ropewalk knows this model_type with one position for each token"
+            fix = (
+                "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
+                "Axes.interleaved(...) if axes alternate. For text alone, "
+                f"pass {argument('ignore', (c.path + entry.where,))}."
+            )
+            raise c.error(entry.where, must, shown(entry.value), fix)
+        else:
+            missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
+            raise c.unread(
+                entry.where,
+                f"must be a key that rope_type {name!r} reads",
+                shown(entry.value),
+                f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
+                f"does not read it either, pass {argument('ignore', (c.path + entry.where,))}.",
+            )
+    return parameters
+
+
+def _refuse_missing(c: Reader, name: str, scheme: type[Scaling], values: dict[str, Any]) -> None:
+    for f in dataclasses.fields(cast(Any, scheme)):
+        needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.name not in values and needed:
+            fix = "Add it, since engines differ in its default."
+            raise c.error(f.name, f"must be given for rope_type {name!r}", "none", fix)
 
 
 def _trained_length(longest: int | None, schemes: list[Scaling]) -> int | None:
@@ -153,6 +239,8 @@ def _find_row(c: Reader) -> Architecture:
     if row is not None:
         return row
     if c.passed_pairing is not None:
+        from ropewalk.configs.families import unknown
+
         return unknown.architecture(c, c.passed_pairing)
     inside = [key for key, value in c.config.items() if isinstance(value, Mapping) and "model_type" in value]
     hint = f" It contains other models: pass config[{inside[0]!r}]." if inside else _class_hint(c)

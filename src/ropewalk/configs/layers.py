@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ropewalk._checks import shown
-from ropewalk.configs.fields import Fields
+from ropewalk.configs.reader import Fields
 
 ALL = "all"
 """The kind of all layers that rotate, in a model that has only one such kind."""

@@ -9,18 +9,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from ropewalk._checks import Assumed, argument, nearest, short_key, shown
-from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.reader import ROPE_WORDS, Fields
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3
 
 _SOURCE = "meta-llama/llama-models at a9c89c47, models/llama3/model.py: torch.view_as_complex"
 _KEYS = ("rope_theta", "use_scaled_rope", "rope_scaling_factor")
-
-
-def is_params(config: Mapping[str, Any]) -> bool:
-    """Whether the config is a params.json of Meta."""
-    return "model_type" not in config and {"dim", "n_layers", "n_heads"} <= config.keys()
 
 
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:

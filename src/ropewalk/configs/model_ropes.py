@@ -10,7 +10,6 @@ from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk._checks import length as checked_length
-from ropewalk.configs import explain
 from ropewalk.configs.architecture import Architecture, QueryScale
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layers import Kind
@@ -107,7 +106,9 @@ class ModelRopes:
             return rope
         if not self.layers:
             raise error(self.source, "rope needs a text model", "only a vision tower", "Use .vision.ropes.")
-        descriptions = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
+        from ropewalk.configs.explain import ranges
+
+        descriptions = "; ".join(f"layers {ranges(rows)}: {rope}" for rope, rows in self.groups())
         raise error(self.source, "rope must be the same in all layers", descriptions, "Use .layers[i].")
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
@@ -161,6 +162,8 @@ class ModelRopes:
         Args:
             length: a length in tokens, at least 1. If it is passed, the text also describes sequences of that length.
         """
+        from ropewalk.configs import explain
+
         return explain.text(self.facts(length))
 
 

@@ -7,13 +7,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ropewalk._checks import Assumed, boolean, check_pairing, error, number, shown
-from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
-from ropewalk.configs.gguf import read as gguf
+from ropewalk._checks import Assumed, boolean, error, number, shown
+from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.reader import PAIRING_KEY
-from ropewalk.engines import ConfigRope, Engine
-from ropewalk.engines import engine as engine_named
 
 
 def from_config(
@@ -113,77 +109,22 @@ def read_config(
 ) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
     boolean("from_config", "text_only", text_only)
-    base = _check_passed(pairing, base)
+    base = source.check_passed(pairing, base)
     if factor is not None:
         factor = number("from_config", "factor", factor, at_least=1.0)
     boolean("from_config", "download", download)
-    ignored = _check_ignore(ignore)
+    ignored = source.check_ignore(ignore)
     if engine is None:
         ropes = _read(config, pairing, base, factor, text_only, ignored, download)
     else:
-        selected = engine_named("from_config", engine)
+        from ropewalk.configs import engine_ropes
+
+        selected = engine_ropes.engine("from_config", engine)
         _refuse_factor(factor)
-        ropes, values = _read_for_engines(config, pairing, base, text_only, ignored, download)
+        ropes, values = engine_ropes.read(config, pairing, base, text_only, ignored, download)
         ropes = engine_ropes.apply_engine(selected, ropes, values)
     notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *notes)) if ignored else ropes
-
-
-def ropes_for_engines(
-    config: Any,
-    *chosen: Engine,
-    pairing: str | None = None,
-    base: float | None = None,
-    ignore: Collection[str] = (),
-    download: bool = False,
-) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
-    """Read the text ropes of a Hugging Face config, and the config keys that the `chosen` engines read for each rope.
-
-    The other arguments and the errors are those of `from_config`.
-
-    Returns:
-        The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
-        `engines`, and the indices of the layers that have this rope.
-    """
-    base = _check_passed(pairing, base)
-    ropes, values = _read_for_engines(config, pairing, base, True, _check_ignore(ignore), download)
-    return ropes, engine_ropes.distinct_ropes(ropes, values, *chosen)
-
-
-def _read_for_engines(
-    config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
-) -> tuple[ModelRopes, dict[str, Any]]:
-    """Read the ropes of a config without the keys that only engines read. Return them and the whole config."""
-    who, must = "from_config", "engine needs a Hugging Face config"
-    if source.gguf_path(config) is not None:
-        raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
-    values, name = source.load(config, download=download)
-    values = source.without_keys(values, ignore, name)
-    if diffusers.is_denoiser(values) or meta.is_params(values):
-        raise error(name, must, "another format", "Pass the config.json of the model.")
-    known = source.without_keys(values, engine_ropes.find_engine_keys(values), name)
-    ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
-    path, text = hf.find_text(values)
-    if PAIRING_KEY in text:
-        known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
-        ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
-        note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
-        ropes = replace(ropes, warnings=(*ropes.warnings, note))
-    return ropes, values
-
-
-def _check_passed(pairing: object, base: object) -> float | None:
-    """Check the arguments `pairing` and `base`, and return `base` as a float."""
-    if pairing is not None:
-        check_pairing("from_config", pairing)
-    return None if base is None else number("from_config", "base", base, above=1.0)
-
-
-def _check_ignore(ignore: object) -> tuple[str, ...]:
-    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
-        must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
-        raise error("from_config", must, shown(ignore), fix)
-    return tuple(dict.fromkeys(ignore))
 
 
 def _read(
@@ -197,20 +138,23 @@ def _read(
 ) -> ModelRopes:
     path = source.gguf_path(config)
     if path is not None:
+        from ropewalk.configs.gguf import read as gguf
+
         _refuse_factor(factor)
         return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
     values, name = source.load(config, download=download)
     values = source.without_keys(values, ignore, name)
-    if diffusers.is_denoiser(values):
+    if source.is_denoiser(values):
+        from ropewalk.configs import diffusers
+
         _refuse_factor(factor)
-        if pairing is not None or base is not None:
-            must, class_name = "pairing and base require a text model", shown(values["_class_name"])
-            raise error("from_config", must, f"a config of diffusers: {class_name}", "Omit them.")
-        if text_only:
-            must, class_name = "text_only requires a text model", shown(values["_class_name"])
-            raise error("from_config", must, f"a config of diffusers: {class_name}", "Omit it.")
+        if pairing is not None or base is not None or text_only:
+            must, got = "pairing, base and text_only require a text model", shown(values["_class_name"])
+            raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
         return diffusers.read(values, name)
-    if meta.is_params(values):
+    if source.is_params(values):
+        from ropewalk.configs import meta
+
         if pairing not in (None, "interleaved"):
             fix = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
             raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), fix)

@@ -1,16 +1,18 @@
-"""Load a config from a dict, an object, a file or a folder. Sizes are bounded, and every failure is a RopeError."""
+"""Load a config from a dict, an object, a file or a folder, and check the other arguments of `from_config`.
+
+Sizes are bounded, and every failure is a RopeError.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, error, nearest, shown, unreadable_file, with_context
-from ropewalk.configs import hub
+from ropewalk._checks import RopeError, check_pairing, error, nearest, number, shown, unreadable_file, with_context
 
 # Real configs have a few kilobytes. With labels for all classes of ImageNet-21k they have less than two megabytes.
 _MAX_BYTES = 2 * 2**20
@@ -24,6 +26,20 @@ _CONFIG_NAMES = (
     "params.json",
     "model_index.json",  # of a pipeline of diffusers, which is refused with a hint
 )
+
+
+def check_passed(pairing: object, base: object) -> float | None:
+    """Check the arguments `pairing` and `base`, and return `base` as a float."""
+    if pairing is not None:
+        check_pairing("from_config", pairing)
+    return None if base is None else number("from_config", "base", base, above=1.0)
+
+
+def check_ignore(ignore: object) -> tuple[str, ...]:
+    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
+        must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
+        raise error("from_config", must, shown(ignore), fix)
+    return tuple(dict.fromkeys(ignore))
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
@@ -47,6 +63,8 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
             raise error(name, "to_dict() must return the config", shown(e), "Pass a dict.") from e
         return _config_dict(values, name), name
     if isinstance(source, str | os.PathLike):
+        from ropewalk.configs import hub
+
         path = _to_path(source)
         try:
             if hub.is_id(path):
@@ -80,6 +98,16 @@ def gguf_path(source: Any) -> Path | None:
             return path if file.read(4) == b"GGUF" else None
     except (OSError, ValueError):
         return None  # `load` raises the error
+
+
+def is_denoiser(values: Mapping[str, Any]) -> bool:
+    """Whether the config is that of a diffusers model."""
+    return isinstance(values.get("_class_name"), str) and "model_type" not in values
+
+
+def is_params(config: Mapping[str, Any]) -> bool:
+    """Whether the config is a params.json of Meta."""
+    return "model_type" not in config and {"dim", "n_layers", "n_heads"} <= config.keys()
 
 
 def to_plain(value: Any, name: str) -> Any:

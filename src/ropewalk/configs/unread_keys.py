@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ropewalk._checks import RopeError, argument, nearest, shown
-from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.reader import SECTIONS, TRAINED
+from ropewalk.configs.reader import ROPE_WORDS, SECTIONS, TRAINED, Fields
 
 # Parameters of schemes, which have no meaning at the top level of a config.
 _MISPLACED = frozenset(

@@ -1,4 +1,4 @@
-"""Find the vision tower in a config, and read its ropes by the facts that `vision_towers.py` states about it."""
+"""Find the vision tower in a config, and read its ropes by the facts that `tables/towers.py` states about it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from ropewalk._checks import argument, short_key, shown
 from ropewalk.configs import unread_keys
-from ropewalk.configs.fields import Fields
 from ropewalk.configs.model_ropes import VisionRopes
-from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS, Tower
+from ropewalk.configs.reader import Fields
+from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWERS
+from ropewalk.configs.tower import Tower
 
 _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
 _TOWER_ONLY = ("sam3", "sam3_vision_model")  # models of which only the tower rotates
@@ -19,13 +20,12 @@ _LEARNED = ("num_position_embeddings", "position_embedding_size")
 _TYPES = ("axial", "default", None)
 
 
-def standalone_tower(fields: Fields) -> VisionRopes | None:
+def standalone_tower(fields: Fields, model_type: str) -> VisionRopes | None:
     """Read the ropes of a config that describes only a vision tower. Return None if it is not that of a known tower."""
-    model_type = fields.get("model_type")
     if model_type in _TOWER_ONLY:
         return nested_tower(fields)
-    row = TOWERS.get(model_type) if isinstance(model_type, str) else None
-    return None if row is None else _read(fields, row, str(model_type), inside=False)
+    row = TOWERS.get(model_type)
+    return None if row is None else _read(fields, row, model_type, inside=False)
 
 
 def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRopes | None:

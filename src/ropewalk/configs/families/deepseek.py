@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.fields import ConfigValue
-from ropewalk.configs.indexer import read_indexer
+from ropewalk.configs.families.latent import read_indexer
 from ropewalk.configs.layers import Kind
-from ropewalk.configs.reader import Reader
+from ropewalk.configs.reader import ConfigValue, Reader
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 

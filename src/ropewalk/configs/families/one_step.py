@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 
 from ropewalk._checks import nearest, number, short_key, shown
 from ropewalk.configs.architecture import QueryScale
-from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL, NO_ROPE, check_kinds
-from ropewalk.configs.reader import Reader
+from ropewalk.configs.reader import ConfigValue, Reader
 
 # the pairing
 

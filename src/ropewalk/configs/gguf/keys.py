@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import argument, error, nearest, shown
-from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.gguf.architectures import ARCHITECTURES, UNKNOWN
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.row import (
@@ -24,6 +23,7 @@ from ropewalk.configs.gguf.row import (
     SECTIONS,
     GgufRow,
 )
+from ropewalk.configs.reader import ROPE_WORDS, Fields
 
 # Keys that llama.cpp reads only for some architectures: maps them to the fix in the error for other architectures.
 _SOMETIMES_READ = {

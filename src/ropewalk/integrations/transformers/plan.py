@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ropewalk import formats
 from ropewalk._checks import RopeError, error, with_context
 from ropewalk._layout import Pairing
-from ropewalk.configs import vision_towers
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import read_config
+from ropewalk.configs.tables import towers as vision_towers
 from ropewalk.formats import Width
 from ropewalk.integrations.transformers import compare, modules
 from ropewalk.integrations.transformers.compare import WHO

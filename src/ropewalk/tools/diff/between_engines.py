@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ropewalk import _checks
+from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.read import ropes_for_engines
 from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
