@@ -242,7 +242,7 @@ BUDGET = {
     "tools/commands": 1100,
     "tools/convert": 2050,
     "tools/diff": 920,
-    "tools/lab": 2490,
+    "tools/lab": 2440,
     "tools/plots": 1230,
 }
 

@@ -37,7 +37,7 @@ class Announcer:
     def __init__(self, pipe: int, allowed: int) -> None:
         self.pipe, self.allowed = pipe, allowed
 
-    def step(self, done: int, steps: int, loss: float) -> None:
+    def __call__(self, done: int, steps: int, loss: float) -> None:
         os.write(self.pipe, b".")
         self.allowed -= 1
         while self.allowed == 0:
@@ -75,7 +75,7 @@ def start(file: Path, dies: tuple[int, float] | None = None, allowed: int = -1) 
         model = LanguageModel(Size(16, 32, 48, 2, 2))
         recipe = Recipe(STEPS, 1e-2, warmup=5)
         rope = Rope(16, 1e4, "half")
-        train(model, rope, batch, recipe, file=file, about={}, progress=Announcer(writing, allowed))  # type: ignore[arg-type]
+        train(model, rope, batch, recipe, file=file, about={}, progress=Announcer(writing, allowed))
         os._exit(0)
     os.close(writing)
     return child, reading

@@ -51,7 +51,7 @@ class Stops:
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def step(self, done: int, steps: int, loss: float) -> None:
+    def __call__(self, done: int, steps: int, loss: float) -> None:
         if done == self.after:
             raise KeyboardInterrupt
 
@@ -117,7 +117,7 @@ def test_stopped_and_resumed_is_bitwise(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "parts"
     for stop in (1, 4):
         with pytest.raises(KeyboardInterrupt):
-            train(fresh(), ROPE, batch, RECIPE, file=file, about={"seed": 1}, progress=Stops(stop))  # type: ignore[arg-type]
+            train(fresh(), ROPE, batch, RECIPE, file=file, about={"seed": 1}, progress=Stops(stop))
     parts = fresh()
     asked = []
 
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
 def test_what_was_being_written_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        train(fresh(), ROPE, batch, RECIPE, file=file, about={}, progress=Stops(3))  # type: ignore[arg-type]
+        train(fresh(), ROPE, batch, RECIPE, file=file, about={}, progress=Stops(3))
     (tmp_path / "x.safetensors.partial").write_bytes(b"half of it")
     assert len(train(fresh(), ROPE, batch, RECIPE, file=file, about={})) == 6
     assert {path.name for path in tmp_path.iterdir()} == {"x.safetensors", "x.json"}
