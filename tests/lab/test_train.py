@@ -1,12 +1,9 @@
-"""Test training: the arithmetic of AdamW, bitwise resumption, and a process that is killed at any moment."""
+"""Test training: the arithmetic of AdamW, and bitwise resumption. test_ranks.py kills processes."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from ropewalk import LongRoPE, Rope, RopeError, YaRN
 from ropewalk.tools import lab
@@ -54,20 +50,6 @@ class Stops:
     def __call__(self, done: int, steps: int, loss: float) -> None:
         if done == self.after:
             raise KeyboardInterrupt
-
-
-def test_killed_ten_times(tmp_path: Path) -> None:
-    worker = Path(__file__).parent / "kill_worker.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "killed 10 times until step" in ran.stdout
-    killed, undisturbed = (load_file(tmp_path / f"{name}.safetensors") for name in ("killed", "undisturbed"))
-    assert killed.keys() == undisturbed.keys()
-    for name, value in undisturbed.items():
-        assert torch.equal(killed[name], value), name
 
 
 def test_learning_rate() -> None:
