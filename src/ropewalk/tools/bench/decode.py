@@ -143,6 +143,7 @@ def build_models(size: Geometry, dtype: torch.dtype) -> tuple[LanguageModel, Any
             module.eps = config.rms_norm_eps
     head = {"lm_head.weight": reference.lm_head.weight}
     ours.to(dtype).load_state_dict({**reference.model.state_dict(), **head}, assign=True)
+    ours.lm_head.weight = ours.embed_tokens.weight
     return ours.eval(), reference
 
 
