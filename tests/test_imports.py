@@ -232,7 +232,7 @@ BUDGET = {
     "": 1190,
     "angles": 580,
     "attention": 3660,
-    "configs": 6340,
+    "configs": 6350,
     "engines": 1270,
     "integrations": 2120,
     "kernels": 1260,
@@ -242,12 +242,12 @@ BUDGET = {
     "rotation": 1750,
     "schemes": 1420,
     "tools": 400,
-    "tools/bench": 1740,
+    "tools/bench": 1720,
     "tools/check": 2970,
     "tools/commands": 1090,
     "tools/convert": 2050,
     "tools/diff": 920,
-    "tools/lab": 2490,
+    "tools/lab": 2440,
     "tools/plots": 1230,
 }
 

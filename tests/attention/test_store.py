@@ -78,7 +78,7 @@ def paged(**size: Any) -> PagedKVCache:
         (paged, {}),
         (paged, {"window": 4}),
     ],
-    ids=str,
+    ids=["whole", "window", "sinks", "pages", "pages, window"],
 )
 @pytest.mark.parametrize("name", ["default", "YaRN, partial"])
 def test_attention_over_another_store(make: Any, size: dict[str, int], name: str) -> None:

@@ -55,17 +55,20 @@ def write(form: str, tmp_path: Path) -> Path:
     return source
 
 
-@pytest.mark.parametrize("replace", [pipe, named_socket, endless, large, folder])
+KINDS = (pipe, named_socket, endless, large, folder)
+
+
 @pytest.mark.parametrize(
-    ("form", "name"),
+    ("form", "name", "replace"),
     [
-        ("hf", "config.json"),
-        ("hf", "model.safetensors.index.json"),
-        ("hf", "model-00001-of-00002.safetensors"),
-        ("meta", "params.json"),
-        ("meta", "consolidated.00.pth"),
-        ("adapter", "adapter_config.json"),
-        ("adapter", "adapter_model.safetensors"),
+        # Each reader with each kind, and each other file with one kind.
+        *(("hf", "config.json", kind) for kind in KINDS),
+        *(("hf", "model-00001-of-00002.safetensors", kind) for kind in KINDS),
+        *(("meta", "consolidated.00.pth", kind) for kind in KINDS),
+        ("hf", "model.safetensors.index.json", pipe),
+        ("meta", "params.json", pipe),
+        ("adapter", "adapter_config.json", pipe),
+        ("adapter", "adapter_model.safetensors", pipe),
     ],
 )
 def test_files_of_other_kinds(form: str, name: str, replace: Callable[[Path], None], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train a tiny model with several processes, kill some of them, and resume. test_ranks.py runs this.
+"""Train a tiny model with one process and with several, kill some of them, and resume. test_ranks.py runs this.
 
 The parent process only imports modules, so every process of a group is a fork of one that has loaded torch and has run
 nothing yet. The output is one line of JSON: the name of each file → for each run, how its processes ended, and the
@@ -134,7 +134,7 @@ def die_at_replace(number: int) -> None:
     replace, left = os.replace, [number]
 
     def replace_or_die(new: Path, old: Path) -> None:
-        left[0] -= 1
+        left[0] -= old.suffix == ".safetensors"
         if left[0] == 0:
             os.truncate(new, os.path.getsize(new) // 2)
             die()
@@ -152,6 +152,7 @@ def full_disk(step: int) -> None:
 RUNS: dict[str, list[Run]] = {
     **{f"{world}": [Run(world)] for world in (1, 2)},
     **{f"{world} tied": [Run(world, TIED)] for world in (1, 2)},
+    "killed alone": [Run(1, before=die_at(4)), Run(1, prepare=partial(die_at_replace, 3)), Run(1)],
     "killed": [Run(2, who=1, before=die_at(8)), Run(2, who=0, prepare=partial(die_at_replace, 3)), Run(2)],
     "others": [Run(1, before=die_at(2)), Run(3, who=2, before=die_at(7)), Run(1)],
     "disagree": [Run(2, who=1, seed=1)],

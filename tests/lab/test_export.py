@@ -59,6 +59,9 @@ ROPES: dict[str, tuple[Rope, int, dict[str, Any]]] = {
             "rope_theta": 1e4,
         },
     ),
+    # NTK is written as a base, and interleaved pairs are reordered.
+    "ntk": (replace(PLAIN, scaling=NTK(4.0)), 128, {"rope_type": "default"}),
+    "interleaved": (replace(PLAIN, pairing="interleaved"), 128, {"rope_type": "default", "rope_theta": 1e4}),
 }  # fmt: skip
 
 
@@ -106,18 +109,6 @@ def test_transformers_reads_ours(name: str, tied: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(theirs(tmp_path, seq), ours(model, rope, seq), rtol=0, atol=1e-4)
     written = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     assert {key: written[key] for key in said} == said
-
-
-def test_ntk_is_written_as_a_base(tmp_path: Path) -> None:
-    model, rope = random_model(), replace(PLAIN, scaling=NTK(4.0))
-    to_folder(model, rope, tmp_path, 128)
-    torch.testing.assert_close(theirs(tmp_path), ours(model, rope), rtol=0, atol=1e-4)
-
-
-def test_interleaved_pairs_are_reordered(tmp_path: Path) -> None:
-    model, rope = random_model(), replace(PLAIN, pairing="interleaved")
-    to_folder(model, rope, tmp_path, 128)
-    torch.testing.assert_close(theirs(tmp_path), ours(model, rope), rtol=0, atol=1e-4)
 
 
 def test_the_rope_matters() -> None:

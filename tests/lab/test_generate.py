@@ -57,19 +57,11 @@ def test_as_without_a_cache(rope: Rope | None, absolute: Any) -> None:
 
 
 @pytest.mark.parametrize("absolute", [None, "learned"])
-def test_a_prompt_longer_than_what_runs_at_once(absolute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_runs_in_parts(absolute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is as large as the square of its length, and the text is the same."""
     model = random_model(replace(SIZE, absolute=absolute, max_positions=64 if absolute == "learned" else None))
-    prompt = [7, 200, 31, 7, 90, 14, 3]
+    prompt, parts = [7, 200, 31, 7, 90, 14, 3], []
     wanted = list(generate(model, ROPE, prompt, tokens=20, temperature=0, seed=0))
-    for at_once in (1, 3, 7):
-        monkeypatch.setattr(generating, "AT_ONCE", at_once)
-        assert list(generate(model, ROPE, prompt, tokens=20, temperature=0, seed=0)) == wanted
-    assert len(set(wanted)) > 3
-
-
-def test_a_long_prompt_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No mask is as large as the square of its length."""
-    parts = []
 
     class Watched(ropewalk.KVCache):
         def step(self, seq: int) -> Any:
@@ -77,8 +69,10 @@ def test_a_long_prompt_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().step(seq)
 
     monkeypatch.setattr(ropewalk, "KVCache", Watched)
-    list(generate(random_model(), ROPE, [7, 200] * 150, tokens=3, temperature=0, seed=0))
-    assert parts == [128, 128, 44, 1, 1]
+    monkeypatch.setattr(generating, "AT_ONCE", 3)
+    assert list(generate(model, ROPE, prompt, tokens=20, temperature=0, seed=0)) == wanted
+    assert parts == [3, 3, 1, *[1] * 19]
+    assert len(set(wanted)) > 3
 
 
 def test_a_rope_that_depends_on_the_length() -> None:

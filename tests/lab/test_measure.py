@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk.tools.lab import measure
+from ropewalk.tools.lab import tasks
 from ropewalk.tools.lab.model import LanguageModel, Size
 from ropewalk.tools.lab.train import Batch
 
@@ -51,7 +51,7 @@ def batch(rows=7, seq=12, mask=None):
 def test_losses_by_hand():
     made = batch()
     wanted, _ = by_hand(*made[:2])
-    losses = measure.token_losses(Known(), None, made)
+    losses = tasks.token_losses(Known(), None, made)
     assert losses.dtype == torch.float64
     # The logits are rounded to float32, which may go the other way where the sines differ: by 2⁻²⁴, twice in a loss.
     np.testing.assert_allclose(losses.numpy(), wanted, rtol=0, atol=2**-23)
@@ -59,14 +59,14 @@ def test_losses_by_hand():
 
 def test_perplexity_by_hand():
     losses = torch.tensor([[math.log(2), math.log(8)], [math.log(4), math.log(4)]], dtype=torch.float64)
-    assert measure.perplexity(losses) == pytest.approx(4.0, rel=1e-14)
-    assert measure.perplexity(losses[:, -1:]) == pytest.approx(math.sqrt(32), rel=1e-14)
+    assert tasks.perplexity(losses) == pytest.approx(4.0, rel=1e-14)
+    assert tasks.perplexity(losses[:, -1:]) == pytest.approx(math.sqrt(32), rel=1e-14)
 
 
 def test_by_position_by_hand():
     losses = torch.arange(14, dtype=torch.float64).view(2, 7)
     # Columns have means 3.5, 4.5, …; the seventh is left over.
-    assert measure.loss_by_position(losses, width=2) == [4.0, 6.0, 8.0]
+    assert tasks.loss_by_position(losses, width=2) == [4.0, 6.0, 8.0]
 
 
 def test_copied_by_hand():
@@ -76,32 +76,32 @@ def test_copied_by_hand():
     made = batch(mask=mask)
     losses, best = by_hand(*made[:2])
     counts = mask.numpy()
-    accuracy, loss = measure.copy_accuracy(Known(), None, made)
+    accuracy, loss = tasks.copy_accuracy(Known(), None, made)
     assert accuracy == (best == made.targets.numpy())[counts].mean()
     assert 0 < accuracy < 1
     assert loss == pytest.approx(losses[counts].mean(), abs=2**-23)
 
 
 def test_a_few_sequences_at_a_time(monkeypatch):
-    monkeypatch.setattr(measure, "_TOKENS_AT_ONCE", 36)
+    monkeypatch.setattr(tasks, "_TOKENS_AT_ONCE", 36)
     model = Known()
     made = batch()
-    losses = measure.token_losses(model, None, made)
+    losses = tasks.token_losses(model, None, made)
     assert [shape for shape, _, _ in model.asked] == [(3, 12), (3, 12), (1, 12)]
     monkeypatch.undo()
-    assert torch.equal(losses, measure.token_losses(Known(), None, made))
+    assert torch.equal(losses, tasks.token_losses(Known(), None, made))
 
 
 def test_all_windows_end_with_the_same_text():
-    made = batch(mask=torch.ones(7, 12, dtype=torch.bool))
-    short = measure.last_tokens(made, 5)
-    assert [part[:, -5:].tolist() for part in made] == [part.tolist() for part in short]
-    assert measure.last_tokens(batch(), 5).mask is None
+    long, short = tasks.TEXT.test_batch(700), tasks.TEXT.test_batch(5)
+    for whole, end in zip(long[:2], short[:2], strict=True):
+        assert end.shape == (24, 5)
+        assert torch.equal(whole[:, -5:], end)
 
 
 def test_the_plan_gets_the_right_positions():
     model = Known()
-    measure.token_losses(model, ROPE, batch())
+    tasks.token_losses(model, ROPE, batch())
     rotation = model.asked[0][1]
     wanted = [[math.cos(p * 100.0 ** (-i / 2)) for i in range(2)] for p in range(12)]
     np.testing.assert_allclose(rotation.cos.numpy(), wanted, rtol=0, atol=2**-24)
@@ -110,6 +110,6 @@ def test_the_plan_gets_the_right_positions():
 def test_a_model_with_absolute_positions_gets_them():
     torch.manual_seed(0)
     size = Size(vocab_size=5, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, absolute="sinusoidal")
-    losses = measure.token_losses(LanguageModel(size), None, batch())
+    losses = tasks.token_losses(LanguageModel(size), None, batch())
     assert losses.shape == (7, 12)
     assert not losses.requires_grad

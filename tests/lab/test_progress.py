@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from ropewalk.tools.lab import progress
-from ropewalk.tools.lab.progress import Progress
+from ropewalk.tools.lab import study
+from ropewalk.tools.lab.study import Progress
 
 
 class Terminal(io.StringIO):
@@ -18,14 +18,14 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
     return now
 
 
 def run(shown: Progress, clock: list[float], first: int, steps: int) -> None:
     for done in range(first, steps + 1):
         clock[0] += 10.0
-        shown.step(done, steps, loss=5.0 / done)
+        shown(done, steps, loss=5.0 / done)
 
 
 def test_a_line_now_and_then(clock: list[float]) -> None:
@@ -61,5 +61,5 @@ def test_a_terminal_is_not_drawn_at_every_step(clock: list[float]) -> None:
     shown = Progress("text", stream)
     for done in range(1, 50):
         clock[0] += 0.01
-        shown.step(done, 100, 1.0)
+        shown(done, 100, 1.0)
     assert stream.getvalue().count("\r") == 4

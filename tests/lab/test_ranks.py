@@ -1,4 +1,4 @@
-"""Test trainings with several processes: losses equal those of one, and a killed process loses one step."""
+"""Test trainings that are killed, and those with several processes: losses equal those of one process."""
 
 from __future__ import annotations
 
@@ -60,15 +60,21 @@ def test_losses_are_those_of_one_process(worked: tuple[Path, Outcomes], several:
     }
 
 
-def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
+@pytest.mark.parametrize(
+    ("killed", "undisturbed", "ends", "steps"),
+    [
+        ("killed alone", "1", ["SIGKILL"], [4, 6, 14]),
+        ("killed", "2", ["SIGKILL", "traceback"], [8, 10, 14]),  # the traceback is that of a lost connection
+    ],
+)
+def test_killed_and_resumed_is_bitwise(
+    worked: tuple[Path, Outcomes], killed: str, undisturbed: str, ends: list[str], steps: list[int]
+) -> None:
     """A process is killed in a step, and while the file is written: only that step is lost."""
-    outcomes = worked[1]["killed"]
-    assert [sorted(end.split(":")[0] for end in ends) for ends, _ in outcomes] == [
-        *[["SIGKILL", "traceback"]] * 2,  # of the lost connection
-        ["done", "done"],
-    ]
-    assert [steps for _, steps in outcomes] == [8, 10, 14]
-    (_, found), (_, wanted) = read(worked, "killed"), read(worked, "2")
+    outcomes = worked[1][killed]
+    assert [sorted(end.split(":")[0] for end in found) for found, _ in outcomes[:-1]] == [ends] * 2
+    assert [found for _, found in outcomes] == steps
+    (_, found), (_, wanted) = read(worked, killed), read(worked, undisturbed)
     assert found.losses == wanted.losses
     for name, value in wanted.tensors.items():
         assert torch.equal(found.tensors[name], value), name

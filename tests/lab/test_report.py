@@ -80,26 +80,21 @@ def test_the_words_follow_a_reversed_ranking():
     )
 
 
-def test_the_words_follow_a_collapse_that_does_not_come():
-    good = {("trained", "none"): [1.0] * 7}
-    assert COLLAPSE in paragraph(words(changed=dict.fromkeys((0, 1, 2), good)), "Expected, but not true on any of 3")
-    bad = {("trained", "none"): [0.8, 0.8, 0.4, 0.3, 0.1, 0.05, 0.02]}
-    assert COLLAPSE in paragraph(words(changed={2: bad}), "True on some seeds only:")
-
-
-@pytest.mark.parametrize("method", ["PI", "YaRN"])
-def test_the_words_follow_fine_tunes(method):
-    worse = {("tuned", method): [0.99, 0.99, 0.99, 0.99, 0.9, 0.89, 0.1]}
-    says = PI_TUNE.replace("with PI", f"with {method}")
-    assert says in paragraph(words(changed={0: worse}), "True on some seeds only:")
-    assert says in paragraph(words(changed=dict.fromkeys((0, 1, 2), worse)), "Expected, but not true on any of 3")
-
-
-def test_a_dynamic_factor_that_hurts_is_reported():
-    hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
-    says = "a fixed YaRN factor more than doubles the loss, but a dynamic YaRN factor does not increase it"
+@pytest.mark.parametrize(
+    ("cell", "values", "says"),
+    [
+        (("trained", "none"), [1.0] * 7, COLLAPSE),
+        (("trained", "none"), [0.8, 0.8, 0.4, 0.3, 0.1, 0.05, 0.02], COLLAPSE),
+        (("tuned", "PI"), [0.99, 0.99, 0.99, 0.99, 0.9, 0.89, 0.1], PI_TUNE),
+        (("tuned", "YaRN"), [0.99, 0.99, 0.99, 0.99, 0.9, 0.89, 0.1], PI_TUNE.replace("with PI", "with YaRN")),
+        (("trained", "YaRN dynamic"), [0.9] * 7, "but a dynamic YaRN factor does not increase it"),
+    ],
+)
+def test_copy_claims_can_fail(cell, values, says):
     assert says in paragraph(words(), "Expected, and true on all 3 seeds:")
-    assert says in paragraph(words(changed={0: hurt}), "True on some seeds only:")
+    assert says in paragraph(words(changed={2: {cell: values}}), "True on some seeds only:")
+    everywhere = {key: {cell: values} for key in (0, 1, 2)}
+    assert says in paragraph(words(changed=everywhere), "Expected, but not true on any of 3 seeds:")
 
 
 def test_a_report_of_one_seed_says_so():

@@ -88,19 +88,6 @@ def test_batches_reach_both_ends() -> None:
     assert set(text.batches(torch.arange(8), batch=100, seq=7, seed=0)(0).tokens[:, 0].tolist()) == {0}
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
-        ({"seq": 8}, "seq must be an integer from 1 to 7, got 8"),
-        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-    ],
-)
-def test_batches_refuse(keys: dict[str, int], message: str) -> None:
-    with pytest.raises(RopeError, match=message):
-        text.batches(torch.arange(8), **{"batch": 1, "seq": 2, "seed": 0, **keys})
-
-
 def test_windows_stay_inside_files() -> None:
     files = tuple(torch.arange(n, dtype=torch.uint8) + 100 * i for i, n in enumerate((30, 5, 50)))
     found = text.windows(files, count=12, seq=9)

@@ -16,7 +16,7 @@ from torch import Tensor
 import ropewalk
 from ropewalk._checks import error
 from ropewalk.tools.bench.measure import sample_alternately
-from ropewalk.tools.bench.report import Report, Say, check_files
+from ropewalk.tools.bench.report import Report, Say
 from ropewalk.tools.lab.model import Block, LanguageModel, Size
 
 
@@ -76,14 +76,14 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
         tokens_per_second, and ahead (its seconds divided by those of ropewalk). A wrong row has allowed.
 
     Raises:
-        RopeError: transformers is missing, or the file cannot be written.
+        RopeError: transformers is missing.
+        OSError: the file cannot be written.
     """
     try:
         import transformers
     except ImportError as e:
         must, fix = "--decode needs transformers", "Run pip install transformers, or omit --decode."
         raise error("bench", must, f"no transformers ({e})", fix) from e
-    check_files(json_file)
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads or threads)
     size = settings.geometry
@@ -143,6 +143,7 @@ def build_models(size: Geometry, dtype: torch.dtype) -> tuple[LanguageModel, Any
             module.eps = config.rms_norm_eps
     head = {"lm_head.weight": reference.lm_head.weight}
     ours.to(dtype).load_state_dict({**reference.model.state_dict(), **head}, assign=True)
+    ours.lm_head.weight = ours.embed_tokens.weight
     return ours.eval(), reference
 
 

@@ -17,7 +17,7 @@ from ropewalk.tools.bench.case import FAR, Case, Passes
 from ropewalk.tools.bench.clocks import OnCpu, OnGpu
 from ropewalk.tools.bench.contenders import CONTENDERS_ON_GPU
 from ropewalk.tools.bench.peers_gpu import PEERS_ON_GPU
-from ropewalk.tools.bench.report import HEADS, Report, Say, check_files, select_contenders
+from ropewalk.tools.bench.report import HEADS, Report, Say, select_contenders
 
 _BATCHES = (1, 8, 64, 256)  # rows that decode one token each
 
@@ -54,8 +54,9 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         Rows timed on a GPU also have host: the seconds until an eager call returns.
 
     Raises:
-        RopeError: `only` matches no contender but the copy; the file cannot be written; or there is no GPU that the
-            kernels can use, and rehearse is False.
+        RopeError: `only` matches no contender but the copy; or rehearse is False, and there is no GPU that the kernels
+            can use.
+        OSError: the file cannot be written.
     """
     contenders = select_contenders([*CONTENDERS_ON_GPU, *PEERS_ON_GPU], settings.only, settings.compiled)
     rehearsal = "Rehearsal on the CPU: times are meaningless"
@@ -65,7 +66,6 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         fix = "Run it on a machine with a GPU, or pass --rehearse to run small cases on the CPU."
         raise error("bench", must, got, fix)
     parts: dict[str, Any] = {"gpu": None if settings.rehearse else machine.gpu(), "rows": []}
-    check_files(json_file)
     out = Report(asdict(settings), parts, say, json_file)
     out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", f"{HEADS}, layout bshd")
     in_place = {contender.name: contender.in_place for contender in contenders}

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ropewalk import plots
-from ropewalk._checks import RopeError, error, shown
+from ropewalk._checks import error, shown
 from ropewalk.tools.bench import machine
 from ropewalk.tools.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
 from ropewalk.tools.bench.contenders import FLOOR, Contender
@@ -42,26 +41,6 @@ def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled:
     return selected
 
 
-def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise a RopeError if one of the files cannot be written. The check leaves no new files behind."""
-    if plot_file is not None:
-        plots.check_path(plot_file)
-    for what, path in (("JSON file", json_file), ("picture", plot_file)):
-        if path is None:
-            continue
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-            if not existed:
-                path.unlink()
-        except OSError as e:
-            raise _unwritable(what, path, e) from e
-
-
-def _unwritable(what: str, path: Path, e: OSError) -> RopeError:
-    return error("bench", f"the {what} must be writable", f"{str(path)!r} ({e.strerror})", "Pass another path.")
-
-
 class Report:
     """Collects results in `found`, prints them, and writes the JSON file at the start and after each table."""
 
@@ -75,7 +54,7 @@ class Report:
             json_file: file for the results as JSON, or None.
 
         Raises:
-            RopeError: the file cannot be written.
+            OSError: the file cannot be written.
         """
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.found: dict[str, Any] = {"date": date, **machine.describe(), "settings": settings, **parts}
@@ -83,12 +62,8 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        if self._json_file is None:
-            return
-        try:
+        if self._json_file is not None:
             self._json_file.write_text(json.dumps(self.found, indent=1, allow_nan=False) + "\n")
-        except OSError as e:
-            raise _unwritable("JSON file", self._json_file, e) from e
 
     def introduce(self, *lines: str) -> None:
         """Print lines about the run, and a warning if the machine is busy."""

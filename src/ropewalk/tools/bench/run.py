@@ -15,7 +15,7 @@ from ropewalk.tools.bench.case import Case, Layout, Passes
 from ropewalk.tools.bench.clocks import OnCpu
 from ropewalk.tools.bench.contenders import CONTENDERS
 from ropewalk.tools.bench.peers import PEERS
-from ropewalk.tools.bench.report import HEADS, Report, Say, check_files, select_contenders
+from ropewalk.tools.bench.report import HEADS, Report, Say, select_contenders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,15 +64,15 @@ def run(
         (`measure.rows`) and stream (`measure.stream`).
 
     Raises:
-        RopeError: `only` matches no contender but copy_; a file cannot be written; or plot_file is passed, but
-            matplotlib is missing.
+        RopeError: `only` matches no contender but copy_; or plot_file is passed, but cannot be written or matplotlib is
+            missing.
+        OSError: json_file cannot be written.
     """
     contenders = select_contenders([*CONTENDERS, *PEERS], settings.only, settings.compiled)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     threads = torch.get_num_threads()
-    check_files(json_file, plot_file)
-    _draw([], plot_file)  # before the JSON file: matplotlib may be missing
+    _draw([], plot_file)  # raises now if matplotlib is missing or the file cannot be written, as Report does
     out = Report(asdict(settings), {"threads": threads, "rows": [], "stream": []}, say, json_file)
     cpu, torch_version = out.found["machine"], out.found["versions"]["torch"]
     out.introduce(

@@ -53,11 +53,10 @@ class Results:
         Raises:
             KeyError: that length, method or measure was not measured.
         """
-        tokens = times * self.about["trained"]
-        if method not in self.methods(model) or tokens not in self.about["tokens"]:
+        tokens: list[int] = self.about["tokens"]
+        if method not in self.methods(model) or times * self.about["trained"] not in tokens:
             raise KeyError(method, times)
-        found: tuple[float, ...] = self.values(model, method, measure)[self.about["tokens"].index(tokens)]
-        return found
+        return self.values(model, method, measure)[tokens.index(int(times * self.about["trained"]))]
 
 
 @dataclass(frozen=True)

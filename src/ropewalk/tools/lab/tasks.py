@@ -6,20 +6,31 @@ With these recipes, both tasks on three seeds with all fine-tunes take less than
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
+from torch import Tensor
+
 import ropewalk
-from ropewalk.tools.lab import copying, measure, text
-from ropewalk.tools.lab.measure import Plan
-from ropewalk.tools.lab.methods import FACTOR
+from ropewalk.tools.lab import text
+from ropewalk.tools.lab.methods import FACTOR, Plan
 from ropewalk.tools.lab.model import LanguageModel, Size
 from ropewalk.tools.lab.train import Batch, Recipe
 
 BASE = 10_000.0
+SYMBOLS = BOS = 64
+LAST = 64
+"""Number of bytes at the end of a window that are also measured separately, because their positions are the largest."""
+
 _WIDTH = 32
+_TOKENS_AT_ONCE = 4096
+# Separate random streams, so that test sequences differ from training sequences.
+_TRAINING, _TEST = 0, 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,15 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Copy(Task):
-    """The copy task: BOS w BOS w, with |w| from `shortest` to the longest that fits."""
+    """The copy task: each sequence is BOS w BOS w, with random symbols w, and the model must predict the second w.
+
+    |w| is from `shortest` to the longest that fits. The first w cannot be predicted, so only the second one counts. To
+    copy a symbol, the model must attend over exactly the distance between the two w. The task therefore shows clearly
+    whether a model can use positions beyond the trained ones.
+
+    Source: repeated random tokens as in Olsson et al. 2022, "In-context Learning and Induction Heads",
+    arXiv:2209.11895.
+    """
 
     name: ClassVar[str] = "copy"
     length_is: ClassVar[str] = "symbols of w"
@@ -95,15 +114,44 @@ class Copy(Task):
         return 2 * length + 2
 
     def batches(self, seed: int, *, longest: int, sequences: int) -> Callable[[int], Batch]:
-        return copying.batches(seed=seed, sequences=sequences, shortest=self.shortest, longest=(longest - 2) // 2)
+        def at(step: int) -> Batch:
+            generator = np.random.default_rng((_TRAINING, seed, step))
+            symbols = int(generator.integers(self.shortest, (longest - 2) // 2 + 1))  # the same in the whole batch
+            return copy_batch(_words(generator, sequences, symbols))
+
+        return at
+
+    def test_batch(self, length: int) -> Batch:
+        """Draw the test sequences with |w| = length. They do not depend on the seed of the training."""
+        return copy_batch(_words(np.random.default_rng((_TEST, length)), self.test_sequences, length))
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
-        batch = copying.test_batch(length, sequences=self.test_sequences)
-        accuracy, loss = measure.copy_accuracy(model, plan, batch)
+        accuracy, loss = copy_accuracy(model, plan, self.test_batch(length))
         return {"accuracy": accuracy, "loss": loss}
 
     def about(self) -> dict[str, Any]:
         return {**super().about(), "shortest": self.shortest}
+
+
+def copy_batch(words: Tensor) -> Batch:
+    """Build the tokens, targets and mask of sequences BOS w BOS w.
+
+    Args:
+        words: int64 `[sequences, |w|]`, symbols from 0 to 63.
+
+    Returns:
+        A `Batch` of `[sequences, 2·|w| + 1]`. The tokens omit the last symbol and the targets omit the first one. The
+        mask is True in the second w.
+    """
+    bos = torch.full_like(words[:, :1], BOS)
+    sequences = torch.cat([bos, words, bos, words], dim=1)
+    counts = torch.zeros_like(sequences[:, 1:], dtype=torch.bool)
+    counts[:, -words.shape[1] :] = True
+    return Batch(sequences[:, :-1], sequences[:, 1:], counts)
+
+
+def _words(generator: np.random.Generator, sequences: int, symbols: int) -> Tensor:
+    return torch.from_numpy(generator.integers(SYMBOLS, size=(sequences, symbols)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +162,7 @@ class Text(Task):
     length_is: ClassVar[str] = "tokens"
     measures: ClassVar[Mapping[str, str]] = {
         "perplexity": "perplexity per byte over the window",
-        "last": f"perplexity per byte over the last {measure.LAST} bytes of the window",
+        "last": f"perplexity per byte over the last {LAST} bytes of the window",
     }
     position_width: ClassVar[int | None] = _WIDTH
 
@@ -125,16 +173,73 @@ class Text(Task):
         return text.batches(_corpus().train, batch=sequences, seq=longest, seed=seed)
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
-        windows = text.windows(_corpus().held_out, count=self.test_sequences, seq=self.lengths[-1])
-        losses = measure.token_losses(model, plan, measure.last_tokens(windows, length))
+        losses = token_losses(model, plan, self.test_batch(length))
         return {
-            "perplexity": measure.perplexity(losses),
-            "last": measure.perplexity(losses[:, -measure.LAST :]),
-            "by_position": measure.loss_by_position(losses, width=_WIDTH),
+            "perplexity": perplexity(losses),
+            "last": perplexity(losses[:, -LAST:]),
+            "by_position": loss_by_position(losses, width=_WIDTH),
         }
+
+    def test_batch(self, length: int) -> Batch:
+        """Return the ends of the test windows, so that windows of all lengths end with the same text."""
+        windows = text.windows(_corpus().held_out, count=self.test_sequences, seq=self.lengths[-1])
+        return Batch(windows.tokens[:, -length:], windows.targets[:, -length:])
 
     def about(self) -> dict[str, Any]:
         return {**super().about(), "text": _corpus().digest}
+
+
+def token_losses(model: LanguageModel, plan: Plan | None, batch: Batch) -> Tensor:
+    """Compute the cross-entropy of every target in nats, float64 `[batch, seq]`. The mask is ignored."""
+    rows = [
+        torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none").view(
+            targets.shape
+        )
+        for logits, targets, _ in _forward(model, plan, batch)
+    ]
+    return torch.cat(rows)
+
+
+def perplexity(losses: Tensor) -> float:
+    """Compute exp of the mean loss, dimensionless: 1 for perfect prediction, 256 for a uniform guess of bytes.
+
+    Args:
+        losses: the result of `token_losses`, or a slice of it.
+    """
+    return math.exp(float(losses.mean()))
+
+
+def loss_by_position(losses: Tensor, *, width: int) -> list[float]:
+    """Compute the mean loss in nats of each block of `width` positions. An incomplete last block is omitted."""
+    whole = losses.shape[1] // width * width
+    means: list[float] = losses[:, :whole].mean(0).view(-1, width).mean(1).tolist()
+    return means
+
+
+def copy_accuracy(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
+    """Return the top-1 accuracy and the mean loss in nats, over the targets in the mask."""
+    correct = counted = 0
+    loss = 0.0
+    for logits, targets, mask in _forward(model, plan, batch):
+        predicted, expected = logits[mask].double(), targets[mask]
+        correct += int((predicted.argmax(dim=-1) == expected).sum())
+        loss += float(torch.nn.functional.cross_entropy(predicted, expected, reduction="sum"))
+        counted += len(expected)
+    return correct / counted, loss / counted
+
+
+def _forward(model: LanguageModel, plan: Plan | None, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield logits, targets and mask of a few sequences at a time, to limit memory."""
+    seq = batch.tokens.shape[1]
+    mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+    positions = torch.arange(seq)
+    places = positions if model.size.absolute is not None else None
+    at_once = max(1, _TOKENS_AT_ONCE // seq)
+    with torch.no_grad():
+        rotation = None if plan is None else plan.at(positions)
+        for first in range(0, len(mask), at_once):
+            rows = slice(first, first + at_once)
+            yield model(batch.tokens[rows], rotation, positions=places), batch.targets[rows], mask[rows]
 
 
 @functools.cache
@@ -143,7 +248,7 @@ def _corpus() -> text.Corpus:
 
 
 COPY = Copy(
-    size=Size(vocab_size=copying.VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4),
+    size=Size(vocab_size=SYMBOLS + 1, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4),
     trained=128,
     lengths=(31, 63, 95, 127, 191, 255, 511),
     recipe=Recipe(steps=1200, learning_rate=2e-3),

@@ -97,9 +97,6 @@ def batches(text: Tensor, *, batch: int, seq: int, seed: int) -> Callable[[int],
         A function from a step to a `Batch` of tokens and targets, int64 `[batch, seq]`. Each target is the byte after
         its token.
     """
-    _checks.integer("text.batches", "batch", batch, at_least=1)
-    _checks.integer("text.batches", "seq", seq, at_least=1, at_most=len(text) - 1)
-    _checks.integer("text.batches", "seed", seed, at_least=0)
     inside = torch.arange(seq + 1)
 
     def at(step: int) -> Batch:

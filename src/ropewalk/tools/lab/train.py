@@ -17,7 +17,6 @@ import ropewalk
 from ropewalk import _checks
 from ropewalk.tools.lab import checkpoint, ranks
 from ropewalk.tools.lab.model import LanguageModel
-from ropewalk.tools.lab.progress import Progress
 
 
 class Batch(NamedTuple):
@@ -85,7 +84,7 @@ def train(
     *,
     file: Path,
     about: Mapping[str, Any],
-    progress: Progress | None = None,
+    progress: Callable[[int, int, float], object] | None = None,
 ) -> list[float]:
     """Train the model in place, and save a checkpoint after every step.
 
@@ -106,7 +105,7 @@ def train(
         file: file of the checkpoint. Its folder is created. Only one run may write it at a time.
         about: everything else that determines the result (task, digest of the text, seed), as plain JSON. It is stored
             in the checkpoint and compared.
-        progress: is called after every step.
+        progress: is called after every step, with the number of completed steps, that of all steps, and the loss.
 
     Returns:
         The loss of every step in nats.
@@ -158,7 +157,7 @@ def train(
             state = checkpoint.State(checkpoint.tensors_of(sharded, optimizer), losses)
             ranks.on_first(functools.partial(checkpoint.save, file, state))
             if progress is not None:
-                progress.step(step + 1, recipe.steps, losses[-1])
+                progress(step + 1, recipe.steps, losses[-1])
     if sharded is not model and state is not None:
         checkpoint.load_weights(model, state.tensors)
     model.eval()
