@@ -66,8 +66,9 @@ def run(checkout: Path, tests: list[str], angles: str | None) -> tuple[set[str],
     command = [sys.executable, "-m", "pytest", *plain, *tests]
     ran = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     lines = ran.stdout.splitlines()
-    failed = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
-    return failed, "\n".join(line for line in lines[-40:] if not line.startswith(("FAILED", "ERROR")))
+    said = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "SUBFAILED"))]
+    failed = {f"tests/{line.partition(' tests/')[2].split(' ')[0]}" for line in said}
+    return failed, "\n".join(line for line in lines[-40:] if line not in said)
 
 
 def main() -> int:

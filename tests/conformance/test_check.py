@@ -34,12 +34,17 @@ LLAMA = {
 }
 
 
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate x with half pairing by angles that broadcast to `[…, pairs]`."""
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+
+
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotate x correctly with half pairing, `[batch, seq, heads, head_dim]`."""
     inv_freq = base ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angles = positions[..., None, None] * inv_freq
-    a, b = x.double().chunk(2, dim=-1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+    return turned(x, angles)
 
 
 class TestTarget:
@@ -280,6 +285,23 @@ class TestExpected:
         assert report.codes == ["wrong-base"]
         assert report.findings[0].says == "The base is 10000 instead of 500000."
 
+    def test_a_wrong_base_without_a_config(self) -> None:
+        report = conformance.check(lambda x, positions: rotated(x, positions, 500.0), base=10_000.0)
+        assert [finding.says for finding in report.findings] == ["The base is 500 instead of 10000."]
+
+    @pytest.mark.parametrize(("size", "base"), [(62, "13459.6"), (66, "7564.63"), (32, "1e+08"), (128, "100")])
+    def test_the_size_under_the_exponents_is_named(self, size: int, base: str) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            return turned(x, positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / size))
+
+        report = conformance.check(f, base=10_000.0)
+        assert [(finding.code, finding.says) for finding in report.findings] == [
+            (
+                "wrong-exponent",
+                f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base} with 2i/64.",
+            )
+        ]
+
     def test_pairing(self) -> None:
         report = conformance.check(rotated, pairing="interleaved")
         assert report.findings[0].says == "The pairing is half, but interleaved is expected."
@@ -326,8 +348,7 @@ class TestExpected:
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             angles = positions[..., None, None] * torch.tensor([0.75, *10_000.0 ** (-torch.arange(2, 64, 2) / 64) / 2])
-            a, b = x.double().chunk(2, dim=-1)
-            return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).type_as(x)
+            return turned(x, angles)
 
         report = conformance.check(f, rope=Rope(64, 10_000.0, "half", scaling=Halved()))
         assert [finding.says for finding in report.findings] == ["The first pair has 0.75 radians."]
@@ -416,10 +437,7 @@ class TestFoundAlone:
             plain = 500_000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
             smooth = ((8192 * plain / (2 * torch.pi) - 1.0) / 3.0).clamp(0, 1)
             angles = positions[..., None, None] * (plain * smooth + plain / 8 * (1 - smooth))
-            a, b = x.double().chunk(2, dim=-1)
-            return torch.cat(
-                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
-            ).type_as(x)
+            return turned(x, angles)
 
         report = conformance.check(f)
         assert report.codes == []
@@ -430,10 +448,7 @@ class TestFoundAlone:
         def f(x: Tensor, positions: Tensor) -> Tensor:
             inv_freq = (base ** (-torch.arange(0, 64, 2).float() / 64)).bfloat16().float()
             angles = positions[..., None, None].float() * inv_freq
-            a, b = x.float().chunk(2, dim=-1)
-            return torch.cat(
-                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
-            ).type_as(x)
+            return turned(x, angles)
 
         assert conformance.check(f).codes == ["low-precision-frequencies"]
 
@@ -442,10 +457,7 @@ class TestFoundAlone:
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             angles = positions[..., None, None] * torch.sin(1.0 + torch.arange(32, dtype=torch.float64)).abs()
-            a, b = x.double().chunk(2, dim=-1)
-            return torch.cat(
-                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
-            ).type_as(x)
+            return turned(x, angles)
 
         report = conformance.check(f)
         assert (report.codes, report.found["frequencies"]) == ([], "not a geometric progression")
@@ -547,9 +559,7 @@ class TestReport:
         def f(x: Tensor, positions: Tensor) -> Tensor:
             inv_freq = 10_000.0 ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
             angles = positions[..., None, None].float() * inv_freq
-            a, b = x.float().chunk(2, dim=-1)
-            cos, sin = angles.cos(), angles.sin()
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+            return turned(x, angles)
 
         drifts = {grade.name: grade for grade in conformance.check(f).grades}["error at 1,048,575"]
         exact = {grade.name: grade for grade in conformance.check(rotated).grades}["error at 1,048,575"]

@@ -10,8 +10,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from ropewalk import conformance
 from ropewalk.tools.check.report import BUGS
@@ -61,34 +59,6 @@ def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
     (views,) = [grade for grade in report.grades if grade.name == "views"]
     assert views.right is None
     assert views.says.startswith("not judged: ")
-
-
-@pytest.mark.parametrize(("size", "base"), [(62, "13459.6"), (66, "7564.63"), (32, "1e+08"), (128, "100")])
-def test_the_size_under_the_exponents_is_named(size: int, base: str) -> None:
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        angles = positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / size)
-        a, b = x.double().chunk(2, dim=-1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).type_as(x)
-
-    report = conformance.check(rotate, base=10_000.0)
-    assert [(finding.code, finding.says) for finding in report.findings] == [
-        (
-            "wrong-exponent",
-            f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base} with 2i/64.",
-        )
-    ]
-
-
-def test_a_wrong_base_without_a_config() -> None:
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        angles = positions[..., None, None] * 500.0 ** (-torch.arange(0, 64, 2) / 64)
-        a, b = x.double().chunk(2, dim=-1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).type_as(x)
-
-    report = conformance.check(rotate, base=10_000.0)
-    assert report.codes == ["wrong-base"]
-    assert report.findings[0].says == "The base is 500 instead of 10000."
-    assert "the base is wrong" in str(report)
 
 
 def test_number_of_files_and_bugs() -> None:

@@ -96,7 +96,7 @@ def _call(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, width: Width) -> bool:
     """Return whether tables are factor · cos and factor · sin of the angles, within the error of float32 angles."""
-    drift = (1e-5 + angles.abs() * formats.FLOAT32) * max(1.0, factor)
+    drift = (1 + angles.abs()) * formats.FLOAT32 * max(1.0, factor)
     tables = [formats.narrow(table, width).to("cpu", torch.float64) for table in cos_and_sin(returned)]
     return all(
         table.shape == angles.shape and bool(((table - factor * exact).abs() <= drift).all())

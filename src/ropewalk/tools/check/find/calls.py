@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -49,13 +50,13 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
         return _candidates(first, second, arguments, call, expected.channels)
 
     errors: list[str] = []
-    best: tuple[int, Subject] | None = None
-    for subject in candidates(expected):
+    best: tuple[int, int, Subject] | None = None
+    for index, subject in enumerate(candidates(expected)):
         if layout is not None and subject.layout != layout:
             continue
         score = _score(subject, errors)
         if score is not None and (best is None or score > best[0]):
-            best = score, subject
+            best = score, index, subject
         if score == _PERFECT:
             break
     if best is None:
@@ -66,15 +67,10 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
             errors[0] if errors else "no known parameters",
             " ".join((f"Describe its parameters: pass {how}, {layout} or arguments (--arg).", *expected.notes)),
         )
-    chosen = best[1]
+    _, index, chosen = best
 
     def rebuild(base: float | None = None) -> Subject:
-        return next(
-            subject
-            for subject in candidates(expected if base is None else replace(expected, base=base))
-            if (subject.signature, subject.layout, subject.positions, subject.tables)
-            == (chosen.signature, chosen.layout, chosen.positions, chosen.tables)
-        )
+        return next(islice(candidates(expected if base is None else replace(expected, base=base)), index, None))
 
     return chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
 
@@ -159,12 +155,8 @@ def _candidates(
 ) -> Iterator[Subject]:
     """Yield every call that the names of the target's parameters allow.
 
-    Args:
-        first: the function, object or `_TableSet` of the target.
-        second: the function that rotates, if `first` computes cos and sin for it. Otherwise None.
-        arguments: the arguments with which `first` was constructed, or None.
-        call: the roles that the user stated as `call`, or None.
-        channels: the number of channels of a head of the target.
+    `first` is the function, object or `_TableSet` of the target. `second` is the function that rotates by its tables,
+    or None.
 
     Raises:
         RopeError: the parameters allow no known call. The message says how to describe them.
@@ -235,14 +227,7 @@ def _with_own_angles(function: Any, parameter_of: Roles, fixed: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class _Source:
-    """A source of tables: cos and sin, or one tensor that contains both.
-
-    Args:
-        name: describes the tables, for the report.
-        make: a function of q, in the layout of the rotating function, and positions `[batch, seq]`. It returns tables
-            with the axes batch and seq.
-        positions: the positions that the source accepts. With "none", it counts them from 0.
-    """
+    """A source of tables: `make` returns them, with axes batch and seq, for q and positions `[batch, seq]`."""
 
     name: str
     make: Callable[[Tensor, Tensor], Tables]
