@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from checkpoint_files import CONFIG, run
+from checkpoint_files import CONFIG
 
 STATUS = Path("/proc/self/status")
 pytestmark = pytest.mark.skipif(not STATUS.exists(), reason="the peak of a process is read from Linux's /proc")
@@ -81,16 +81,9 @@ def test_memory(tmp_path: Path) -> None:
     write_large(tmp_path / "a", layers=2, width=3072)
     for source, target, to, form in (
         ("a", "b", "interleaved", "hf"),
-        ("b", "c", "half", "hf"),
-        ("a", "d", "interleaved", "meta"),
-        ("d", "e", "half", "hf"),
+        ("a", "c", "interleaved", "meta"),
+        ("c", "d", "half", "hf"),
     ):
         needed, size = convert(tmp_path / source, tmp_path / target, to, form)
         assert size >= 252 * MIB
         assert needed < LARGEST, f"{source} to {target}: {needed / MIB:.0f} MiB"
-    for path in (tmp_path / "a").glob("*.safetensors"):
-        assert (tmp_path / "c" / path.name).read_bytes() == path.read_bytes()
-    run(tmp_path / "e", tmp_path / "f", "--to", "interleaved", "--format", "meta")
-    assert (tmp_path / "f" / "consolidated.00.pth").read_bytes() == (
-        tmp_path / "d" / "consolidated.00.pth"
-    ).read_bytes()
