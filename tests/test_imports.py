@@ -237,7 +237,7 @@ BUDGET = {
     "schemes": 1340,
     "tools": 480,
     "tools/bench": 1910,
-    "tools/check": 2950,
+    "tools/check": 2960,
     "tools/commands": 1100,
     "tools/convert": 2050,
     "tools/diff": 920,
