@@ -11,12 +11,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import oracle
 import tiny_models
-from ropewalk import Rotation
+from ropewalk import RopeError, Rotation
 from ropewalk.integrations.transformers import accelerate, restore
 from ropewalk.integrations.transformers.functions import attached_to
 
@@ -94,6 +95,14 @@ def attached(tables: Any) -> Rotation:
     found = attached_to(given)
     assert found is not None
     return found.rotation
+
+
+def refused(model: Any, message: str, **options: Any) -> None:
+    """Check that `accelerate` raises, and that the model does not change."""
+    before = {name: (id(module), type(module)) for name, module in model.named_modules()}
+    with pytest.raises(RopeError, match=message):
+        accelerate(model, **options)
+    assert {name: (id(module), type(module)) for name, module in model.named_modules()} == before
 
 
 def tokens(batch: int = 2, seq: int = 64) -> Tensor:

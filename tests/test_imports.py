@@ -243,7 +243,7 @@ BUDGET = {
     "schemes": 1420,
     "tools": 400,
     "tools/bench": 1720,
-    "tools/check": 2950,
+    "tools/check": 2960,
     "tools/commands": 1090,
     "tools/convert": 2050,
     "tools/diff": 920,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tiny_models
+from model_checks import refused
 from ropewalk import Rope, RopeError
 from ropewalk.integrations.transformers import accelerate, compare, restore
 from rotating_functions import rotating_function
@@ -19,14 +20,6 @@ pytest.importorskip("transformers", "5.23")
 @pytest.fixture
 def llama() -> Any:
     return tiny_models.build("llama")
-
-
-def refused(model: Any, message: str, **options: Any) -> None:
-    """Check that `accelerate` raises, and that the model does not change."""
-    before = {name: id(module) for name, module in model.named_modules()}
-    with pytest.raises(RopeError, match=message):
-        accelerate(model, **options)
-    assert {name: id(module) for name, module in model.named_modules()} == before
 
 
 class TestRefused:

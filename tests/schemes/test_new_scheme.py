@@ -222,7 +222,7 @@ CLASSES = {*schemes.BY_NAME, "Scaling", "Scheme", "LengthDependent"}
 
 
 def type_tests(tree: ast.AST) -> list[int]:
-    """Return the lines that call isinstance or issubclass with a scheme, or that compare a `.rope_type`."""
+    """Return the lines that call isinstance or issubclass with a scheme, or that compare or look up a `.rope_type`."""
     found = []
     for node in ast.walk(tree):
         if (
@@ -233,9 +233,10 @@ def type_tests(tree: ast.AST) -> list[int]:
             names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and ast.unparse(n.value) != "nn"}
             found += [node.lineno] * bool(names & CLASSES)
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            found += [node.lineno] * any(isinstance(n, ast.Attribute) and n.attr == "rope_type" for n in sides)
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += node.args if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".get") else []
+        sides += [node.slice] if isinstance(node, ast.Subscript) else []
+        found += [n.lineno for n in sides if isinstance(n, ast.Attribute) and n.attr == "rope_type"]
     return found
 
 
@@ -246,7 +247,14 @@ def test_only_schemes_know_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["isinstance(x, YaRN | int)", "isinstance(x, schemes.Linear)", "x.rope_type == 'yarn'"]
+    "line",
+    [
+        "isinstance(x, YaRN | int)",
+        "isinstance(x, schemes.Linear)",
+        "x.rope_type == 'yarn'",
+        "BUGS.get(x.rope_type)",
+        "BUGS[x.rope_type]",
+    ],
 )
 def test_the_rule_can_fail(line: str) -> None:
     assert type_tests(ast.parse(line)) == [1]

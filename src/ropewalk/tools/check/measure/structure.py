@@ -66,7 +66,14 @@ def _multiply_pairs(x: Tensor, ins: Tensor, outs: Tensor, multipliers: Tensor) -
 
 
 def infer(matrices: Tensor) -> Structure | None:
-    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. Return None if no two form a pair."""
+    """Infer the pairs of channels from the linear maps that a rotation applies to a head at several tokens.
+
+    Args:
+        matrices: `[tokens, out channels, in channels]`, float32 or float64, on the CPU.
+
+    Returns:
+        The pairs and their flaw, or None if no two channels form a pair.
+    """
     depends = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
     groups = _groups(depends)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
