@@ -277,6 +277,8 @@ def test_refuses_arguments() -> None:
     for message, given, options in wrong:
         with pytest.raises(RopeError, match=f"RotaryAttention: .*{message}"):
             made(*given, **options)
+    with pytest.raises(RopeError, match="RotaryAttention: cache must be one layer of a step of a KVCache"):
+        layer(window=3)(x, rotation, cache=cache)
     with pytest.raises(RopeError, match=r"TwoPass\.attend: mask must be a tensor or None, got a BlockMask"):
         made(x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64), mask=blocks)
     step = cache.step(SEQ)

@@ -168,18 +168,6 @@ def test_positions_may_have_gaps() -> None:
     assert cache.length.tolist() == [4]
 
 
-def test_tokens_at_one_position_attend_by_order() -> None:
-    """Text, four patches of an image at one position, and text: in one step, and in steps that split the image."""
-    rope, rotary = ROPES["default"]
-    x, places = torch.randn(1, 7, HIDDEN, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 2, 2, 3])
-    wanted = run_whole_row(x[0], rotary, *distances(7, {"capacity": 7}, places))
-    for pieces in ([(0, 7)], [(0, 4), (4, 5), (5, 7)]):
-        cache = cache_of(1, capacity=7)
-        out = [run(cache, x[:, start:stop], rope, positions=places[start:stop]) for start, stop in pieces]
-        torch.testing.assert_close(torch.cat(out, dim=1)[0], wanted, **EXACT)
-        assert cache.position.tolist() == [4]
-
-
 @pytest.mark.parametrize("delta", [5, torch.tensor([5])])
 def test_slots_without_a_key_stay_empty_when_positions_shift(delta: int | Tensor) -> None:
     rope, _ = ROPES["default"]
@@ -252,31 +240,6 @@ def test_explicit_positions_are_copied() -> None:
     assert cache.step(1).key_positions.tolist() == [[7, 7, 8, 2**62]]
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
-def test_keys_of_every_layout(layout: str) -> None:
-    """Keys that were rotated in any layout, and stored in several steps, equal the keys of one pass, written out."""
-    rope, rotary = ROPES["YaRN, partial"]
-    assert rope is not None
-    assert rotary is not None
-    batch = 1 if layout == "thd" else 2
-    cache = KVCache(1, batch, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64)
-    k = torch.randn(batch, 5, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    order = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
-    for start, stop in ((0, 3), (3, 4), (4, 5)):
-        step, piece = cache.step(stop - start), k[:, start:stop]
-        at = step.positions[0]
-        if layout == "thd":
-            rotated = rope.at(at, dtype=torch.float64)(piece[0], layout="thd")[None]
-        else:
-            rotated = rope.at(at, dtype=torch.float64)(piece.permute(order[layout]), layout=layout)
-            rotated = rotated.permute(order[layout])  # each of these permutations is its own inverse
-        keys, values = step.layer(0).append(rotated, piece)
-    angles = np.arange(5)[:, None, None] * np.array([float(w) for w in rotary.speeds])
-    wanted = oracle.rotate(k.numpy(), angles, rotary.pairing, rotary.offset, rotary.factor)
-    np.testing.assert_allclose(keys.numpy(), wanted, rtol=0, atol=1e-14)
-    assert torch.equal(values, k)
-
-
 @pytest.mark.parametrize("delta", [-7, torch.tensor([40, -3])])
 def test_shift_rotates_keys_only(delta: int | Tensor) -> None:
     """The attention factor of every key is unchanged, in every layer and also where the shift is 0."""
@@ -300,15 +263,6 @@ def test_shift_rotates_keys_only(delta: int | Tensor) -> None:
     following = cache.step(1, at=None, attention_mask=torch.zeros(2, 1, dtype=torch.bool))
     assert torch.equal(following.positions[:, 0], torch.as_tensor(moved[:, -1] + 1))
     assert torch.equal(following.key_positions, torch.as_tensor(moved))
-
-
-def test_reset() -> None:
-    rope, _ = ROPES["default"]
-    cache, x = cache_of(2, window=3), torch.randn(2, 5, HIDDEN, dtype=torch.float64)
-    first = run(cache, x, rope)
-    assert torch.equal(cache.position, torch.tensor([5, 5]))
-    cache.reset()
-    assert torch.equal(run(cache, x, rope), first)
 
 
 ROWS: dict[str, Callable[[list[int], int], Any]] = {

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attention_oracle as written_out
-import oracle
 from cache_model import (
     EXACT,
     HEAD_DIM,
@@ -130,31 +129,6 @@ def test_a_shared_prefix(length: int | None, forked_first: bool) -> None:
     tokens = torch.cat([x[0, :kept], more[other][0], again[0]])
     wanted = run_whole_row(tokens, TURN, *distances(kept + 4, {"capacity": 20}))
     torch.testing.assert_close(out[0, -1], wanted[-1], **EXACT)
-
-
-def test_both_rows_of_a_fork_in_one_pass() -> None:
-    cache = paged(1)
-    x = torch.randn(1, 6, HIDDEN, dtype=torch.float64)
-    run(cache, x, ROPE)
-    cache.fork(0)
-    new = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
-    out = run(cache, new, ROPE)
-    for row in range(2):
-        tokens = torch.cat([x[0], new[row]])
-        torch.testing.assert_close(out[row], run_whole_row(tokens, TURN, *distances(9, {"capacity": 9}))[6:], **EXACT)
-
-
-def test_shift_leaves_rows_that_share_keys() -> None:
-    cache, whole = paged(1), cache_of(2, capacity=20)
-    x = torch.randn(1, 9, HIDDEN, dtype=torch.float64)
-    run(cache, x, ROPE)
-    run(whole, x.expand(2, -1, -1), ROPE)
-    cache.fork(0)
-    cache.shift(ROPE, -5, rows=[1])
-    whole.shift(ROPE, torch.tensor([0, -5]))
-    new = torch.randn(2, 1, HIDDEN, dtype=torch.float64)
-    torch.testing.assert_close(run(cache, new, ROPE), run(whole, new, ROPE), **EXACT)
-    assert cache.position.tolist() == [10, 5]
 
 
 def test_rows_that_share_keys_and_move_together() -> None:
@@ -385,15 +359,6 @@ def test_attributes_of_a_step() -> None:
     assert step.key_order.tolist() == [[0, 1, 2, none, none, none], [0, 1, 2, 3, 4, none]]
     assert step.mask[0, 0].int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
     assert step.mask.shape == (2, 1, 2, 6)
-
-
-def test_the_mask_follows_the_order_of_tokens() -> None:
-    """Decreasing positions affect the rotation of keys, but not the mask."""
-    cache, places = paged(1), torch.tensor([5, 5, 2, 9, 0])
-    x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
-    out = torch.cat([run(cache, x[:, i : i + 1], ROPE, positions=places[i : i + 1]) for i in range(5)], dim=1)
-    rotary = written_out.Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
-    torch.testing.assert_close(out[0], run_whole_row(x[0], rotary, *distances(5, {"capacity": 5}, places)), **EXACT)
 
 
 @pytest.mark.parametrize("layout", ["HND", "side by side", "one tensor of all layers"])

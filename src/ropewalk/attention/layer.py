@@ -284,19 +284,19 @@ class RotaryAttention(torch.nn.Module):
         ours = isinstance(cache, LayerCache)  # which checks rotation itself
         if rotation is not None and not ours and not isinstance(rotation, (Rotation, TwoPass)):
             raise attention.not_a_rotation(who, rotation)
-        if self.window is not None and cache is not None and not ours and not isinstance(mask, BlockMask):
-            raise _checks.error(
-                who,
-                "window must be None with a cache of your own, which applies its window itself",
-                f"window={self.window} and a {type(cache).__name__}",
-                "Build the layer without a window, or use a KVCache.",
-            )
         if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
                 "cache must be one layer of a step of a KVCache, another object with such a method attend, or None",
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
+            )
+        if self.window is not None and cache is not None and not ours and not isinstance(mask, BlockMask):
+            raise _checks.error(
+                who,
+                "window must be None with a cache of your own, which applies its window itself",
+                f"window={self.window} and a {type(cache).__name__}",
+                "Build the layer without a window, or use a KVCache.",
             )
         if cache is not None and (not self.causal or (self.training and self.dropout)):
             raise _checks.error(

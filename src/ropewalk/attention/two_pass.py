@@ -94,8 +94,9 @@ class TwoPass:
             RopeError: mask has a wrong type, dtype or shape.
         """
         near, far = q.chunk(2, dim=1)
-        if mask is None and causal:
-            mask = causal_mask(near.shape[1], k.shape[1], q.device)
+        seq = near.shape[1]
+        if mask is None and causal and (isinstance(seq, torch.SymInt) or seq > 1):  # one query attends to every key
+            mask = causal_mask(seq, k.shape[1], q.device)
         if mask is not None:
             if not isinstance(mask, Tensor):
                 must, fix = "mask must be a tensor or None", "Pass a dense mask, e.g. masks.packed(cu_seqlens, total)."
@@ -113,7 +114,7 @@ class TwoPass:
         weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0).to(v.dtype)
         if dropout:
             weights = torch.nn.functional.dropout(weights, dropout)
-        batch, heads, seq, keys = weights.shape
+        batch, heads, _, keys = weights.shape
         rows = weights.reshape(batch, v.shape[2], -1, keys)
         return _matmul(rows, v.transpose(1, 2)).view(batch, heads, seq, -1).transpose(1, 2)
 
