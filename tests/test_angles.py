@@ -154,30 +154,6 @@ def test_scores_depend_on_distance_only(shift: int, distance: int) -> None:
     assert abs(score(shift) - score(0)) <= 2e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(7,), (3, 7), (0,), (1, 1)])
-def test_shapes_and_integer_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    rope = Rope(8, 1e4, "half")
-    positions = torch.randint(-1000, 1000, shape, dtype=dtype)
-    rotation = rope.at(positions)
-    assert rotation.cos.shape == rotation.sin.shape == (*shape, 4)
-    assert torch.equal(rotation.cos, rope.at(positions.long()).cos)
-
-
-def test_int32_does_not_overflow() -> None:
-    rope = Rope(8, 1e4, "half")
-    assert torch.equal(
-        rope.at(torch.tensor([LIMIT - 1], dtype=torch.int32)).sin, rope.at(torch.tensor([LIMIT - 1])).sin
-    )
-
-
-def test_negative_positions_rotate_backwards() -> None:
-    rope = Rope(8, 1e4, "half")
-    ahead, behind = rope.at(torch.arange(50)), rope.at(-torch.arange(50))
-    assert torch.equal(ahead.cos, behind.cos)
-    assert torch.equal(ahead.sin, -behind.sin)
-
-
 def test_float64_tables() -> None:
     rope = Rope(64, 5e5, "half")
     positions = torch.cat((edges(), random_positions(40, seed=1)))
@@ -199,24 +175,10 @@ def test_float_positions(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rotation.sin.double(), angle.sin(), rtol=0, atol=ON_CPU)
 
 
-def test_float_positions_that_are_whole_agree_with_integers() -> None:
-    rope = Rope(64, 1e4, "half")
-    whole = torch.arange(0, 5000, 7)
-    torch.testing.assert_close(rope.at(whole.double()).cos, rope.at(whole).cos, rtol=0, atol=6e-8)
-
-
 def test_gradient_reaches_float_positions() -> None:
     rope = Rope(8, 1e4, "half")
     positions = torch.tensor([0.3, 2.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda p: rope.at(p, dtype=torch.float64).cos, positions)
-
-
-def test_attention_factor_costs_no_accuracy() -> None:
-    rope = Rope(128, 1e4, "half", scaling=YaRN(16, 4096))
-    positions = random_positions(50, seed=3)
-    cos, _ = oracle.cos_sin(positions.tolist(), rope.inv_freq)
-    error = (rope.at(positions).cos.double() - torch.from_numpy(cos) * rope.attention_factor).abs().max()
-    assert error <= 6e-8  # half an ulp of numbers up to 1.28
 
 
 class TestShift:

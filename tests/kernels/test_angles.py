@@ -94,17 +94,6 @@ def test_whole_turn(level: str, dtype: torch.dtype) -> None:
         assert (sin.reshape(-1).double() - angle.sin()).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("head_dim", [2, 6, 80, 128])
-def test_through_a_rope(level: str, head_dim: int) -> None:
-    """From the frequencies of a rope, also at positions where the rounding of the step is largest."""
-    rope = Rope(head_dim, 1e4, "half")
-    positions = torch.tensor([0, 1, -1, 4095, 131_071, LIMIT - 1, -LIMIT, 1_234_567_890])
-    cos, sin = oracle.cos_sin(positions.tolist(), rope.inv_freq)
-    rotation = rope.at(positions)
-    assert (rotation.cos.double() - torch.from_numpy(cos)).abs().max() <= ERROR[torch.float32]
-    assert (rotation.sin.double() - torch.from_numpy(sin)).abs().max() <= ERROR[torch.float32]
-
-
 def test_positions_of_any_form(level: str) -> None:
     rope = Rope(10, 1e4, "half")
     plain = torch.randint(-LIMIT, LIMIT, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -205,15 +194,6 @@ def test_an_unknown_axis(level: str, wrong: int) -> None:
     axis[7] = wrong
     with pytest.raises(RopeError, match="each pair must have one of the axes of positions"):
         cpu.angles(positions, steps, 1.0, torch.float32, axis)
-
-
-def test_several_axes_with_threads(level: str, threads: None) -> None:
-    positions, axis, steps = torch.arange(3 * 5_001).reshape(3, -1) * 7_919 - 3, several(3, 40)[1], several(3, 40)[2]
-    made = []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        made.append(torch.stack(cpu.angles(positions, steps, 1.0, torch.float32, axis)))
-    assert torch.equal(*made)
 
 
 def test_a_rope_with_axes_calls_it_once(calls: list[str]) -> None:

@@ -77,6 +77,7 @@ import numpy as np
 import torch
 import oracle
 from ropewalk import Rope
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 
 torch.set_num_threads(2)

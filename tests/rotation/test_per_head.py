@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, check, expected, shape
 from ropewalk import KVCache, Rope, RopeError, RotaryAttention, Rotation, formats
-from ropewalk._layout import Options
 
 BATCH, SEQ, HEADS, DIM, PAIRS, OFFSET = 2, 5, 3, 20, 6, 4
 RANKS = {"shared by the batch": (HEADS, SEQ, PAIRS), "each row": (BATCH, HEADS, SEQ, PAIRS)}
@@ -62,15 +61,6 @@ class TestEveryVariant:
         rotation.apply_(q, k, layout=layout)
         assert torch.equal(q, rotated[0])
         assert torch.equal(k, rotated[1])
-
-    def test_head_by_head(self, layout: str, rank: str, pairing: str) -> None:
-        torch.manual_seed(1)
-        rotation, q, heads = make_rotation(rank, pairing), made(layout), layout.index("h")
-        rotated = rotation(q, layout=layout)
-        for h in range(HEADS):
-            tables = rotation.cos[..., h, :, :], rotation.sin[..., h, :, :]
-            one = Rotation(*tables, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET)
-            assert torch.equal(one(q.narrow(heads, h, 1), layout=layout), rotated.narrow(heads, h, 1))
 
     def test_inverse(self, layout: str, rank: str, pairing: str) -> None:
         torch.manual_seed(2)
@@ -319,11 +309,3 @@ class TestRefused:
         narrower = pytree.tree_map(lambda table: table[0, 0], make_rotation("each row"))
         with pytest.raises(RopeError, match="with per_head=True"):
             narrower(made("bshd"), layout="bshd")
-
-    @pytest.mark.usefixtures("built")
-    def test_compiled_code_requires_a_table_for_each_head(self) -> None:
-        from ropewalk.kernels import cpu
-
-        q, table = torch.randn(1, SEQ, 2, DIM), torch.ones(1, 3, SEQ, PAIRS)
-        with pytest.raises(RopeError, match="tables per head must be as many as heads"):
-            cpu.rotate([q], [q], table, table, Options("bshd", False, 0, False))

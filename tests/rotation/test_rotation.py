@@ -99,51 +99,10 @@ def test_float64_tensors_use_float64_tables_to_the_full() -> None:
     np.testing.assert_allclose(y, expected(rope, q, positions, "thd"), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_strides_do_not_matter(pairing: str) -> None:
-    rope, positions = Rope(8, 1e4, pairing), torch.arange(SEQ)
-    rotation = rope.at(positions)
-    dense = torch.randn(BATCH, SEQ, HEADS, 8)
-    wanted = rotation(dense, layout="bshd")
-    fused = torch.randn(BATCH, SEQ, HEADS + 2, 8)
-    fused[:, :, 1:-1] = dense
-    every_second = torch.randn(BATCH, SEQ, HEADS, 16)
-    every_second[..., ::2] = dense
-    views = {
-        "slice of a fused tensor": fused[:, :, 1:-1],
-        "channels apart": every_second[..., ::2],
-        "transposed": dense.transpose(1, 2).contiguous().transpose(1, 2),
-        "channels first": dense.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
-    }
-    for name, view in views.items():
-        assert torch.equal(view, dense)
-        assert torch.equal(rotation(view, layout="bshd"), wanted), name
-        copy_ = view.clone(memory_format=torch.preserve_format)
-        rotation.apply_(copy_, layout="bshd")
-        assert torch.equal(copy_, wanted), name
-    one_head = torch.randn(BATCH, SEQ, 1, 8)
-    expanded = one_head.expand(-1, -1, HEADS, -1)
-    assert torch.equal(rotation(expanded, layout="bshd"), rotation(expanded.contiguous(), layout="bshd"))
-
-
 @pytest.mark.parametrize("size", [(0, SEQ, 2, 8), (BATCH, SEQ, 0, 8)])
 def test_empty(size: tuple[int, ...]) -> None:
     assert Rope(8, 1e4, "half").at(torch.arange(SEQ))(torch.empty(size), layout="bshd").shape == size
     assert Rope(8, 1e4, "half").at(torch.arange(0))(torch.empty(1, 0, 2, 8), layout="bshd").numel() == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_in_place_is_the_same(layout: str, pairing: str) -> None:
-    rope = Rope(16, 1e4, pairing, rotary_dim=6, rotary_offset=4)
-    rotation = rope.at(torch.arange(SEQ))
-    q, k = torch.randn(shape(layout, HEADS, 16)), torch.randn(shape(layout, KV_HEADS, 16))
-    wanted = rotation(q, k, layout=layout)
-    address = q.data_ptr()
-    assert rotation.apply_(q, k, layout=layout) is None
-    assert q.data_ptr() == address
-    assert torch.equal(q, wanted[0])
-    assert torch.equal(k, wanted[1])
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -3,7 +3,7 @@
     phase = position · phase step        int64; wraparound reduces modulo one turn without rounding
 
 - Plain tensors on the CPU or a GPU use the compiled kernels, which evaluate polynomials in float64. Code compiled for a
-  GPU calls them through an operator (`operator.py`).
+  GPU calls them through the operator `ropewalk::angles`.
 - Tensors that the kernels do not support use PyTorch's cos and sin of the phase in float64, rounded once.
 - On devices without float64, the top two bits of the phase give the quadrant, and float32 polynomials give cos and sin
   of the residual, which is within an eighth of a turn. `torch.cos` is not used there: under torch.compile it is off by
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.angles import operator
-from ropewalk.angles.phase_steps import device_copy
+from ropewalk.angles.phase_steps import device_copy, ensure_on_device
 from ropewalk.kernels import backend, cpu
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -174,7 +173,10 @@ def cos_sin(
     if positions.dtype in _INTEGERS:
         # Not `is_exporting()`, which returns this flag: before 2.12, Dynamo takes the call for True in any compilation.
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
-            return operator.angles(positions, phase_steps, factor, dtype, axis)
+            for numbers in (phase_steps,) if axis is None else (phase_steps, axis):
+                ensure_on_device(numbers, positions.device)
+            tables: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, phase_steps, factor, dtype, axis)
+            return tables
         if has_float64:
             return _from_integers(positions, phase_steps, factor, dtype, axis)
         _require_float64(dtype == torch.float32, positions.device)
@@ -243,7 +245,50 @@ def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tens
     return positions.index_select(0, device_copy(axis, positions)).movedim(0, -1)
 
 
-operator.define_angles(_from_integers)
+# The operator takes the phase steps as numbers and caches their copy on the device, as eager calls do. If they were a
+# constant tensor of the graph, every call would copy them to the GPU.
+_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "angles(Tensor positions, int[] phase_steps, float factor, ScalarType dtype, int[]? axis=None) -> (Tensor, Tensor)"
+)
+
+
+def _angles(
+    positions: Tensor, phase_steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Implement the operator, which any code may call, so it checks its arguments."""
+    who, fix = "torch.ops.ropewalk.angles", "Use Rope.at."
+    if positions.dtype not in _INTEGERS or dtype not in _FLOATS or not phase_steps:
+        must = "positions must be int32 or int64, dtype float32 or float64, and phase_steps not empty"
+        got = f"{positions.dtype}, {dtype} and {len(phase_steps)} phase steps"
+        raise _checks.error(who, must, got, fix)
+    rows = positions.shape[0] if positions.ndim else 0
+    if axis is not None and (len(axis) != len(phase_steps) or not all(0 <= a < rows for a in axis)):
+        must = "axis must name a row of positions for each phase step"
+        got = f"{_checks.shown(axis)} for {len(phase_steps)} phase steps and {rows} rows"
+        raise _checks.error(who, must, got, fix)
+    cos, sin = _from_integers(positions, tuple(phase_steps), factor, dtype, None if axis is None else tuple(axis))
+    return cos.contiguous(), sin.contiguous()  # without a kernel, their strides differ from those of `_angles_meta`
+
+
+def _angles_meta(
+    positions: Tensor, phase_steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    shape = positions.shape[axis is not None :]
+    cos, sin = (positions.new_empty((*shape, len(phase_steps)), dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+def _angles_vmap(
+    info: Any, in_dims: tuple[Any, ...], positions: Tensor, *rest: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    to = 0 if len(rest) < 4 or rest[3] is None else 1  # after the axis of rows
+    return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], to), *rest), (0, 0)
+
+
+_library.impl("angles", _angles, "CompositeExplicitAutograd")
+_library.impl("angles", _angles_meta, "Meta")
+torch.library.register_vmap("ropewalk::angles", _angles_vmap, lib=_library)
 
 
 def _cos_sin_rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -181,9 +181,7 @@ def _rotation_plan(
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
     k_programs = batch * _blocks(tokens, k_t) * _blocks(k_heads, k_h)
     of_tensors, dense, unit = _strides(strides, out_strides, layout, _VECTOR // element_size)
-    # With interleaved pairs, a thread holds both channels of half as many pairs, so its table loads are half as wide.
-    widest = _VECTOR // element_size // (2 if interleaved else 1)
-    of_tables, table_dense, table_unit = _table_strides(*tables, widest)
+    of_tables, table_dense, table_unit = _table_strides(*tables, element_size, interleaved)
     numbers = {
         "tokens": tokens,
         "q_heads": q_heads,
@@ -282,9 +280,8 @@ def step_launch(
         for axis, at in where.items()
     }
     unit = _unit(list(strides.values()), _VECTOR // size) if dense else 1
-    widest = _VECTOR // size // (2 if interleaved else 1)
     of_tables, table_dense, table_unit = _table_strides(
-        cos.shape, cos.stride(), sin.stride(), cos.element_size(), widest
+        cos.shape, cos.stride(), sin.stride(), cos.element_size(), size, interleaved
     )
     named = {"q": q, "p": p, "k": k, "r": r, "v": v, "w": w, "cos": cos, "sin": sin}
     named |= {"q_weight": q_weight, "k_weight": k_weight, "slots": slots}
@@ -377,7 +374,12 @@ def _strides(
 
 
 def _table_strides(
-    shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, limit: int
+    shape: torch.Size,
+    cos: tuple[int, ...],
+    sin: tuple[int, ...],
+    element_size: int,
+    x_element_size: int,
+    interleaved: bool,
 ) -> tuple[dict[str, int], bool, int]:
     """Return the strides of cos and sin, whether their pairs are contiguous, and the unit of the strides.
 
@@ -385,8 +387,10 @@ def _table_strides(
     """
     axes = "bht" if len(shape) == 4 else "bt"[3 - len(shape) :]
     dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
+    # With interleaved pairs, a thread holds both channels of half as many pairs, so its table loads are half as wide.
+    limit = min(_VECTOR // x_element_size // (2 if interleaved else 1), _VECTOR // element_size)
     # The unit divides all strides, even that of a single row, so that one token and two tokens share a compilation.
-    unit = _unit([*cos[:-1], *sin[:-1]], min(limit, _VECTOR // element_size)) if dense else 1
+    unit = _unit([*cos[:-1], *sin[:-1]], limit) if dense else 1
     strides = {"cos_p": cos[-1], "sin_p": sin[-1]}
     for name, table_strides in (("cos", cos), ("sin", sin)):
         for axis in "bth":

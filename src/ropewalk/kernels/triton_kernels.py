@@ -92,6 +92,26 @@ def _copy(x_rows, y_rows, x_stride, y_stride, here, FIRST: tl.constexpr, END: tl
 
 
 @triton.jit
+def _rotated(
+    a, b, batch, token, head, here, cos, sin, cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
+    PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, INVERSE: tl.constexpr,
+    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Rotate pairs, in their dtype.
+
+    Tables are loaded again for every head, from the cache, in the layout of a and b, so threads need not exchange data.
+    """
+    known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
+    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, cos_h, TABLE_ALIGN)
+    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, sin_h, TABLE_ALIGN)
+    c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(a.dtype)
+    s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(a.dtype)
+    if INVERSE:
+        s = s * -1.0  # not -s: before Triton 3.8 that is 0 - s, so the sign of +0 would not change
+    return a * c - b * s, a * s + b * c
+
+
+@triton.jit
 def _rotate_tile(
     program, x, y, cos, sin, tokens, heads,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
@@ -106,21 +126,14 @@ def _rotate_tile(
     x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
     y_rows = _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN)
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
-
-    # Tables are loaded again for every head, from the cache, in the layout of a and b, so threads need not exchange
-    # data. Only code that is compiled for tables per head uses the head strides of the tables.
-    known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
-    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, cos_h if PER_HEAD else 0, TABLE_ALIGN)
-    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, sin_h if PER_HEAD else 0, TABLE_ALIGN)
-    c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
-    s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
-    if INVERSE:
-        s = s * -1.0  # not -s: before Triton 3.8 that is 0 - s, so the sign of +0 would not change
-
-    a, b = a.to(compute), b.to(compute)
-    rotated_a = (a * c - b * s).to(y.dtype.element_ty)
-    rotated_b = (a * s + b * c).to(y.dtype.element_ty)
-    _store_pairs(y_rows, y_d, here, rotated_a, rotated_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+    # Only code that is compiled for tables per head uses the head strides of the tables.
+    a, b = _rotated(
+        a.to(compute), b.to(compute), batch, token, head, here,
+        cos, sin, cos_b, cos_t, cos_h if PER_HEAD else 0, cos_p, sin_b, sin_t, sin_h if PER_HEAD else 0, sin_p,
+        PAIRS, BLOCK_P, INVERSE, TABLE_DENSE, TABLE_ALIGN,
+    )  # fmt: skip
+    a, b = a.to(y.dtype.element_ty), b.to(y.dtype.element_ty)
+    _store_pairs(y_rows, y_d, here, a, b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
     if COPY:
         _copy(x_rows, y_rows, x_d, y_d, here, 0, OFFSET, BLOCK_P, DENSE)
         _copy(x_rows, y_rows, x_d, y_d, here, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
@@ -332,15 +345,12 @@ def _step(
         first, second = _load_pairs(weights, 1, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, True)
         a = (a * scale * _gain(first, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
         b = (b * scale * _gain(second, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
-
-    known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
-    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, 0, TABLE_ALIGN)
-    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, 0, TABLE_ALIGN)
-    c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
-    s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
-    rotated_a = (a * c - b * s).to(y.dtype.element_ty)
-    rotated_b = (a * s + b * c).to(y.dtype.element_ty)
-    _store_pairs(y_rows, y_d, there, rotated_a, rotated_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+    a, b = _rotated(
+        a, b, batch, token, head, here, cos, sin, cos_b, cos_t, 0, cos_p, sin_b, sin_t, 0, sin_p,
+        PAIRS, BLOCK_P, False, TABLE_DENSE, TABLE_ALIGN,
+    )  # fmt: skip
+    a, b = a.to(y.dtype.element_ty), b.to(y.dtype.element_ty)
+    _store_pairs(y_rows, y_d, there, a, b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
 
     if not NORM:
         _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
