@@ -232,21 +232,22 @@ BUDGET = {
     "": 1210,
     "angles": 440,
     "attention": 3810,
-    "configs": 6400,
-    "engines": 1270,
+    "configs": 5120,
+    "configs/tables": 1240,
+    "engines": 1240,
     "integrations": 2410,
     "kernels": 1430,
     "parallel": 420,
     "positions": 1130,
     "rope": 750,
     "rotation": 1900,
-    "schemes": 1400,
+    "schemes": 1380,
     "tools": 480,
     "tools/bench": 1910,
     "tools/check": 3120,
     "tools/commands": 1100,
     "tools/convert": 2050,
-    "tools/diff": 920,
+    "tools/diff": 890,
     "tools/lab": 3630,
     "tools/plots": 1230,
 }
@@ -256,7 +257,8 @@ def test_each_package_keeps_to_its_budget_of_lines() -> None:
     lines = dict.fromkeys(BUDGET, 0)
     for path in MODULES.values():
         *folders, _ = path.relative_to(SOURCE).parts
-        lines["/".join(folders[: 2 if folders[:1] == ["tools"] else 1])] += len(path.read_text().splitlines())
+        own = folders[:1] == ["tools"] or folders == ["configs", "tables"]
+        lines["/".join(folders[: 2 if own else 1])] += len(path.read_text().splitlines())
     assert {name: n for name, n in lines.items() if n > BUDGET[name]} == {}
 
 
