@@ -233,7 +233,7 @@ BUDGET = {
     "angles": 530,
     "attention": 3660,
     "configs": 6350,
-    "engines": 1270,
+    "engines": 1240,
     "integrations": 2120,
     "kernels": 1280,
     "parallel": 420,
@@ -246,7 +246,7 @@ BUDGET = {
     "tools/check": 2960,
     "tools/commands": 1090,
     "tools/convert": 2050,
-    "tools/diff": 920,
+    "tools/diff": 890,
     "tools/lab": 2440,
     "tools/plots": 1230,
 }
@@ -256,7 +256,8 @@ def test_each_package_keeps_to_its_budget_of_lines() -> None:
     lines = dict.fromkeys(BUDGET, 0)
     for path in MODULES.values():
         *folders, _ = path.relative_to(SOURCE).parts
-        lines["/".join(folders[: 2 if folders[:1] == ["tools"] else 1])] += len(path.read_text().splitlines())
+        own = folders[:1] == ["tools"] or folders == ["configs", "tables"]
+        lines["/".join(folders[: 2 if own else 1])] += len(path.read_text().splitlines())
     assert {name: n for name, n in lines.items() if n > BUDGET[name]} == {}
 
 

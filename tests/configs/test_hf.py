@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ropewalk import Llama3, ModelRopes, Rope, RopeError, YaRN, from_config
 from ropewalk.schemes import Linear
@@ -306,31 +304,3 @@ def test_layers_that_differ_have_no_single_rope() -> None:
     )
     with pytest.raises(RopeError, match="layers 0-1: None"):
         _ = ModelRopes(layers=(None, None), model_type="test", source="here").rope
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["yarn", "linear"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-some_key = st.sampled_from(
-    [
-        "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "rope_theta", "rope_scaling",
-        "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings",
-    ]
-)  # fmt: skip
-scheme_key = st.sampled_from(
-    ["type", "rope_type", "factor", "beta_fast", "mscale", "truncate", "original_max_position_embeddings", "rope_theta"]
-)
-
-
-@given(st.dictionaries(some_key, anything), st.dictionaries(scheme_key, anything, max_size=4))
-def test_nothing_but_ropes_or_rope_errors(changes: dict[str, Any], scaling: dict[str, Any]) -> None:
-    values = config(**{"rope_scaling": scaling, **changes})
-    try:
-        ropes = from_config(values)
-    except RopeError:
-        return
-    assert all(math.isfinite(w) for w in ropes.rope.inv_freq)
-    json.dumps(ropes.facts(100), allow_nan=False)
-    assert ropes.explain(100)

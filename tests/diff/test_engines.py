@@ -387,41 +387,45 @@ class TestRopeDifference:
 
     def test_equal_ropes(self) -> None:
         found = compare_ropes(self.A, Rope(8, 10_000.0, "half"), 1000)
-        assert (found.same, found.times, found.pairs, found.score) == (True, 1.0, 0, 0.0)
+        assert found["same"]
+        assert (found["inv_freq"]["times"], found["inv_freq"]["pairs_that_differ"]) == (1.0, 0)
+        assert found["scores"] == {"largest_change": 0.0, "at_distance": 0}
 
     def test_an_attention_factor_alone(self) -> None:
         b = Rope(8, 10_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=2.0))
         found = compare_ropes(self.A, b, 1000)
-        assert not found.same
-        assert (found.times, found.attention, found.score, found.distance) == (1.0, 2.0, 3.0, 0)
+        assert not found["same"]
+        assert (found["inv_freq"]["times"], found["attention_factor_ratio"]) == (1.0, 2.0)
+        assert found["scores"] == {"largest_change": 3.0, "at_distance": 0}
 
     def test_another_base(self) -> None:
         """The expected distance is found by computing the score at each distance in mpmath."""
         b = Rope(8, 20_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=1.5))
         found = compare_ropes(self.A, b, 60)
-        assert (found.pair, found.pairs, found.slower) == (3, 3, True)
-        assert found.times == pytest.approx(2 ** (3 / 4), rel=1e-12)
+        apart = found["inv_freq"]
+        assert (apart["pair"], apart["pairs_that_differ"], apart["slower"]) == (3, 3, True)
+        assert apart["times"] == pytest.approx(2 ** (3 / 4), rel=1e-12)
         pairs = list(zip(oracle.inv_freq(10_000.0, 8), oracle.inv_freq(20_000.0, 8), strict=True))
         changes = [
             mpmath.fsum(abs(mpmath.expj(m * w) - mpmath.mpf("2.25") * mpmath.expj(m * v)) for w, v in pairs) / 4
             for m in range(61)
         ]
         worst = max(range(61), key=changes.__getitem__)
-        assert found.distance == worst
-        assert found.score == pytest.approx(float(changes[worst]), rel=1e-12)
+        assert found["scores"]["at_distance"] == worst
+        assert found["scores"]["largest_change"] == pytest.approx(float(changes[worst]), rel=1e-12)
 
     def test_the_longest_distance_counts(self) -> None:
         """The pairs are so slow that the change still grows there. Beyond 131,072 tokens, distances are sampled."""
         slow = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=1e7)).rope.scaling)
         slower = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=2e7)).rope.scaling)
         for longest in (1000, 131_073, 200_000):
-            assert compare_ropes(slow, slower, longest).distance == longest
+            assert compare_ropes(slow, slower, longest)["scores"]["at_distance"] == longest
 
     def test_a_pair_that_does_not_rotate(self) -> None:
         still = from_config({**MODELS["gemma-4-26b-a4b"]["config"]}, text_only=True).layers[-1]
         assert still is not None
         turning = Rope(still.head_dim, still.base, "half")
-        facts = compare_ropes(turning, still, 10).facts()
+        facts = compare_ropes(turning, still, 10)
         assert facts["inv_freq"]["times"] is None
         json.dumps(facts, allow_nan=False)
 

@@ -22,20 +22,19 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     """Read the ropes of a params.json. See `from_config` for arguments and errors."""
     fields = Fields(config, source, base=base)
     _refuse_other_formats(fields)
-    origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
-    warnings: list[str] = []
+    fields.origins |= {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
     _refuse_unknown_keys(fields)
-    head_dim = _head_dim(fields, origins)
-    base_value = _base(fields, origins, warnings)
+    head_dim = _head_dim(fields)
+    base = _base(fields)
     with fields.prefix_errors():
-        rope = Rope(head_dim, base_value, "interleaved", scaling=_scaling(fields, factor, origins))
+        rope = Rope(head_dim, base, "interleaved", scaling=_scaling(fields, factor))
     return ModelRopes(
         layers=(rope,) * fields.layers(("n_layers",)),
         model_type="Meta params.json",
         source=source,
         trained_length=None if rope.scaling is None else rope.scaling.trained_length(None),
-        origins=origins,
-        warnings=tuple(warnings),
+        origins=fields.origins,
+        warnings=tuple(fields.warnings),
     )
 
 
@@ -71,26 +70,26 @@ def _refuse_unknown_keys(fields: Fields) -> None:
             )
 
 
-def _head_dim(fields: Fields, origins: dict[str, str]) -> int:
+def _head_dim(fields: Fields) -> int:
     if fields.has("head_dim"):
-        origins["head_dim"] = "head_dim"
+        fields.origins["head_dim"] = "head_dim"
         return fields.channels("head_dim")
-    origins["head_dim"] = "dim / n_heads"
+    fields.origins["head_dim"] = "dim / n_heads"
     return fields.head_width(("dim",), ("n_heads",), "head_dim")
 
 
-def _base(fields: Fields, origins: dict[str, str], warnings: list[str]) -> float:
+def _base(fields: Fields) -> float:
     if fields.has("rope_theta"):
-        origins["base"] = "rope_theta"
+        fields.origins["base"] = "rope_theta"
         return fields.check_base("rope_theta", fields.get("rope_theta"))
     if fields.passed_base is not None:
-        origins["base"] = "passed by the caller"
+        fields.origins["base"] = "passed by the caller"
         return fields.passed_base
     if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
         fix = f"Add it, or pass {argument('base')}."
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
-    origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
-    warnings.append(
+    fields.origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
+    fields.warnings.append(
         Assumed(
             "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
         )
@@ -98,7 +97,7 @@ def _base(fields: Fields, origins: dict[str, str], warnings: list[str]) -> float
     return 10_000.0
 
 
-def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> Llama3 | None:
+def _scaling(fields: Fields, factor: float | None) -> Llama3 | None:
     scaled = fields.boolean("use_scaled_rope", False)
     config_factor = fields.get("rope_scaling_factor")
     if not scaled:
@@ -109,7 +108,9 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
                 shown(fields.get("use_scaled_rope")),
                 "Omit the factor.",
             )
-        origins["scaling"] = "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
+        fields.origins["scaling"] = (
+            "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
+        )
         return None
     if config_factor is None and factor is None:
         factors = f"{argument('factor', 8.0)} (Llama 3.1) or {argument('factor', 32.0)} (Llama 3.2 1B and 3B)"
@@ -128,10 +129,10 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
             shown(factor),
             "Omit factor.",
         )
-    origins["scaling"] = "use_scaled_rope"
-    origins["factor"] = "passed by the caller" if config_factor is None else "rope_scaling_factor"
+    fields.origins["scaling"] = "use_scaled_rope"
+    fields.origins["factor"] = "passed by the caller" if config_factor is None else "rope_scaling_factor"
     # The other three parameters are constants in Meta's code.
-    origins["low_freq_factor, high_freq_factor, original_max_position_embeddings"] = f"constants of {_SOURCE}"
+    fields.origins["low_freq_factor, high_freq_factor, original_max_position_embeddings"] = f"constants of {_SOURCE}"
     return Llama3(
         factor=cast(float, factor if config_factor is None else config_factor),
         low_freq_factor=1.0,

@@ -102,14 +102,16 @@ class Rule:
 
     Args:
         source: the file of the engine from which the rule was taken.
-        reads: the keys of the scaling that the engine reads. A note lists the keys that the engine ignores.
-        answer: the function that computes the rope, from a `ConfigRope` and its scheme.
+        answer: the function that computes the rope, from a `ConfigRope` and its scheme. By default, the engine computes
+            the same numbers as ropewalk.
+        reads: the keys of the scaling that the engine reads; None for the fields of the scheme. A note lists the keys
+            that the engine ignores.
         evidence: as in `Answer`.
     """
 
     source: str
-    reads: frozenset[str]
-    answer: Callable[[ConfigRope, Any], Answer]
+    answer: Callable[[ConfigRope, Any], Answer] = lambda config, scaling: Answer(config.rope)
+    reads: frozenset[str] | None = None
     evidence: Literal["run", "read"] = "run"
 
 
@@ -172,7 +174,8 @@ class Engine:
             found = Answer(None, refusal=f"its numbers are not a valid rope ({e})", why="unknown")
         if found.refusal and not found.why:
             found = replace(found, why="refused")
-        ignored = sorted(key for key in config.section if key in _KEYS - rule.reads and config.section[key] is not None)
+        reads = ({} if scaling is None else vars(scaling)) if rule.reads is None else rule.reads
+        ignored = sorted(key for key in _KEYS.difference(reads) if config.section.get(key) is not None)
         notes = (
             (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
         )
@@ -180,11 +183,6 @@ class Engine:
 
 
 # Helpers that several engines share.
-
-
-def same_as_config(config: ConfigRope, scaling: object) -> Answer:
-    """Return the rope of the config, for a scheme for which the engine computes the same numbers as ropewalk."""
-    return Answer(config.rope)
 
 
 def dynamic_by_factor(config: ConfigRope) -> Answer:

@@ -16,7 +16,6 @@ from ropewalk.engines._engine import (
     Engine,
     Rule,
     longrope_from_lengths,
-    same_as_config,
     with_attention_factor,
     yarn_magnitude,
 )
@@ -125,21 +124,17 @@ LLAMA_CPP = Engine(
     table="There is no table: on the CPU, each angle is a float32 product of the angle of the previous pair. The "
     "converter permutes q and k of some models to the other pairing.",
     rules={
-        "default": Rule("ggml/src/ggml-cpu/ops.cpp", frozenset(), same_as_config),
-        "linear": Rule(_CONVERTER, frozenset({"factor"}), same_as_config),
-        "ntk": Rule("conversion/hunyuan.py", frozenset({"alpha"}), _ntk),
-        "dynamic": Rule("conversion/base.py", frozenset({"factor"}), _dynamic),
-        "yarn": Rule(
-            _CONVERTER,
-            _NOTED_BY_THE_RULE | {"factor"},
-            _yarn,
-        ),
+        "default": Rule("ggml/src/ggml-cpu/ops.cpp"),
+        "linear": Rule(_CONVERTER),
+        "ntk": Rule("conversion/hunyuan.py", _ntk),
+        "dynamic": Rule("conversion/base.py", _dynamic),
+        "yarn": Rule(_CONVERTER, _yarn, _NOTED_BY_THE_RULE | {"factor"}),
         "longrope": Rule(
-            "conversion/phi.py, src/llama-model.cpp", frozenset({"short_factor", "long_factor"}), _longrope
+            "conversion/phi.py, src/llama-model.cpp", _longrope, frozenset({"short_factor", "long_factor"})
         ),
-        "llama3": Rule("conversion/llama.py", _BANDS, same_as_config),
+        "llama3": Rule("conversion/llama.py"),
         # For Gemma 4 the code was only read. For other models it was run, and does not scale them.
-        "proportional": Rule("conversion/gemma.py", frozenset(), _proportional, "read"),
+        "proportional": Rule("conversion/gemma.py", _proportional, frozenset(), evidence="read"),
     },
     files="llama_cpp",
     unknown="the converter knows no such rope type",

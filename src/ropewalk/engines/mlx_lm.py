@@ -12,7 +12,6 @@ from ropewalk.engines._engine import (
     Rule,
     dynamic_by_factor,
     longrope_magnitude,
-    same_as_config,
     with_attention_factor,
     yarn_magnitude,
 )
@@ -63,15 +62,15 @@ MLX_LM = Engine(
     table="There is no table: angles are float32 in mx.fast.rope, and the attention factor multiplies q and k in their "
     "dtype.",
     rules={
-        "default": Rule(_FILE, frozenset(), same_as_config),
-        "linear": Rule(_FILE, frozenset({"factor"}), same_as_config),
-        "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", frozenset({"alpha", "factor"}), _ntk),
-        "dynamic": Rule(_FILE, frozenset({"factor"}), _dynamic),
-        "yarn": Rule(_FILE, frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}), _yarn),
+        "default": Rule(_FILE),
+        "linear": Rule(_FILE),
+        "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", _ntk, frozenset({"alpha", "factor"})),
+        "dynamic": Rule(_FILE, _dynamic),
+        "yarn": Rule(_FILE, _yarn, frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})),
         # short_factor is listed because the rule adds its own note about it.
-        "longrope": Rule(_FILE, frozenset({"short_factor", "long_factor"}), _longrope),
-        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
-        "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
+        "longrope": Rule(_FILE, _longrope, frozenset({"short_factor", "long_factor"})),
+        "llama3": Rule(_FILE),
+        "proportional": Rule(_FILE),
     },
     files="mlx_lm",
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",

@@ -13,7 +13,6 @@ from ropewalk.engines._engine import (
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
-    same_as_config,
     with_attention_factor,
     yarn_magnitude,
     yarn_with_extrapolation,
@@ -72,40 +71,27 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     return Answer(config.with_scaling(later), "the call", notes)
 
 
+_YARN_KEYS = frozenset(
+    ["attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor", "mscale", "mscale_all_dim", "truncate"]
+)
+
 SGLANG = Engine(
     name="SGLang",
     version="0.5.23",
     table="Angles are float32 products. cos and sin are float32 on GPUs, and have the model's dtype elsewhere.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), same_as_config),
-        "linear": Rule(f"{_FOLDER}/base.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"alpha"}), same_as_config),
-        "dynamic": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"factor"}), _dynamic),
-        "yarn": Rule(
-            f"{_FOLDER}/yarn.py",
-            frozenset(
-                {
-                    "attn_factor",
-                    "beta_fast",
-                    "beta_slow",
-                    "extrapolation_factor",
-                    "factor",
-                    "mscale",
-                    "mscale_all_dim",
-                    "truncate",
-                }
-            ),
-            _yarn,
-        ),
+        "default": Rule(f"{_FOLDER}/base.py"),
+        "linear": Rule(f"{_FOLDER}/base.py", linear),
+        "ntk": Rule(f"{_FOLDER}/rope_variant.py"),
+        "dynamic": Rule(f"{_FOLDER}/rope_variant.py", _dynamic),
+        "yarn": Rule(f"{_FOLDER}/yarn.py", _yarn, _YARN_KEYS),
         "longrope": Rule(
             f"{_FOLDER}/rope_variant.py",
-            frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
             _longrope,
+            frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
         ),
-        "llama3": Rule(
-            f"{_FOLDER}/rope_variant.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config
-        ),
-        "proportional": Rule(f"{_FOLDER}/rope_variant.py", frozenset(), proportional),
+        "llama3": Rule(f"{_FOLDER}/rope_variant.py"),
+        "proportional": Rule(f"{_FOLDER}/rope_variant.py", proportional, frozenset()),
     },
     files="sglang",
     lender=TRANSFORMERS,

@@ -11,7 +11,6 @@ from ropewalk.engines._engine import (
     Engine,
     Rule,
     dynamic_by_factor,
-    same_as_config,
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 
@@ -58,21 +57,20 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 
 
 _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "factor", "attention_factor"})
-_YARN_KEYS = frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 
 TRANSFORMERS = Engine(
     name="transformers",
     version="5.23.0",
     table="Angles are float32 products. cos and sin are rounded to the dtype of the model, except in a few models.",
     rules={
-        "default": Rule(_FILE, frozenset(), same_as_config),
-        "linear": Rule(_FILE, frozenset({"factor"}), same_as_config),
-        "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", frozenset({"alpha", "factor"}), _ntk),
-        "dynamic": Rule(_FILE, frozenset({"factor"}), _dynamic),
-        "yarn": Rule(_FILE, _YARN_KEYS, _yarn),
-        "longrope": Rule(_FILE, _LONGROPE_KEYS, _longrope),
-        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
-        "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
+        "default": Rule(_FILE),
+        "linear": Rule(_FILE),
+        "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", _ntk, frozenset({"alpha", "factor"})),
+        "dynamic": Rule(_FILE, _dynamic),
+        "yarn": Rule(_FILE, _yarn),
+        "longrope": Rule(_FILE, _longrope, _LONGROPE_KEYS),
+        "llama3": Rule(_FILE),
+        "proportional": Rule(_FILE),
     },
     files="transformers",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",

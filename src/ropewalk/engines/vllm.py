@@ -13,7 +13,6 @@ from ropewalk.engines._engine import (
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
-    same_as_config,
     with_attention_factor,
     yarn_magnitude,
 )
@@ -104,26 +103,20 @@ VLLM = Engine(
     version="0.32.0",
     table="Angles are float32 products. The table of cos and sin is rounded to the dtype of the model.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), same_as_config),
-        "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py", frozenset({"alpha"}), same_as_config),
+        "default": Rule(f"{_FOLDER}/base.py"),
+        "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", linear),
+        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py"),
         "dynamic": Rule(
-            f"{_FOLDER}/dynamic_ntk_scaling_rope.py", frozenset({"factor", "max_trained_positions"}), _dynamic
+            f"{_FOLDER}/dynamic_ntk_scaling_rope.py", _dynamic, frozenset({"factor", "max_trained_positions"})
         ),
-        "yarn": Rule(
-            f"{_FOLDER}/yarn_scaling_rope.py",
-            frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-            _yarn,
-        ),
+        "yarn": Rule(f"{_FOLDER}/yarn_scaling_rope.py", _yarn),
         "longrope": Rule(
             f"{_FOLDER}/phi3_long_rope_scaled_rope.py",
-            frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
             _longrope,
+            frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
         ),
-        "llama3": Rule(
-            f"{_FOLDER}/llama3_rope.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config
-        ),
-        "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", frozenset(), proportional),
+        "llama3": Rule(f"{_FOLDER}/llama3_rope.py"),
+        "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", proportional, frozenset()),
     },
     files="vllm",
     lender=TRANSFORMERS,

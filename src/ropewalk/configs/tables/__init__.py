@@ -1,1 +1,1 @@
-"""The tables of models and formats, and nothing else: what each one implies and its configs do not state."""
+"""The tables: what a model or a format implies about rotation and its configs do not state. Nothing here reads one."""

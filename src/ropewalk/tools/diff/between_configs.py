@@ -185,7 +185,7 @@ def _compare_ropes(
     channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
-    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n).facts()} for n in lengths]
+    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n)} for n in lengths]
     # Schemes that switch between lists can differ at a length in between, even if both ends are the same.
     same = all(found["same"] for found in at) and a.is_static and b.is_static
     if same and channels and a.pairing == b.pairing:

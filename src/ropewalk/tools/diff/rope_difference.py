@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,68 +19,32 @@ _ROWS = 4096
 _LAST_BITS = 1e-9
 
 
-@dataclass(frozen=True)
-class RopeDifference:
-    """The difference between two static ropes, which are called the first and the second.
-
-    Args:
-        times: the ratio of the larger to the smaller of the two frequencies of a pair, for the pair where it is
-            largest. inf if one of the two is 0.
-        pair: the index of the pair with this ratio.
-        slower: whether this pair rotates slower in the second rope.
-        pairs: the number of pairs whose frequencies differ.
-        attention: the attention factor of the second rope divided by that of the first.
-        score: the largest change of an attention score of q and k, if all their pairs have the same norm. A score of
-            1 is that of q with itself, without an attention factor.
-        distance: the distance between q and k at which this change occurs, in tokens.
-    """
-
-    times: float
-    pair: int
-    slower: bool
-    pairs: int
-    attention: float
-    score: float
-    distance: int
-
-    @property
-    def same(self) -> bool:
-        """Whether the ropes are equal, except for the last bits of float64."""
-        return self.pairs == 0 and abs(self.attention - 1.0) < _LAST_BITS
-
-    def facts(self) -> dict[str, Any]:
-        """Return the difference as a dict of JSON values. An infinite `times` is None, since JSON has no infinity."""
-        return {
-            "same": self.same,
-            "inv_freq": {
-                "times": self.times if math.isfinite(self.times) else None,
-                "pair": self.pair,
-                "slower": self.slower,
-                "pairs_that_differ": self.pairs,
-            },
-            "attention_factor_ratio": self.attention,
-            "scores": {"largest_change": self.score, "at_distance": self.distance},
-        }
-
-
 def difference(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
     """Return how rope b differs from rope a, as a dict of JSON values.
 
     If they rotate other channels, `channels` says so in words, and nothing else is compared.
     """
     if (a.rotary_dim, a.pairing) == (b.rotary_dim, b.pairing):
-        return {"channels": None, **compare_ropes(a, b, longest).facts()}
+        return {"channels": None, **compare_ropes(a, b, longest)}
     count = f"{b.rotary_dim} channels, not {a.rotary_dim}" if a.rotary_dim != b.rotary_dim else ""
     pairing = f"pairing {b.pairing}, not {a.pairing}" if a.pairing != b.pairing else ""
     return {"same": False, "channels": "; ".join(filter(None, (count, pairing)))}
 
 
-def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
+def compare_ropes(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
     """Measure how rope b differs from rope a.
 
     Args:
         a, b: static ropes with the same number of pairs.
         longest: the largest distance at which scores are compared, in tokens.
+
+    Returns:
+        A dict of JSON values. `same` is whether the ropes are equal, except for the last bits of float64. `inv_freq`
+        has the `pair` whose frequencies differ most; `times`, the ratio of the larger to the smaller of these two, or
+        None if one is 0; `slower`, whether the pair rotates slower in b; and `pairs_that_differ`, their number.
+        `attention_factor_ratio` is that of b to a. `scores` has the `largest_change` of an attention score of q and k
+        if all their pairs have the same norm, and the distance `at_distance` between q and k at which it occurs. A
+        score of 1 is that of q with itself, without an attention factor.
     """
     first, second = a.inv_freq, b.inv_freq
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -89,16 +52,19 @@ def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
     times = np.maximum(ratio, np.divide(1.0, ratio, out=np.full_like(ratio, np.inf), where=ratio > 0))
     pair = int(np.argmax(times))
     pairs = int(np.count_nonzero(times - 1.0 > _LAST_BITS))
+    attention = b.attention_factor / a.attention_factor
     score, distance = _scores(first, second, a.attention_factor**2, b.attention_factor**2, longest, pairs > 0)
-    return RopeDifference(
-        times=float(times[pair]),
-        pair=pair,
-        slower=bool(second[pair] < first[pair]),
-        pairs=pairs,
-        attention=b.attention_factor / a.attention_factor,
-        score=score,
-        distance=distance,
-    )
+    return {
+        "same": pairs == 0 and abs(attention - 1.0) < _LAST_BITS,
+        "inv_freq": {
+            "times": float(times[pair]) if math.isfinite(times[pair]) else None,
+            "pair": pair,
+            "slower": bool(second[pair] < first[pair]),
+            "pairs_that_differ": pairs,
+        },
+        "attention_factor_ratio": attention,
+        "scores": {"largest_change": score, "at_distance": distance},
+    }
 
 
 def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: int, moving: bool) -> tuple[float, int]:
