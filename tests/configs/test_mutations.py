@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mutations")
 
 
-@settings(max_examples=3000)
+@settings(max_examples=1500)
 @given(seed=st.integers(0, 2**32))
 def test_only_ropes_or_rope_errors(folder: Path, seed: int) -> None:
     outcome(random.Random(seed), CONFIGS, folder)
