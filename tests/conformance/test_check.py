@@ -343,15 +343,18 @@ class TestExpected:
 
             def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
                 others = [rest * w for w in self.inv_freq(base, rotary_dim)[1:]]
-                yield "scaling-inverted", "The first pair has 2 radians.", (2.0, *others)
-                yield "scaling-inverted", "The first pair has 0.75 radians.", (0.75, *others)
+                yield "halved-first-pair", "The first pair has 2 radians.", (2.0, *others)
+                yield "halved-first-pair", "The first pair has 0.75 radians.", (0.75, *others)
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             angles = positions[..., None, None] * torch.tensor([0.75, *10_000.0 ** (-torch.arange(2, 64, 2) / 64) / 2])
             return turned(x, angles)
 
         report = conformance.check(f, rope=Rope(64, 10_000.0, "half", scaling=Halved()))
-        assert [finding.says for finding in report.findings] == ["The first pair has 0.75 radians."]
+        assert [(finding.code, finding.says) for finding in report.findings] == [
+            ("halved-first-pair", "The first pair has 0.75 radians.")
+        ]
+        assert "WRONG  halved-first-pair: the frequencies are those of a mistake" in str(report)
 
     def test_the_config_object_has_only_the_keys_of_the_config(self, tmp_path: Path) -> None:
         class Rotary:

@@ -14,7 +14,7 @@ from ropewalk._layout import AXES, Layout
 from ropewalk.positions.sizes import can_read
 from ropewalk.rotation import writable
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.qk_norm import QKNorm, Store, run_fused
+from ropewalk.rotation.qk_norm import QKNorm, StoreArguments, run_fused
 
 _WHO = "rotate_and_store"
 
@@ -61,7 +61,7 @@ def rotate_and_store(
     if norm is not None and not isinstance(norm, QKNorm):
         fix = "Create it with QKNorm(q_weight, k_weight, eps=...)."
         raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), fix)
-    store = Store(v, k_cache, v_cache, slot_mapping)
+    store = StoreArguments(v, k_cache, v_cache, slot_mapping)
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
         _check(q, k, store, norm, layout)
@@ -77,7 +77,7 @@ def rotate_and_store(
     return rotated
 
 
-def _write(k: Tensor, store: Store, layout: Layout) -> None:
+def _write(k: Tensor, store: StoreArguments, layout: Layout) -> None:
     """Write k and v to their slots in plain PyTorch. No shape depends on a value, and nothing is read back.
 
     The indexed write needs a slot for every token. In place of each token without a slot, a token that has one is
@@ -102,7 +102,7 @@ def _tokens_first(x: Tensor, layout: Layout) -> Tensor:
     return x.movedim((batch, tokens, heads), (0, 1, 2)).flatten(0, 1)
 
 
-def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layout) -> None:
+def _check(q: Tensor, k: Tensor, store: StoreArguments, norm: QKNorm | None, layout: Layout) -> None:
     """Raise unless k and v match the caches, and slot_mapping matches the tokens."""
     _checks.choice(_WHO, "layout", layout, AXES)
     batch, tokens, heads, count = AXES[layout]

@@ -118,7 +118,7 @@ class PlainStore:
     def rotate_and_write(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
     ) -> Tensor | None:
-        store = qk_norm.Store(v, self.keys, self.values, slots)
+        store = qk_norm.StoreArguments(v, self.keys, self.values, slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
 

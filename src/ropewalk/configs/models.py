@@ -7,7 +7,7 @@ from functools import cache
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.tables.no_rope import NO_ROPE_MODELS
-from ropewalk.configs.tables.remote import REMOTE
+from ropewalk.configs.tables.not_in_transformers import REMOTE
 from ropewalk.configs.tables.several_axes import SEVERAL_AXES
 from ropewalk.configs.tables.text import TEXT
 

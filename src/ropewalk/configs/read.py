@@ -52,7 +52,7 @@ def from_config(
             not know and that the model's own code does not read. "a.b" is the key b inside a. A warning names each
             ignored key.
         download: whether to download the config.json of a hub id that is not in the cache.
-        engine: the name of an inference engine, from `ropewalk.diff.ENGINES`, such as "vllm". The ropes then have the
+        engine: the name of an inference engine, of `ropewalk.diff.ENGINES`, such as "vllm". The ropes then have the
             numbers that this engine computes from a Hugging Face config, even if the model's own code computes others.
             The warnings list the keys that the engine ignores, and say so if it was not recorded what the engine reads
             for this model. The pairing is that of the original weights, which llama.cpp's converter permutes for some

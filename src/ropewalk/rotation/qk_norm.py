@@ -125,7 +125,7 @@ class QKNorm:
             raise _checks.error(_WHO, must, _checks.describe(x), "Pass heads of the layer that has these weights.")
 
 
-class Store(NamedTuple):
+class StoreArguments(NamedTuple):
     """v, the caches `[blocks, block_size, kv_heads, head_dim]` for k and v, and the cache slot of each token."""
 
     v: Tensor
@@ -139,7 +139,13 @@ _NO_STORE: tuple[Any, ...] = (None, None, None, None)
 
 
 def run_fused(
-    rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout, norm: QKNorm | None = None, store: Store | None = None
+    rotation: Rotation,
+    q: Tensor,
+    k: Tensor,
+    *,
+    layout: Layout,
+    norm: QKNorm | None = None,
+    store: StoreArguments | None = None,
 ) -> Any:
     """Normalize, rotate and, with `store`, write to the caches in one kernel, if a kernel supports the call.
 
@@ -169,7 +175,7 @@ def run_fused(
 
 
 def _run_kernel(
-    rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None
+    rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: StoreArguments | None
 ) -> Any:
     """Do the work of `run_fused` with the fused step of a backend. Return None if separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)

@@ -1,1 +1,1 @@
-"""Models that need other code than `Architecture`. Each file has subclasses that override methods of `Architecture`."""
+"""What a model needs beyond its row: functions that rows name, and subclasses where several steps differ."""

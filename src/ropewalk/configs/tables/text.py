@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.families import one_step
+from ropewalk.configs.families import functions
 from ropewalk.configs.families.deepseek import COMPRESSED, DeepSeekV4
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags, LayerIndices, LayerNames
 from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partial_rotation, row, source
@@ -290,8 +290,8 @@ TEXT: dict[str, Architecture] = {
         "cohere2_moe",
         pairing="interleaved",
         head_dim_divides=False,
-        kinds={_SLIDING: Kind(), _FULL: None, one_step.DENSE_FULL: Kind()},
-        pattern=one_step.cohere2_moe_kinds,
+        kinds={_SLIDING: Kind(), _FULL: None, functions.DENSE_FULL: Kind()},
+        pattern=functions.cohere2_moe_kinds,
         flat=True,
     ),
     "esm": row(
@@ -299,38 +299,40 @@ TEXT: dict[str, Architecture] = {
         head_dim_keys=(),
         kinds={ALL: Kind(implied_base=10_000.0)},
         switch=("position_embedding_type", ("rotary",)),
-        query_scale=one_step.esm_query_scale,
+        query_scale=functions.esm_query_scale,
     ),
     **{
         name: row(
             name,
             pattern=LayerFlags("layer_rope_theta", otherwise=ALL),
-            more_keys=one_step.add_bases_of_layers,
+            more_keys=functions.add_bases_of_layers,
         )
         for name in ("granite_swa", "granitemoe_swa")
     },
-    "longcat_flash": latent("longcat_flash", layers=one_step.longcat_layers, query_scale=one_step.longcat_query_scale),
+    "longcat_flash": latent(
+        "longcat_flash", layers=functions.longcat_layers, query_scale=functions.longcat_query_scale
+    ),
     **{
         f"{name}_text": row(
             name,
             head_dim_divides=False,
             pattern=LayerFlags("layer_rope_theta"),
-            query_scale=one_step.scale_by("qk_scale_factor"),
+            query_scale=functions.scale_by("qk_scale_factor"),
         )
         for name in ("muse_glimmer", "muse_spark")
     },
-    "nemotron_h": row("nemotron_h", kinds={ALL: None}, layers=one_step.nemotron_h_layers),
+    "nemotron_h": row("nemotron_h", kinds={ALL: None}, layers=functions.nemotron_h_layers),
     "openai_privacy_filter": row(
         "openai_privacy_filter",
         pairing="interleaved",
         head_dim_divides=False,
-        query_scale=one_step.privacy_filter_query_scale,
+        query_scale=functions.privacy_filter_query_scale,
     ),
     "recurrent_gemma": row(
         "recurrent_gemma",
         partial=0.5,
         kinds={"attention": Kind(), "recurrent": None},
-        pattern=one_step.recurrent_gemma_kinds,
+        pattern=functions.recurrent_gemma_kinds,
     ),
     # The base and the rotated fraction may be lists with an entry for each layer.
     "step3p5": row(

@@ -179,6 +179,10 @@ BUGS: dict[str, Bug] = {
 """Code → bug. A bug is listed, and reported, before the bugs that it can cause."""
 
 _ORDER = {code: rank for rank, code in enumerate(BUGS)}
+# A code that only the scheme of a rope knows (`Scaling.known_bugs`). What was seen says more.
+_OF_THE_SCHEME = Bug(
+    "the frequencies are those of a mistake that their scheme knows", "Compute those of `rope.inv_freq`."
+)
 
 Verdict = Literal["right", "wrong"]
 
@@ -188,7 +192,7 @@ class Finding:
     """A bug, or a caution, that `check` has found.
 
     Args:
-        code: the code of the bug, a key of `BUGS`.
+        code: the code of the bug: a key of `BUGS`, or one of the scheme's own.
         says: what was seen, in one sentence.
     """
 
@@ -196,9 +200,14 @@ class Finding:
     says: str
 
     @property
+    def bug(self) -> Bug:
+        """What is known of bugs with this code."""
+        return BUGS.get(self.code, _OF_THE_SCHEME)
+
+    @property
     def severity(self) -> str:
         """The severity of the bug: "wrong" or "caution"."""
-        return BUGS[self.code].severity
+        return self.bug.severity
 
 
 @dataclass(frozen=True)
@@ -255,7 +264,7 @@ class Report:
         """Add a finding, unless the report already has one with this code."""
         if code not in self.codes:
             self.findings.append(Finding(code, says))
-            self.findings.sort(key=lambda f: (f.severity != "wrong", _ORDER[f.code]))
+            self.findings.sort(key=lambda f: (f.severity != "wrong", _ORDER.get(f.code, len(_ORDER))))
 
     def drop(self, *codes: str) -> None:
         """Remove the findings with these codes, because another finding explains them."""
@@ -276,9 +285,9 @@ class Report:
                     "code": f.code,
                     "severity": f.severity,
                     "ignored": f.code in self.ignored,
-                    "title": BUGS[f.code].title,
+                    "title": f.bug.title,
                     "says": f.says,
-                    "fix": BUGS[f.code].fix,
+                    "fix": f.bug.fix,
                 }
                 for f in self.findings
             ],
@@ -288,7 +297,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.target}: {self.verdict}"]
         for finding in self.findings:
-            bug = BUGS[finding.code]
+            bug = finding.bug
             lines += [
                 "",
                 f"{'IGNORED' if finding.code in self.ignored else bug.severity.upper()}  {finding.code}: {bug.title}",

@@ -73,7 +73,7 @@ def engines(
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
             that is compared. None means the length that the config states, or twice that length if the frequencies
             change only beyond it.
-        names: the engines to compare, from `ropewalk.engines.ENGINES`, such as "vllm". An empty collection means all.
+        names: the engines to compare, from `ropewalk.diff.ENGINES`, such as "vllm". An empty collection means all.
             The first one that was judged and runs the config is the reference for the others.
         pairing, base, ignore, download: as in `from_config`.
 

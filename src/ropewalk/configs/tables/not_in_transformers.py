@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.families import one_step
+from ropewalk.configs.families import functions
 from ropewalk.configs.layers import ALL, Kind, LayerCodes
 from ropewalk.configs.rows import remote
 
@@ -89,19 +89,19 @@ REMOTE: dict[str, Architecture] = {
     "baichuan": remote(
         "modeling_baichuan.py of Baichuan-7B; vLLM model_executor/models/baichuan.py",
         head_dim_keys=(),
-        check=one_step.refuse_baichuan_13b,
+        check=functions.refuse_baichuan_13b,
         **_IMPLIED_BASE,
     ),
     # ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 with their own code, not "glm" of transformers.
     "chatglm": remote(
         "modeling_chatglm.py of chatglm3-6b-32k and glm-4-9b-chat; vLLM model_executor/models/chatglm.py",
-        pairing=one_step.chatglm_pairing,
+        pairing=functions.chatglm_pairing,
         head_dim_keys=("kv_channels",),
         layers=("num_layers", "num_hidden_layers"),
         partial_keys=(),
         partial=0.5,
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        more_keys=one_step.add_chatglm_base,
+        more_keys=functions.add_chatglm_base,
         fixed={"position_encoding_2d": (False, "the two positions for each token of ChatGLM-6B (version 1)")},
         keys_without_effect={"rotary_percent": "the code of CodeGeeX 2 always rotates half of the head"},
         own_config=True,
@@ -109,12 +109,12 @@ REMOTE: dict[str, Architecture] = {
     # Version 1.
     "internlm": remote(
         "modeling_internlm.py of internlm-chat-7b and internlm-20b",
-        more_keys=one_step.add_internlm_rotary,
+        more_keys=functions.add_internlm_rotary,
         **_IMPLIED_BASE,
     ),
     "minimind": remote(
         "model/model.py and model/model_minimind.py of jingyaogong/minimind",
-        pairing=one_step.minimind_pairing,
+        pairing=functions.minimind_pairing,
         head_dim_keys=(),
         hidden=("dim", "hidden_size"),
         heads=("n_heads", "num_attention_heads"),
@@ -122,7 +122,7 @@ REMOTE: dict[str, Architecture] = {
     ),
     "nemotron-nas": remote(
         "modeling_decilm.py of Llama-3_1-Nemotron-51B-Instruct; vLLM model_executor/models/nemotron_nas.py",
-        pattern=one_step.nemotron_nas_kinds,
+        pattern=functions.nemotron_nas_kinds,
     ),
     # Version 1.
     "qwen": remote(
@@ -134,8 +134,8 @@ REMOTE: dict[str, Architecture] = {
         partial_keys=("rotary_pct",),
         partial=1.0,
         kinds={ALL: Kind(bases=("rotary_emb_base",))},
-        check=one_step.warn_of_qwen_ntk,
-        trained_length=one_step.qwen_length,
+        check=functions.warn_of_qwen_ntk,
+        trained_length=functions.qwen_length,
     ),
     "telechat": remote(
         "modeling_telechat.py of telechat-7B",
@@ -143,7 +143,7 @@ REMOTE: dict[str, Architecture] = {
         heads=("n_head", "num_attention_heads"),
         layers=("n_layer", "num_hidden_layers"),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        more_keys=one_step.add_telechat_scaling,
+        more_keys=functions.add_telechat_scaling,
         own_config=True,
     ),
 }
