@@ -156,18 +156,21 @@ def kernel_for(*tensors: Tensor) -> Kernels | None:
         RopeError: no kernels apply, and ROPEWALK_BACKEND is "kernel".
     """
     if BACKEND != "reference" and not must_trace():
-        device = tensors[0].device
+        on_cpu = tensors[0].is_cpu  # faster than comparing devices
+        device = None if on_cpu else tensors[0].device
         for x in tensors:
             # If a tensor has the negative bit (`z.conj().imag`), its memory holds the values with the opposite sign.
             # PyTorch's efficient zero tensors, such as the gradient of torch.sgn, have no memory.
-            if type(x) not in PLAIN or x.device != device or x.is_neg() or x._is_zerotensor():
+            if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
+                break
+            if device is not None and x.device != device:
                 break
         else:
-            kernels = KERNELS.get(device.type)
+            kernels = KERNELS.get("cpu" if device is None else device.type)
             if kernels is not None:
                 if kernels.unavailable(device) is None:
                     return kernels
-                if device.type == "cpu" and tensors[0].is_floating_point():  # a rotation; positions are integers
+                if on_cpu and tensors[0].is_floating_point():  # a rotation; positions are integers
                     _warn_once()
     if BACKEND == "kernel":
         raise no_kernel_error(tensors[0])

@@ -177,7 +177,8 @@ def rotate_gradients(
     if not defined:
         return list(grads)
     run = _by_reference if _any_batched(defined) else rotate
-    rotated = iter(run(defined, cos, sin, options._replace(inverse=not options.inverse)))
+    layout, interleaved, offset, inverse = options
+    rotated = iter(run(defined, cos, sin, Options(layout, interleaved, offset, not inverse)))
     return [None if grad is None else next(rotated) for grad in grads]
 
 
