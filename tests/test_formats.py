@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from ropewalk import Axes, Rope, RopeError, Rotation, YaRN, formats
+from ropewalk import Axes, Llama3, Rope, RopeError, Rotation, YaRN, formats
 
 POSITIONS = torch.tensor([[0, 1, 7, 4095, 100_000]])
 Q, K = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
@@ -167,6 +167,20 @@ class TestDifference:
             assert formats.difference(plain, found, 1.0) == ""
             assert formats.difference(plain, found.bfloat16().float(), 1.0) == ""
             assert formats.difference(scaled, found, 1.0).startswith("inv_freq[")
+
+    @pytest.mark.parametrize(
+        "scaling", [Llama3(32.0, 1.0, 2.0, 8192), Llama3(128.0, 1.0, 4.0, 8192), YaRN(256.0, 8192)], ids=str
+    )
+    def test_of_float32_code_on_a_ramp(self, scaling: Any) -> None:
+        """Where two frequencies are mixed, the rounding of their weights is that of the larger one."""
+        rope = Rope(192, 1e5, "half", scaling=scaling)
+        stated = dict(vars(scaling), rope_type=scaling.rope_type, rope_theta=1e5)
+        _, rotary = peer("llama", "Llama", head_dim=192, rope_parameters=stated)
+        assert formats.difference(rope, rotary.inv_freq, rope.attention_factor) == ""
+        for pair, error in ((0, 1e-6), (50, 2e-4), (95, 2e-6)):  # fast, on the ramp, slow
+            wrong = rotary.inv_freq.double()
+            wrong[pair] *= 1 + error
+            assert formats.difference(rope, wrong, rope.attention_factor).startswith(f"inv_freq[{pair}] ")
 
     @pytest.mark.parametrize("pair", [0, 7])
     def test_the_first_wrong_pair_is_named(self, pair: int) -> None:

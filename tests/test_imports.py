@@ -229,7 +229,7 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 1200,
+    "": 1250,
     "angles": 550,
     "attention": 3700,
     "configs": 5150,

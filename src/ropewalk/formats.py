@@ -16,6 +16,7 @@ back, also pass the rotation's `head_dim`, `rotary_offset`, `attention_factor` a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -81,13 +82,20 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
     if not abs(attention_factor - factor) <= FLOAT32 * factor:
         return f"attention factor {attention_factor:.9g} instead of {factor:.9g}"
     found, expected = inv_freq.detach().to("cpu", torch.float64), torch.from_numpy(rope.inv_freq)
+    # On a ramp from the unscaled frequencies to those divided by the factor, the weight of the former is rounded too.
+    plain = torch.from_numpy(replace(rope, scaling=None).inv_freq)
+    slowest = plain / getattr(rope.scaling, "factor", 1.0)
+    ramp = (slowest * (1 + FLOAT32) < expected) & (expected < plain * (1 - FLOAT32))
+    error = _rounding(expected) + torch.where(ramp, _rounding(plain), 0.0)
     if rope.axes is not None:
+        expected, order = expected.sort(descending=True)
+        error = error[order]
         if found.shape != expected.shape:
-            expected = torch.tensor([*{*expected.tolist()}], dtype=torch.float64)
-        found, expected = found.sort(descending=True).values, expected.sort(descending=True).values
+            first = torch.cat((expected.new_ones(1, dtype=torch.bool), expected.diff() != 0))
+            expected, error = expected[first], error[first]
+        found = found.sort(descending=True).values
     if found.shape != expected.shape:
         return f"{found.numel()} frequencies instead of {expected.numel()}"
-    error = expected * FLOAT32 + torch.xlogy(expected, expected).abs() * 2.0**-24
     dtype = torch.finfo(stored_dtype(found))
     if dtype.bits == 16:
         error = error + expected * dtype.eps / 2 + dtype.smallest_normal * dtype.eps / 2
@@ -96,6 +104,11 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
         pair = int(wrong.nonzero()[0])
         return f"inv_freq[{pair}] {float(found[pair]):.9g} instead of {float(expected[pair]):.9g}"
     return ""
+
+
+def _rounding(inv_freq: Tensor) -> Tensor:
+    """Return the error of frequencies that float32 code computes, as `FLOAT32` describes."""
+    return inv_freq * FLOAT32 + torch.xlogy(inv_freq, inv_freq).abs() * 2.0**-24
 
 
 def stored_dtype(table: Tensor) -> torch.dtype:

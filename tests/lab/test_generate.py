@@ -150,6 +150,14 @@ def test_command_refuses(trained: Path, tmp_path: Path) -> None:
         assert ran.stdout == ""
 
 
+@pytest.mark.parametrize("temperature", ["nan", "-1"])
+def test_command_refuses_temperatures(temperature: str, trained: Path) -> None:
+    ran = CliRunner().invoke(main, ["generate", str(trained), "--temperature", temperature])
+    assert ran.exit_code == 1
+    assert f"temperature must be at least 0, got {float(temperature)}" in ran.stderr
+    assert ran.stdout == ""
+
+
 def test_more_tokens_than_there_is_memory_for(trained: Path) -> None:
     for tokens in ("513k", str(10**30)):
         ran = CliRunner().invoke(main, ["generate", str(trained), "--tokens", tokens])

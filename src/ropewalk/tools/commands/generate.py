@@ -30,7 +30,7 @@ Examples:
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=float,
     default=0.7,
     show_default=True,
     help="The temperature of sampling; 0 always selects the most likely byte.",

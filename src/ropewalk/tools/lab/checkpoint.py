@@ -77,14 +77,14 @@ def read(file: Path) -> tuple[dict[str, Any], State]:
     """Read a checkpoint: the description of its training, and its state.
 
     Raises:
-        RopeError: a file is broken, or of another format.
+        RopeError: the JSON file is missing, or a file is broken or of another format.
         OSError: a file cannot be read.
     """
     try:
         training = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
         tensors = safetensors.torch.load(file.read_bytes())
         losses = tensors.pop("losses").tolist()
-    except (safetensors.SafetensorError, ValueError, KeyError, RecursionError) as e:
+    except (FileNotFoundError, safetensors.SafetensorError, ValueError, KeyError, RecursionError) as e:
         raise _broken(file, e) from e
     return training, State(tensors, losses)
 

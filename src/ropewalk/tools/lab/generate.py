@@ -78,7 +78,7 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
         A line with the time to the first token and the tokens per second.
 
     Raises:
-        RopeError: the file is no checkpoint of a byte model, or the prompt is empty.
+        RopeError: the file is no checkpoint of a byte model, the prompt is empty, or the temperature is not at least 0.
     """
     model, rope, _ = checkpoint.load(file)
     if model.size.vocab_size != 256:
@@ -90,6 +90,9 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
         )
     if not prompt:
         raise _checks.error("generate", "prompt must have at least one character", "''", "Pass some text to continue.")
+    if not temperature >= 0:
+        must = "temperature must be at least 0"
+        raise _checks.error("generate", must, str(temperature), "Pass 0 to always select the most likely byte.")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     encoded = prompt.encode(errors="surrogateescape")  # the shell may pass bytes that are not UTF-8
     following = generate(model, rope, list(encoded), tokens=tokens, temperature=temperature, seed=seed)
