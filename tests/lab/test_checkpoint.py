@@ -21,11 +21,11 @@ ROPE = Rope(4, 1e4, "half", scaling=YaRN(4.0, 64))
 EMBEDDING = "weights.embed_tokens.weight"
 
 
-def trained(file: Path, rope: Rope | None = ROPE) -> LanguageModel:
+def trained(file: Path, rope: Rope | None = ROPE, seed: int = 1) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(SIZE)
     rows = torch.randint(16, (2, 7), generator=torch.Generator().manual_seed(1))
-    train(model, rope, lambda step: Batch(rows[:, :-1], rows[:, 1:]), Recipe(2, 1e-2), file=file, about={"seed": 1})
+    train(model, rope, lambda step: Batch(rows[:, :-1], rows[:, 1:]), Recipe(2, 1e-2), file=file, about={"seed": seed})
     return model
 
 
@@ -109,3 +109,12 @@ def test_a_broken_one_is_refused(damage: Callable[[Path], None], tmp_path: Path)
     damage(file)
     with pytest.raises(RopeError, match=r"x\.safetensors must be a checkpoint of the lab, with x\.json beside it, got"):
         checkpoint.load(file)
+
+
+def test_weights_of_another_training_are_refused(tmp_path: Path) -> None:
+    mine, other = tmp_path / "x.safetensors", tmp_path / "other.safetensors"
+    trained(mine)
+    trained(other, seed=2)
+    mine.write_bytes(other.read_bytes())
+    with pytest.raises(RopeError, match=r"x\.safetensors must be a checkpoint .* of the training that x\.json"):
+        trained(mine)

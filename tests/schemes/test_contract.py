@@ -217,6 +217,11 @@ class Nameless(Scheme):
 
 
 @dataclass(frozen=True)
+class TypeAsField(Base):
+    rope_type: str = "annotated"  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
 class OneAlias(Base):
     aliases: ClassVar[str] = "other"  # type: ignore[assignment]
 
@@ -243,6 +248,7 @@ def test_register_checks_the_class() -> None:
             Nameless,
             "must be a non-empty string, and aliases a tuple of such strings, got None and ()",
         ),
+        (TypeAsField, "rope_type and aliases of TypeAsField must belong to the class, got fields of the dataclass"),
         (
             OneAlias,
             "rope_type of OneAlias must be a non-empty string, and aliases a tuple of such strings, got",

@@ -346,3 +346,7 @@ def check_class(scheme: object) -> None:
         must = f"rope_type of {name} must be a non-empty string, and aliases a tuple of such strings"
         fix = 'Set rope_type = "..." in the class: it is the name of the scheme in configs.'
         raise _checks.error(who, must, f"{_checks.shown(rope_type)} and {_checks.shown(aliases)}", fix)
+    of_dataclass: Any = scheme
+    if any(field.name in ("rope_type", "aliases") for field in dataclasses.fields(of_dataclass)):
+        must, fix = f"rope_type and aliases of {name} must belong to the class", "Write them without an annotation."
+        raise _checks.error(who, must, "fields of the dataclass", fix)

@@ -1,7 +1,8 @@
 """The checkpoint of a training: its state after the last step in `x.safetensors`, and what it trains in `x.json`.
 
 The JSON file is written before the first step. The safetensors file is replaced after every step. It contains the
-weights, the moments of AdamW, and the losses of all steps, whose number is the number of the next step.
+weights, the moments of AdamW, the losses of all steps, whose number is the number of the next step, and a digest of the
+training.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ def read(file: Path) -> tuple[dict[str, Any], State]:
     """
     try:
         training = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-        tensors = safetensors.torch.load(file.read_bytes())
+        with safetensors.safe_open(file, "pt") as opened:
+            if (opened.metadata() or {}).get("training") != _digest(training):
+                raise ValueError(f"it is not of the training that {file.stem}.json describes")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no dict
         losses = tensors.pop("losses").tolist()
     except (FileNotFoundError, safetensors.SafetensorError, ValueError, KeyError, RecursionError) as e:
         raise _broken(file, e) from e
@@ -105,8 +109,8 @@ def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any
         raise _broken(file, e) from e
 
 
-def save(file: Path, state: State) -> None:
-    """Write the state after a step. If the process is killed while writing, the previous state remains.
+def save(file: Path, state: State, training: Mapping[str, Any]) -> None:
+    """Write the state of a training after a step. If the process is killed while writing, the previous state remains.
 
     It may be lost in a power failure: that the disk has the file is not awaited.
 
@@ -119,7 +123,11 @@ def save(file: Path, state: State) -> None:
         must, got = "loss and weights must be finite", f"inf or nan after step {len(state.losses)}"
         raise _checks.error("lab", must, got, f"Choose a lower learning rate. {file} contains the previous steps.")
     with _files.replaced(file) as new:
-        new.write_bytes(safetensors.torch.save(tensors))
+        new.write_bytes(safetensors.torch.save(tensors, {"training": _digest(training)}))
+
+
+def _digest(training: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

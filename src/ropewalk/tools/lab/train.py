@@ -155,7 +155,7 @@ def train(
             optimizer.step()
             losses.append(ranks.sum_over_processes(loss))
             state = checkpoint.State(checkpoint.tensors_of(sharded, optimizer), losses)
-            ranks.on_first(functools.partial(checkpoint.save, file, state))
+            ranks.on_first(functools.partial(checkpoint.save, file, state, training))
             if progress is not None:
                 progress(step + 1, recipe.steps, losses[-1])
     if sharded is not model and state is not None:
