@@ -58,7 +58,7 @@ SLOW = (
     "kernels/test_operators.py::TestOperator::test_opcheck",
     "lab/",
     "parallel/test_context.py::test_equals_the_whole",
-    "positions/test_multimodal_models.py::test_a_thousand_mixtures",
+    "positions/test_multimodal_models.py::test_hundreds_of_mixtures",
     "programs/test_bench.py",
     "programs/test_bench_on_gpu.py",
     "programs/test_check.py::TestAnotherProcess",

@@ -319,6 +319,6 @@ def test_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_thousand_mixtures(name: str) -> None:
-    for seed in range(1000):
+def test_hundreds_of_mixtures(name: str) -> None:
+    for seed in range(300):
         FAMILIES[name](name, random.Random(1000 + seed), count=1 + seed % 3)
