@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -358,6 +359,23 @@ def test_a_full_disk(form: str, size: int, tmp_path: Path) -> None:
     assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
     assert str(named) in ran.stderr
     assert contents(tmp_path / "out") == {str(named.relative_to(tmp_path / "out")): b"precious"}
+
+
+def test_a_disk_that_is_full_for_the_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = checkpoint_of_bytes(tmp_path / "source"), tmp_path / "out"
+    target.mkdir()
+    (target / "model.safetensors").write_bytes(b"precious")
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.name.startswith("config.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    ran = command(source, target, "hf", "--force")
+    assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    assert contents(target) == {"model.safetensors": b"precious"}
 
 
 def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:

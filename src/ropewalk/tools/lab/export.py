@@ -5,6 +5,7 @@ A byte model has 256 tokens, and token n is byte n.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator
@@ -63,10 +64,10 @@ def run(file: Path, target: Path, form: str, *, max_positions: int, force: bool 
         if not force and not (path.is_file() and path.read_bytes() == contents[path]):
             must, fix = f"{path} must not exist yet", "Pass another path, or replace it with --force."
             raise _checks.error("export", must, "a file or folder with other content", fix)
-    for path, data in contents.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _files.replaced(path) as new:
-            new.write_bytes(data)
+    with contextlib.ExitStack() as written:  # all files, before the first one takes its place
+        for path, data in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written.enter_context(_files.replaced(path)).write_bytes(data)
 
 
 def hugging_face(model: LanguageModel, rope: ropewalk.Rope, max_positions: int) -> dict[str, bytes]:
