@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,84 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour"))
 REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
+SOURCE = sorted((ROOT / "src").rglob("*.py"))
+
+# No page may say that an existing feature is missing.
+
+_MISSING = re.compile(r"\bnot (?:here |there |supported |implemented |available )?yet\b|\bno compiled\b", re.IGNORECASE)
+
+
+def _present() -> Iterator[re.Pattern[str]]:
+    """Return the names of existing features as pages write them: public names and kernels."""
+    for name in ropewalk.__all__:
+        # A name that is also a word ("masks") counts only as code: `masks`.
+        yield re.compile(rf"`(?:ropewalk\.)?{name}\b" if name.islower() else rf"\b{name}\b")
+    for words in (r"compiled kernels?", r"(CPU|GPU|Triton) kernels?", r"other kernels", r"KV caches?"):
+        yield re.compile(rf"\b{words}\b", re.IGNORECASE)
+
+
+PRESENT = tuple(_present())
+
+
+def stale(text: str) -> list[str]:
+    """Return the sentences and table rows of a text that say that an existing feature is missing.
+
+    Below a heading such as "Not here yet", each of them does.
+    """
+    found = []
+    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
+        heading = section.partition("\n")[0] if section.startswith("#") else ""
+        for sentence in re.split(r"\n\s*\n|\n(?=[|*-])|(?<=[.;!?])\s+", section.removeprefix(heading)):
+            calls_missing = _MISSING.search(heading) or _MISSING.search(" ".join(sentence.split()))
+            if calls_missing and any(name.search(sentence) for name in PRESENT):
+                found.append(" ".join(sentence.split()))
+    return found
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_page_calls_missing_what_is_here(page: Path) -> None:
+    assert stale(page.read_text("utf-8")) == []
+
+
+def test_no_text_of_the_program_calls_missing_what_is_here() -> None:
+    texts = [
+        (path, node.value)
+        for path in SOURCE
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(texts) > 1000
+    assert [(path.name, said) for path, text in texts for said in stale(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A page.\n\n## Not here yet\n\nCompiled kernels, positions with several axes.\n",
+        "## Not here yet\n\n- `masks.packed`\n- quantised keys\n",
+        "| `torch.ops._C.rotary_embedding` and other kernels | **not yet**: plain PyTorch |\n",
+        "Both are plain PyTorch: this release of ropewalk has no compiled kernel yet.",
+        "A `KVCache` is not here yet.",
+        "Attention with SelfExtend is\nnot supported yet.",
+    ],
+)
+def test_a_stale_sentence_is_found(text: str) -> None:
+    assert len(stale(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## Not here yet\n\nPositions with several axes.\n\n## What is here\n\nThe KVCache.\n",
+        "The GPU kernels have not been measured on a GPU yet.",
+        "Tokens of images are not supported yet. The `KVCache` takes text.",
+        "Masks of such a shape are not supported yet.",
+    ],
+)
+def test_a_true_sentence_is_not(text: str) -> None:
+    assert stale(text) == []
+
 
 # The front page.
 

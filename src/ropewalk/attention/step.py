@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ def on_axes(rope: Rope, positions: Tensor) -> Tensor:
     return positions if rope.axes is None or positions.ndim > 2 else positions.expand(rope.axes.count, -1, -1)
 
 
-class Step:
+class Step(ABC):
     """What `CacheStep` and `PagedStep` have in common: the state of one forward pass, and the check of its rotation.
 
     A step refers to stores and tensors of its cache and not to the cache, so no reference cycle keeps memory alive.
@@ -88,12 +89,11 @@ class Step:
         return state | {"_mask": None, "block_mask": None}
 
     @property
-    def key_order(self) -> Tensor:
-        raise NotImplementedError
-
+    @abstractmethod
+    def key_order(self) -> Tensor: ...
     @property
-    def key_positions(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def key_positions(self) -> Tensor: ...
 
     @property
     def mask(self) -> Tensor:
@@ -170,18 +170,18 @@ class Step:
         )
 
     def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
-        raise NotImplementedError
+        raise NotImplementedError  # only a KVCache has sinks
 
-    def _build_mask(self) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _build_mask(self) -> Tensor: ...
 
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Store the new keys and values of a layer."""
         store.write(self._slots, k, v)
 
+    @abstractmethod
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer: all of them, or only those of `filled`, in memory that is reused."""
-        raise NotImplementedError
 
     def _write_and_read(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
         self._write(store, k, v)

@@ -103,11 +103,11 @@ class Kernels(Protocol):
         """
 
     @property
-    def step(self) -> Step | None:
-        """The fused step, or None if these kernels have none that can be called like `Step`."""
+    def step(self) -> FusedStep | None:
+        """The fused step, or None if these kernels have none that can be called like `FusedStep`."""
 
 
-class Step(Protocol):
+class FusedStep(Protocol):
     """Normalize and rotate q and k into new tensors, and write k and v to a cache, in one kernel."""
 
     def __call__(

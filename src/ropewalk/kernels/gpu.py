@@ -123,7 +123,7 @@ def step(
     norm: tuple[Tensor, Tensor, float, bool] | None,
     store: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Normalize, rotate and store, as `backend.Step` specifies."""
+    """Normalize, rotate and store, as `backend.FusedStep` specifies."""
     _launch("step", *step_launch(tensors, outputs, cos, sin, options, norm, store))
 
 

@@ -1,1 +1,1 @@
-"""What people run: the commands, and the tools behind them. Nothing in the library imports a tool."""
+"""What people run: the commands and the tools behind them. The library imports none; integrations use public names."""
