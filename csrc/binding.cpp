@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <memory>
 #include <string>
 
 #include "pages.h"
@@ -502,6 +503,91 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     return nb::make_tuple(tables[0], tables[1]);
 }
 
+// Read one int64 for each row, [batch]. None is null. Returns false if it is something else.
+bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
+    ropewalk::TensorView view;
+    if (numbers.is_none()) return true;
+    if (!torch.view(numbers.ptr(), view) || !view.is_int(64) || view.axes != 1 || view.shape[0] != batch) return false;
+    to = reinterpret_cast<const int64_t *>(view.first());
+    return batch == 1 || view.strides[0] == 1;
+}
+
+// Attend with queries [batch, token, head, channel] over the keys and values [block, slot, kv head, channel] of a cache. The other
+// arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
+nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
+                        nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
+                        double scale) {
+    const nb::object left_to_python = nb::none();
+    ropewalk::TensorView of_q, of_far, of_keys, of_values, of_blocks, of_order, of_out;
+    if (!kernels->attend || torch.is_observed()) return left_to_python;
+    if (!torch.view(q.ptr(), of_q) || !torch.view(keys.ptr(), of_keys) || !torch.view(values.ptr(), of_values)) return left_to_python;
+    if (of_q.axes != 4 || of_keys.axes != 4 || of_values.axes != 4 || of_q.elements() == 0) return left_to_python;
+    if (ropewalk::Torch::is_true(torch.grad_enabled)) {
+        for (nb::handle x : {q, far_q, keys, values}) {
+            if (!x.is_none() && torch.requires_gradient(x.ptr())) return left_to_python;
+        }
+    }
+    ropewalk_attention a{};
+    const int dtype = dtype_of(of_q);
+    if (dtype < 0 || dtype == ROPEWALK_F64 || dtype_of(of_keys) != dtype || dtype_of(of_values) != dtype) return left_to_python;
+    a.dtype = static_cast<ropewalk_dtype>(dtype);
+    a.batch = of_q.shape[0], a.queries = of_q.shape[1], a.heads = of_q.shape[2], a.kv_heads = of_keys.shape[2];
+    a.head_dim = a.v_dim = of_q.shape[3];
+    for (int i = 0; i < 4; ++i) {
+        if (i < 3 && of_keys.shape[i] != of_values.shape[i]) return left_to_python;
+        a.q_stride[i] = of_q.strides[i], a.key_stride[i] = of_keys.strides[i], a.value_stride[i] = of_values.strides[i];
+    }
+    if (of_keys.shape[3] != a.head_dim || of_values.shape[3] != a.v_dim || a.kv_heads < 1 || a.heads % a.kv_heads) return left_to_python;
+    if (of_keys.strides[3] != 1 || of_values.strides[3] != 1) return left_to_python;
+    a.q = of_q.first(), a.key = of_keys.first(), a.value = of_values.first();
+    if (!far_q.is_none()) {
+        if (!torch.view(far_q.ptr(), of_far) || of_far.axes != 4 || dtype_of(of_far) != dtype) return left_to_python;
+        for (int i = 0; i < 4; ++i) {
+            if (of_far.shape[i] != of_q.shape[i]) return left_to_python;
+            a.far_q_stride[i] = of_far.strides[i];
+        }
+        a.far_q = of_far.first();
+    }
+    const int64_t pool = of_keys.shape[0];
+    a.block_size = of_keys.shape[1], a.keys = count;
+    if (blocks.is_none()) {
+        if (a.batch > pool || count < 0 || count > a.block_size) return left_to_python;
+    } else {
+        if (!torch.view(blocks.ptr(), of_blocks) || !of_blocks.is_int(32) || of_blocks.axes != 2 || of_blocks.shape[0] != a.batch ||
+            of_blocks.strides[1] != 1 || count < 0 || count > of_blocks.shape[1] * a.block_size) {
+            return left_to_python;
+        }
+        a.blocks = reinterpret_cast<const int32_t *>(of_blocks.first()), a.block_stride = of_blocks.strides[0];
+        for (int64_t row = 0; row < a.batch; ++row) {
+            bool inside = true;
+            for (int64_t i = 0; i < of_blocks.shape[1]; ++i) {
+                inside &= static_cast<uint64_t>(a.blocks[row * a.block_stride + i]) < static_cast<uint64_t>(pool);
+            }
+            if (!inside) return left_to_python;
+        }
+    }
+    if (!torch.view(order.ptr(), of_order) || !of_order.is_int(64) || of_order.axes != 2 || of_order.shape[0] != a.batch ||
+        of_order.shape[1] != a.queries || !read_rows(first, a.batch, a.first) || !read_rows(counts, a.batch, a.counts)) {
+        return left_to_python;
+    }
+    a.order = reinterpret_cast<const int64_t *>(of_order.first());
+    a.order_stride[0] = of_order.strides[0], a.order_stride[1] = of_order.strides[1];
+    a.window = window, a.sinks = sinks, a.scale = scale;
+    nb::object out = nb::steal(ropewalk::call(torch.empty_like, q.ptr()));
+    if (!out.ptr()) throw nb::python_error();
+    if (!torch.view(out.ptr(), of_out) || of_out.strides[3] != 1) return left_to_python;
+    a.out = of_out.first();
+    for (int i = 0; i < 4; ++i) a.out_stride[i] = of_out.strides[i];
+    a.parts = threads_for(a.batch * count * a.kv_heads * a.head_dim, threads_of_torch());
+    std::unique_ptr<float[]> work(new float[static_cast<size_t>(kernels->attention_floats(&a))]);
+    a.work = work.get();
+    nb::gil_scoped_release release;
+    ropewalk::share_rows(a.parts, static_cast<int>(a.parts), [&](int64_t begin, int64_t end) { kernels->attend(&a, begin, end); });
+    ropewalk::share_rows(a.batch, static_cast<int>(std::min(a.parts, a.batch)),
+                         [&](int64_t begin, int64_t end) { kernels->combine(&a, begin, end); });
+    return out;
+}
+
 nb::list levels() {
     nb::list names;
     for (int level = 0; level < ROPEWALK_LEVELS; ++level) {
@@ -531,6 +617,8 @@ NB_MODULE(_cpu, m) {
     m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
+    m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
