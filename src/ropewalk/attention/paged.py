@@ -115,6 +115,7 @@ class PagedStep(Step):
             flat_slots=flat_slots,
             causal=no_padding and min(self._token_counts) == longest and longest <= (window or longest),
             filled=slice(0, longest),
+            keys=most * size,
             concatenates=False,
             advances=advances,
             previous=previous,
@@ -130,32 +131,12 @@ class PagedStep(Step):
         self._key_index = torch.arange(most * size, device=device)  # index of each key in the blocks of its row
         self._real, self._skipped = real.to(device), skipped.to(device)
         self._scratch, self._table, self._positions_of_slots = cache._scratch, table, cache._rows.key_positions
-        self._key_positions: Tensor | None = None
         if cache.flex:
             self.block_mask = self._build_block_mask(cache.keys[0].shape[0])
 
     @property
     def key_order(self) -> Tensor:
         return torch.where(self._key_index < self.seq_lens[:, None], self._skipped + self._key_index, EMPTY)
-
-    @property
-    def key_positions(self) -> Tensor:
-        """Positions of all keys as in `CacheStep`, int64 `[batch, keys]`. Read it before the cache changes.
-
-        Raises:
-            RopeError: on first use, if the step is no longer the newest of its cache.
-        """
-        if self._key_positions is None:
-            if self._outdated:
-                raise _checks.error(
-                    "PagedStep",
-                    "key_positions must be read while the step is the newest of its cache",
-                    "an outdated one",
-                    "Read them before the next call that changes the cache.",
-                )
-            places = self._positions_of_slots[self._table].flatten(1).to(self.order.device)
-            self._key_positions = torch.where(self.key_order == EMPTY, EMPTY, places)
-        return self._key_positions
 
     @property
     def kv_indptr(self) -> Tensor:
@@ -202,8 +183,12 @@ class PagedStep(Step):
         for flag in self._stored:
             flag[0] = True
 
-    def _build_mask(self) -> Tensor:
-        distance = self.order[:, :, None] - self.key_order[:, None, :]
+    def _find_key_positions(self) -> Tensor:
+        places = self._positions_of_slots[self._table].flatten(1).to(self.order.device)
+        return torch.where(self.key_order == EMPTY, EMPTY, places)
+
+    def _build_mask(self, *, every: bool) -> Tensor:
+        distance = self.order[:, :, None] - self.key_order[:, None, slice(None) if every else self._filled]
         visible = distance >= 0
         if self._window is not None:
             visible = visible & (distance < self._window)
@@ -516,7 +501,8 @@ class PagedKVCache:
         )
         length, position = torch.tensor([row.length for row in batch]), torch.tensor([row.position for row in batch])
         real = tokens.real_tokens(who, seq, attention_mask, length)
-        given = tokens.check_given_positions(who, positions, real)
+        real = torch.ones(len(batch), seq, dtype=torch.bool) if real is None else real
+        given = tokens.check_given_positions(who, positions, seq, length)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
             tokens.check_no_window(who, "at", self.window, "a number", fix)
@@ -526,7 +512,7 @@ class PagedKVCache:
             kept = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
             length, position = torch.tensor(kept), at
         added = real.sum(1)
-        new = tokens.place_tokens(real, added, length, position, given)
+        new = tokens.place_tokens(real, seq, length, position, given)
         planned = self._rows.extend(
             who,
             numbers,

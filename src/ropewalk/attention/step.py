@@ -45,6 +45,8 @@ class Step(ABC):
         flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
         causal: as in `CacheStep`.
         filled: the keys that some token attends to, a slice of those of `mask`.
+        keys: number of keys of `mask`.
+        key_positions: as in `CacheStep`. None computes them on first use.
         concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
         advances: whether every row is longer after this pass than before it.
         previous: the step before this one, if the positions of every row have advanced since then.
@@ -66,13 +68,16 @@ class Step(ABC):
         flat_slots: Tensor,
         causal: bool,
         filled: slice,
+        keys: int,
+        key_positions: Tensor | None = None,
         concatenates: bool,
         advances: bool,
         previous: Step | None,
     ) -> None:
         self.positions, self.order, self.causal = positions, order, causal
         self._stores, self._heads, self._window = stores, heads, window
-        self._slots, self._flat_slots, self._filled = slots, flat_slots, filled
+        self._slots, self._flat_slots, self._filled, self._keys = slots, flat_slots, filled, keys
+        self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
         # Whether each layer has stored its tokens. Each has a list, so code compiled for one layer serves every layer.
         self._stored = [[False] for _ in stores]
@@ -81,19 +86,32 @@ class Step(ABC):
         self._rotations: list[weakref.ref[Tensor]] = []
         self._stale = [] if previous is None else previous._rotations
         self._prepared: tuple[Any, Any] = (None, None)  # the last rotation, checked
-        self._mask: Tensor | None = None
+        self._masks: dict[bool, Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Weak references and block masks cannot be pickled, and the copy of a cache has no open step that needs them.
         state: dict[str, object] = self.__dict__ | {"_rotations": [], "_stale": [], "_prepared": (None, None)}
-        return state | {"_mask": None, "block_mask": None}
+        return state | {"_masks": {}, "block_mask": None}
 
     @property
     @abstractmethod
     def key_order(self) -> Tensor: ...
+
     @property
-    @abstractmethod
-    def key_positions(self) -> Tensor: ...
+    def key_positions(self) -> Tensor:
+        if self._key_positions is not None:
+            return self._key_positions
+        if self._outdated:
+            raise _checks.error(
+                type(self).__name__,
+                "key_positions must be read while the step is the newest of its cache",
+                "an outdated one",
+                "Read them before the next call that changes the cache.",
+            )
+        found = self._find_key_positions()
+        if not torch.compiler.is_compiling():  # storing them in one layer would recompile the next layer
+            self._key_positions = found
+        return found
 
     @property
     def mask(self) -> Tensor:
@@ -101,11 +119,7 @@ class Step(ABC):
 
         Padding attends to every key.
         """
-        if torch.compiler.is_compiling():  # storing the mask in one layer would recompile the next layer
-            return self._build_mask()
-        if self._mask is None:
-            self._mask = self._build_mask()
-        return self._mask
+        return self._get_mask(every=True)
 
     def within(self, window: int) -> Tensor | None:
         """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
@@ -173,7 +187,18 @@ class Step(ABC):
         raise NotImplementedError  # only a KVCache has sinks
 
     @abstractmethod
-    def _build_mask(self) -> Tensor: ...
+    def _find_key_positions(self) -> Tensor: ...
+
+    def _get_mask(self, *, every: bool) -> Tensor:
+        """Return the mask for all keys, or for those of `filled`."""
+        if torch.compiler.is_compiling():
+            return self._build_mask(every=every)
+        if every not in self._masks:
+            self._masks[every] = self._build_mask(every=every)
+        return self._masks[every]
+
+    @abstractmethod
+    def _build_mask(self, *, every: bool) -> Tensor: ...
 
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Store the new keys and values of a layer."""
@@ -257,7 +282,7 @@ class Step(ABC):
             )
         prepared = rotation
         if rotation.passes == 2:
-            keys = self.key_positions.shape[1]
+            keys = self._keys
             if rotation.far.shape[-1] != keys:
                 raise _checks.error(
                     self._who,
@@ -338,7 +363,7 @@ class LayerCache:
             if not isinstance(mask, Tensor):
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
                 raise _checks.error(step._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
-            check_mask(step._who, mask, q, step.key_positions.shape[1])
+            check_mask(step._who, mask, q, step._keys)
         scale = head_dim**-0.5 if scale is None else scale
         one_pass = rotation is None or rotation.passes == 1
         visible: Tensor | BlockMask | None = None
@@ -347,8 +372,10 @@ class LayerCache:
             visible, append = step.block_mask, self._append_to_blocks
         elif compiling:  # a compiled layer has one graph for any number of cached tokens
             visible = restrict(mask, step.mask)
-        elif mask is not None or not step.causal:
+        elif mask is not None:
             visible = restrict(mask, step.mask)[..., step._filled]
+        elif not step.causal:
+            visible = step._get_mask(every=False)
         if rotation is not None and rotation.passes == 1 and not step._concatenates and not compiling:
             self._check_new(k, v)
             rotated = self._store.rotate_and_write(step._flat_slots, q, k, v, rotation=rotation, norm=norm)
