@@ -516,10 +516,10 @@ bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
 // arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
 nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
                         nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
-                        double scale) {
+                        double scale, bool profiled) {
     const nb::object left_to_python = nb::none();
     ropewalk::TensorView of_q, of_far, of_keys, of_values, of_blocks, of_order, of_out;
-    if (!kernels->attend || torch.is_observed()) return left_to_python;
+    if (!kernels->attend || torch.is_observed(profiled)) return left_to_python;
     if (!torch.view(q.ptr(), of_q) || !torch.view(keys.ptr(), of_keys) || !torch.view(values.ptr(), of_values)) return left_to_python;
     if (of_q.axes != 4 || of_keys.axes != 4 || of_values.axes != 4 || of_q.elements() == 0) return left_to_python;
     if (ropewalk::Torch::is_true(torch.grad_enabled)) {
@@ -618,7 +618,7 @@ NB_MODULE(_cpu, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
+from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step, on_axes
 from ropewalk.attention.store import Store, create_stores
 from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
@@ -167,6 +168,12 @@ class CacheStep(Step):
     def key_order(self) -> Tensor:
         return self._ring.order(self._new.length) if self._key_order is None else self._key_order
 
+    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        if self._ring.evicts:  # the slots of a ring are not in the order of their tokens, but all of them are visible
+            whole = VisibleKeys(self.order, self._filled.stop, sinks=self._sinks)
+            return whole if window == self._window else None
+        return VisibleKeys(self.order, self._filled.stop, window=window)
+
     def _find_key_positions(self) -> Tensor:
         return self._state[0].scatter(1, self._slots[1], self._new.place)[:, : self._ring.count]
 
@@ -176,7 +183,7 @@ class CacheStep(Step):
         far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
         slot = torch.arange(self._keys, device=excess.device)[None]
         is_sink = slot < self._sinks if self._key_order is None else self._key_order < self._sinks
-        return TwoPass(near, far_queries, None, is_sink[:, None, None])
+        return TwoPass(near, far_queries, None, is_sink[:, None, None], 0 if self._concatenates else self._sinks)
 
     def _build_mask(self, *, every: bool) -> Tensor:
         ring, order = self._ring, self.order[:, :, None]

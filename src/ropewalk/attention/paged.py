@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ropewalk import _checks
 from ropewalk.attention import tokens
 from ropewalk.attention.blocks import Row, Rows
+from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import PlainStore, Store, create_stores
 from ropewalk.attention.tokens import EMPTY, NewTokens
@@ -220,6 +221,16 @@ class PagedStep(Step):
             mask_mod=attends,
             seq_lengths=(seq, blocks * size),
             compute_q_blocks=False,
+        )
+
+    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        return VisibleKeys(
+            self.order,
+            self._filled.stop,
+            blocks=self.block_table,
+            first=self._skipped[:, 0],
+            counts=self.seq_lens.to(torch.int64),
+            window=window,
         )
 
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:

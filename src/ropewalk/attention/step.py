@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import attend, not_a_rotation, rotate_and_attend
+from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and_attend
+from ropewalk.attention.cached import MAX_TOKENS, VisibleKeys
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.store import Store
 from ropewalk.attention.two_pass import TwoPass
@@ -134,16 +135,39 @@ class Step(ABC):
         Raises:
             RopeError: the cache has a shorter window.
         """
-        if self._window is not None and self._window < window:
-            raise _checks.error(
-                self._who,
-                f"the window of a cache must not be shorter than that of the layer, {window}",
-                f"window={self._window}",
-                "Build a separate cache for the layers with this window.",
-            )
-        if window == self._window:
+        if self._check_window(window) == self._window:
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
+
+    def _check_window(self, window: int | None) -> int | None:
+        """Return the window of a layer, None for that of the cache. Raise if the cache has a shorter one."""
+        if window is None or self._window is None or window <= self._window:
+            return self._window if window is None else window
+        raise _checks.error(
+            self._who,
+            f"the window of a cache must not be shorter than that of the layer, {window}",
+            f"window={self._window}",
+            "Build a separate cache for the layers with this window.",
+        )
+
+    def _mask_within(self, window: int | None, mask: Tensor | None) -> Tensor | None:
+        """Combine the user's mask with those of the step and of the layer's window, for the keys of `filled`.
+
+        None stands for a plain causal mask.
+        """
+        within = None if window is None else self.within(window)
+        mask = mask if within is None else restrict(mask, within)
+        if mask is not None:
+            return restrict(mask, self.mask)[..., self._filled]
+        return None if self.causal else self._get_mask(every=False)
+
+    @abstractmethod
+    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        """Describe the keys in the cache to a kernel that reads them there, or return None if it cannot express them.
+
+        Args:
+            window: number of tokens that each token attends to. None means no limit.
+        """
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
         """Compute `rope.at(positions)`. In a `KVCache` with sinks, distances to the sinks are counted inside the cache.
@@ -328,11 +352,14 @@ class LayerCache:
         mask: Tensor | BlockMask | None = None,
         scale: float | None = None,
         norm: QKNorm | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks directly if mask is None
-        and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks first.
+        On the CPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the keys and values
+        where they are, each once. In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks
+        directly if mask is None and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks
+        first.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
@@ -345,12 +372,15 @@ class LayerCache:
                 `step.mask`. None means `step.mask` alone.
             scale: factor of the scores. None means head_dim^(−1/2).
             norm: norm of q and k, applied before rotation. None disables it.
+            window: number of tokens that each token attends to in this layer, itself included. None means as many as in
+                the cache.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
 
         Raises:
-            RopeError: as `append`; or q, rotation or mask does not match this step. Nothing has been stored then.
+            RopeError: as `append`; the cache has a shorter window; or q, rotation or mask does not match this step.
+                Nothing has been stored then.
         """
         step, compiling = self.step, torch.compiler.is_compiling()
         (batch, seq), (kv_heads, head_dim) = step.order.shape, step._heads
@@ -366,23 +396,42 @@ class LayerCache:
             check_mask(step._who, mask, q, step._keys)
         scale = head_dim**-0.5 if scale is None else scale
         one_pass = rotation is None or rotation.passes == 1
-        visible: Tensor | BlockMask | None = None
-        append = self._append_filled
-        if compiling and step.block_mask is not None and mask is None and one_pass:
-            visible, append = step.block_mask, self._append_to_blocks
-        elif compiling:  # a compiled layer has one graph for any number of cached tokens
-            visible = restrict(mask, step.mask)
-        elif mask is not None:
-            visible = restrict(mask, step.mask)[..., step._filled]
-        elif not step.causal:
-            visible = step._get_mask(every=False)
-        if rotation is not None and rotation.passes == 1 and not step._concatenates and not compiling:
-            self._check_new(k, v)
-            rotated = self._store.rotate_and_write(step._flat_slots, q, k, v, rotation=rotation, norm=norm)
-            if rotated is not None:
-                step._mark_stored(self._stored, is_last=self._is_last)
-                return attend(rotated, *step._read(self._store, every=False), mask=visible, scale=scale)
-        return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+        if compiling or step._concatenates:
+            visible: Tensor | BlockMask | None = None
+            append = self._append_filled
+            if compiling and window is not None and (within := step.within(window)) is not None:
+                mask = restrict(mask, within)
+            if compiling and step.block_mask is not None and mask is None and one_pass:
+                visible, append = step.block_mask, self._append_to_blocks
+            elif compiling:  # a compiled layer has one graph for any number of cached tokens
+                visible = restrict(mask, step.mask)
+            else:
+                visible = step._mask_within(window, mask)
+            return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+        keys = step._visible_keys(step._check_window(window)) if mask is None and seq <= MAX_TOKENS else None
+        q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
+        if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
+            near, far = (q, None) if one_pass else q.chunk(2, dim=1)
+            attended = self._store.attend(near, far, keys, scale=scale)
+            if attended is not None:
+                return attended
+        by = attend if rotation is None or rotation.passes == 1 else rotation.attend
+        kept = step._read(self._store, every=False)
+        return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
+
+    def _rotate_and_write(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | TwoPass | None, norm: QKNorm | None
+    ) -> Tensor:
+        """Normalize and rotate q and k, store k and v, and return q, rotated twice if rotation is a `TwoPass`."""
+        self._check_new(k, v)
+        rotated = None
+        if rotation is not None and rotation.passes == 1:
+            rotated = self._store.rotate_and_write(self.step._flat_slots, q, k, v, rotation=rotation, norm=norm)
+        if rotated is None:
+            rotated, k = rotate(q, k, rotation, norm)
+            self.step._write(self._store, k, v)
+        self.step._mark_stored(self._stored, is_last=self._is_last)
+        return rotated
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return the keys and values to attend over.
