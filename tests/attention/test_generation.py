@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import KVCache, PagedKVCache, Rope, from_config
-from ropewalk.tools.bench import decode
+from ropewalk.tools.bench import decode_caches, decode_model
 from ropewalk.tools.lab.model import LanguageModel, Size
 
 NEW = 12
@@ -74,8 +74,8 @@ def test_a_model_of_the_lab(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_checkpoint_of_transformers(kind: str) -> None:
-    size = decode.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, context=20)
-    model, theirs = decode.build_models(size, torch.float64)
+    size = decode_caches.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
+    model, theirs = decode_model.build_models(size, torch.float64)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():  # shared with the weights of transformers
         torch.nn.init.normal_(parameter, std=0.2 if "embed" in name else 0.8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,64 +13,92 @@ import torch
 from click.testing import CliRunner
 
 import ropewalk
+from ropewalk.attention import step
 from ropewalk.tools import bench, cli
-from ropewalk.tools.bench import decode
-from ropewalk.tools.bench.decode import DecodeSettings, Geometry
+from ropewalk.tools.bench import decode_model, machine
+from ropewalk.tools.bench.decode import DecodeSettings
+from ropewalk.tools.bench.decode_caches import Geometry
 
-TINY = Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, context=20)
-NAMES = ["ropewalk, KVCache", "transformers, DynamicCache", "transformers, StaticCache"]
+TINY = Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
+NAMES = ["ropewalk, KVCache", "ropewalk, PagedKVCache", "transformers, DynamicCache", "transformers, StaticCache"]
+
+
+def run(
+    say: Callable[[str], Any] = lambda line: None, json_file: Path | None = None, **settings: Any
+) -> dict[str, Any]:
+    small = {"rows": (2,), "held": (20,), "dtypes": ("float32",), "rounds": 2, "geometry": TINY}
+    return bench.run_decode(DecodeSettings(**(small | settings)), say, json_file=json_file)
 
 
 def test_all_are_right_and_timed(tmp_path: Path) -> None:
     said: list[str] = []
     file = tmp_path / "decode.json"
-    found = bench.run_decode(DecodeSettings(batches=(1, 3), rounds=3, geometry=TINY), said.append, json_file=file)
-    rows = found["rows"]
-    assert [row["contender"] for row in rows] == NAMES * 4
-    assert {row["state"] for row in rows} == {"timed"}, rows
-    assert [(row["dtype"], row["batch"]) for row in rows[::3]] == [
-        ("float32", 1),
-        ("float32", 3),
-        ("bfloat16", 1),
-        ("bfloat16", 3),
-    ]
-    for row in rows:
-        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["seconds"])
-    assert [row["ahead"] for row in rows[::3]] == [1.0] * 4
-    assert rows[1]["ahead"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
+    dtypes = ("float32", "bfloat16")
+    found = run(said.append, file, rows=(1, 3), held=(20, 33), dtypes=dtypes, rounds=3)
+    cells = [(dtype, batch, held) for dtype in dtypes for held in (20, 33) for batch in (1, 3)]
+    for part, names in (("attention", ["read keys and values", *NAMES]), ("model", NAMES)):
+        keys = [(row["dtype"], row["batch"], row["held"], row["contender"]) for row in found[part]]
+        assert keys == [(*cell, name) for cell in cells for name in names]
+        for row in found[part]:
+            assert (row["state"], row["rounds"]) == ("timed", 3), row
+            assert 0 < row["p10"] <= row["median"] <= row["p90"]
+    for read, *others in zip(*(found["attention"][i::5] for i in range(5)), strict=True):
+        tokens = read["batch"] * read["held"]
+        for row in (read, *others):
+            assert row["times_read"] == row["median"] / read["median"]
+            assert row["per_token"] == pytest.approx(row["median"] / tokens)
+        assert [row["planning"] is None for row in (read, *others)] == [True, False, False, True, True]
+    for kv, *others in zip(*(found["model"][i::4] for i in range(4)), strict=True):
+        for row in (kv, *others):
+            assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["median"])
+            assert row["ahead"] == row["median"] / kv["median"]
     assert json.loads(file.read_text()) == json.loads(json.dumps(found))
     text = "\n".join(said)
-    assert "2 layers of hidden 32, 4 query heads, 2 key heads of 16, MLP 48; 20 cached tokens" in text
-    assert "bfloat16, 3 rows" in text
-    assert text.count("tokens/s") == 12
+    assert "4 query heads, 2 key heads of 16; the model has 2 layers of hidden 32, MLP 48" in text
+    assert "attention of one layer, 3 rows x 33 held tokens, bfloat16: 0.0 MB of keys and values" in text
+    assert "model of 2 layers, 1 row x 20 held tokens, float32: 0.0 MB of keys and values" in text
 
 
-def test_a_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["attention", "model"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_contender_is_not_timed(part: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step rotates by the previous position, like a cache that counts wrongly."""
-    right = decode.build_steps
-
-    def with_a_wrong_one(*arguments: Any) -> dict[str, decode.Step]:
-        monkeypatch.setattr(ropewalk.CacheStep, "rotation", shifted)
-        return right(*arguments)
-
-    def shifted(self: ropewalk.CacheStep, rope: ropewalk.Rope) -> Any:
-        return rope.at(self.positions - 1)
-
-    monkeypatch.setattr(decode, "build_steps", with_a_wrong_one)
+    monkeypatch.setattr(step.Step, "rotation", lambda self, rope: rope.at(self.positions - 1))
     said: list[str] = []
-    settings = DecodeSettings(batches=(2,), dtypes=("float32",), rounds=2, geometry=TINY)
-    mine, *others = bench.run_decode(settings, said.append)["rows"]
-    assert mine["state"] == "wrong"
-    assert mine["error"] > mine["allowed"]
-    assert [row["state"] for row in others] == ["timed", "timed"]
+    *rows, dynamic, static = run(said.append, dtypes=(dtype,))[part]
+    assert [row["state"] for row in (dynamic, static)] == ["timed", "timed"]
+    for row in rows[-2:]:
+        assert row["state"] == "wrong"
+        assert row["error"] > row["allowed"]
     assert "wrong: error" in "\n".join(said)
+
+
+def test_only_the_named_caches_are_timed() -> None:
+    found = run(only=["Static"])
+    assert [row["contender"] for row in found["attention"]] == ["read keys and values", "transformers, StaticCache"]
+    assert [(row["contender"], row["ahead"]) for row in found["model"]] == [("transformers, StaticCache", None)]
+    with pytest.raises(ropewalk.RopeError, match=r"bench: only must name a cache, got 'nobody'\. The cont"):
+        run(only=["nobody"])
+
+
+def test_caches_that_do_not_fit_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cache keeps 2 layers of keys and values of 2 heads of 16 channels in float32, for at most 164 tokens."""
+    needed = 2 * 2 * 2 * 2 * 2 * 16 * 4 * (20 + 128 + 16)
+    said: list[str] = []
+    only = ["ropewalk, KVCache", "StaticCache"]
+    for free, state in ((int(needed / 0.89), "timed"), (int(needed / 0.91), "too large")):
+        monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
+        found = run(said.append, only=only)
+        assert {row["state"] for row in found["attention"]} == {"timed"}  # one layer
+        assert [row["state"] for row in found["model"]] == [state] * 2
+    assert found["model"][0]["needed"] == needed
+    assert "not timed: the caches need 1 GiB, 0 GiB are free. Name fewer caches with --only." in "\n".join(said)
 
 
 def test_threads_are_as_before() -> None:
     threads = torch.get_num_threads()
     other = 1 if threads > 1 else 2
-    settings = DecodeSettings(batches=(1,), dtypes=("float32",), rounds=1, threads=other, geometry=TINY)
-    assert bench.run_decode(settings, lambda line: None)["threads"] == other
+    assert run(rounds=1, threads=other)["threads"] == other
     assert torch.get_num_threads() == threads
 
 
@@ -82,16 +111,19 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(bench, "run_decode", lambda settings, say, json_file: asked.append((settings, json_file)))
-    options = ["--decode", "--dtype", "bfloat16", "--rounds", "7", "--threads", "2", "--json", str(tmp_path / "a.json")]
+    options = ["--decode", "--dtype", "bfloat16", "--rounds", "7", "--seconds", "9", "--threads", "2", "--only", "KV"]
+    options += ["--rows", "8", "--rows", "64", "--held", "8k", "--json", str(tmp_path / "a.json")]
     assert CliRunner().invoke(cli.main, ["bench", *options]).exit_code == 0
-    assert asked == [(DecodeSettings(dtypes=("bfloat16",), rounds=7, threads=2), tmp_path / "a.json")]
+    limits = {"rounds": 7, "seconds": 9.0, "threads": 2}
+    asked_for = DecodeSettings(rows=(8, 64), held=(8192,), dtypes=("bfloat16",), only=("KV",), **limits)
+    assert asked == [(asked_for, tmp_path / "a.json")]
 
 
 @pytest.mark.parametrize(
     "option",
     [
-        *(["--tokens", "1"], ["--layout", "bhsd"], ["--no-backward"], ["--no-compile"], ["--only", "x"]),
-        *(["--seconds", "1"], ["--stream", "0"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
+        *(["--tokens", "1"], ["--layout", "bhsd"], ["--no-backward"], ["--no-compile"]),
+        *(["--stream", "0"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
     ],
     ids=lambda option: option[0],
 )
@@ -105,7 +137,7 @@ def test_options_without_effect_are_refused(option: list[str]) -> None:
 def test_our_model_equals_that_of_transformers() -> None:
     """A whole prompt without a cache gives the logits of transformers."""
     with torch.no_grad():
-        ours, theirs = decode.build_models(TINY, torch.float32)
+        ours, theirs = decode_model.build_models(TINY, torch.float32)
         tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
         rope = ropewalk.from_config(theirs.config.to_dict()).rope
         assert rope is not None
@@ -118,7 +150,7 @@ def test_the_table_in_the_docs() -> None:
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks" / "results" / "decode-2-cores-avx512.json").read_text())["rows"]
     text = (root / "docs" / "speed.md").read_text()
-    assert [row["contender"] for row in rows] == NAMES * 4
+    assert [row["contender"] for row in rows] == [NAMES[0], *NAMES[2:]] * 4
     for mine, dynamic, static in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
         speeds = " | ".join(f"{row['tokens_per_second']:.1f}" for row in (mine, dynamic, static))
         line = f"| {mine['dtype']}, {mine['batch']} | {speeds} | {dynamic['ahead']:.2f} | {static['ahead']:.2f} |"

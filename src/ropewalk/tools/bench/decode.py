@@ -1,37 +1,27 @@
-"""Benchmark the decoding of a small model with the caches of ropewalk and of transformers, in tokens per second."""
+"""Benchmark decoding with the caches of ropewalk and of transformers: the attention of one layer, and a small model."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import ropewalk
 from ropewalk._checks import error
-from ropewalk.tools.bench.measure import sample_alternately
-from ropewalk.tools.bench.report import Report, Say
-from ropewalk.tools.lab.model import Block, LanguageModel, Size
+from ropewalk.tools.bench import machine
+from ropewalk.tools.bench.decode_attention import READ, build_attention
+from ropewalk.tools.bench.decode_caches import CACHES, KV, Fill, Geometry
+from ropewalk.tools.bench.decode_model import Step, build_models, build_steps
+from ropewalk.tools.bench.measure import sample_alternately, summary, to_json_number
+from ropewalk.tools.bench.report import Report, Say, describe_time, select
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of the model, Qwen 3 0.6B with fewer layers and a small vocabulary, and the number of cached tokens."""
-
-    hidden: int = 1024
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    mlp: int = 3072
-    layers: int = 4
-    vocabulary: int = 1000
-    context: int = 1024
+_MOST = 0.9  # share of the free memory that the caches may take
 
 
 @dataclass(frozen=True)
@@ -39,31 +29,34 @@ class DecodeSettings:
     """Settings of the decoding benchmark.
 
     Args:
-        batches: the numbers of rows that are decoded together.
+        rows: the numbers of rows that are decoded together.
+        held: the numbers of tokens that each row of the caches holds at first.
         dtypes: the dtypes of model and caches.
-        rounds: the number of timed decode steps of each contender.
+        only: parts of the names of caches to measure. Empty means all.
+        rounds, seconds: as in `measure.rows`.
         threads: the number of PyTorch's threads. None leaves it unchanged.
+        room: the least number of tokens that a KVCache, a PagedKVCache and a StaticCache can hold beyond `held`.
         geometry: the sizes of the model.
     """
 
-    batches: Sequence[int] = (1, 8)
+    rows: Sequence[int] = (1, 8)
+    held: Sequence[int] = (1024,)
     dtypes: Sequence[str] = ("float32", "bfloat16")
+    only: Sequence[str] = ()
     rounds: int = 30
+    seconds: float = 30.0
     threads: int | None = None
-    geometry: Geometry = Geometry()
-
-
-Step = Callable[[Tensor], Tensor]
-"""One decode step, from tokens `[batch, 1]` to logits `[batch, vocabulary]`."""
+    room: int = 128
+    geometry: Geometry = field(default_factory=Geometry)
 
 
 def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
     """Run the benchmark and report the results.
 
-    The contenders are ropewalk with its `KVCache`, and transformers with its DynamicCache and its StaticCache. All
-    caches are filled with the same random keys and values for `geometry.context` tokens. Then the contenders alternate
-    in decoding single tokens, and the median times of their steps are compared. A contender is not timed if its logits
-    differ from those with the DynamicCache.
+    For each dtype and number of rows and of held tokens, all caches are filled with the same random keys and values.
+    Then the caches alternate in the attention of one layer, and in decoding single tokens with a small model. A cache
+    is not timed if its first result is wrong: if its attention differs from one that is computed here in float64, or
+    the logits of the model from those of transformers with a DynamicCache.
 
     Args:
         settings: what to measure.
@@ -71,12 +64,16 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
         json_file: file for the results as JSON.
 
     Returns:
-        The content of the JSON file: date, machine, versions, settings, and rows. Every row has contender, dtype,
-        batch, state ("timed" or "wrong") and error. A timed row also has seconds (the median of a step),
-        tokens_per_second, and ahead (its seconds divided by those of ropewalk). A wrong row has allowed.
+        The content of the JSON file: date, machine, versions, settings, threads, attention and model. The last two are
+        lists of rows. Every row has dtype, batch, held, contender, state ("timed", "wrong" or "too large") and, unless
+        it is too large, error. A timed row also has the entries of `measure.summary`, in seconds of one call; in
+        attention also times_read (the median divided by that of reading all keys and values once), per_token (the
+        median divided by the number of held tokens of all rows) and planning (the median seconds of planning a step,
+        or None); in model also tokens_per_second, and ahead (the median divided by that of ropewalk's KVCache, or
+        None). A wrong row has allowed. A row that is too large has needed and free, in bytes.
 
     Raises:
-        RopeError: transformers is missing.
+        RopeError: transformers is missing, or `only` names no cache.
         OSError: the file cannot be written.
     """
     try:
@@ -84,136 +81,83 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     except ImportError as e:
         must, fix = "--decode needs transformers", "Run pip install transformers, or omit --decode."
         raise error("bench", must, f"no transformers ({e})", fix) from e
+    names = select(CACHES, settings.only, "a cache")
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads or threads)
     size = settings.geometry
-    out = Report(asdict(settings), {"threads": torch.get_num_threads(), "rows": []}, say, json_file)
+    parts = {"threads": torch.get_num_threads(), "attention": [], "model": []}
+    out = Report(asdict(settings), parts, say, json_file)
     out.introduce(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads",
-        f"{size.layers} layers of hidden {size.hidden}, {size.heads} query heads, {size.kv_heads} key heads of "
-        f"{size.head_dim}, MLP {size.mlp}; {size.context} cached tokens",
+        f"{size.heads} query heads, {size.kv_heads} key heads of {size.head_dim}; the model has {size.layers} layers "
+        f"of hidden {size.hidden}, MLP {size.mlp}",
     )
     try:
         with torch.no_grad():
             for dtype in settings.dtypes:
-                model, reference = build_models(size, getattr(torch, dtype))
-                for batch in settings.batches:
-                    steps = build_steps(size, model, reference, batch, getattr(torch, dtype))
-                    rows = [
-                        {"dtype": dtype, "batch": batch, **row}
-                        for row in time_steps(steps, size, batch, settings.rounds)
-                    ]
-                    out.found["rows"] += rows
-                    _show(rows, say)
-                    out.write()
+                models = build_models(size, getattr(torch, dtype))
+                for batch, held in ((batch, held) for held in settings.held for batch in settings.rows):
+                    fill = Fill(size, batch, held, max(settings.room, settings.rounds + 1), getattr(torch, dtype))
+                    for part, measure in (("attention", _attention), ("model", partial(_model, models=models))):
+                        one = replace(fill, size=replace(size, layers=1)) if part == "attention" else fill
+                        rows = _too_large(one, names) or measure(one, names, settings)
+                        rows = [{"dtype": dtype, "batch": batch, "held": held, **row} for row in rows]
+                        out.found[part] += rows
+                        _show(part, one, rows, say)
+                        out.write()
     finally:
         torch.set_num_threads(threads)
     return out.found
 
 
-def build_models(size: Geometry, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
-    """Build ropewalk's model and transformers' Qwen 3 with the same seeded weights."""
-    import transformers
-
-    config = transformers.Qwen3Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=2 * size.context,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        # Not .to(dtype), which would also cast the inverse frequencies of transformers.
-        auto: Any = transformers.AutoModelForCausalLM
-        reference = auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-        ours = LanguageModel(
-            Size(size.vocabulary, size.hidden, size.mlp, size.layers, size.heads, size.kv_heads, tied=True)
-        )
-    for module in ours.modules():
-        if isinstance(module, Block):  # heads of another size, with norms
-            module.self_attn = ropewalk.RotaryAttention(
-                size.hidden, size.heads, num_kv_heads=size.kv_heads, head_dim=size.head_dim, qk_norm=config.rms_norm_eps
-            )
-        if isinstance(module, torch.nn.RMSNorm):
-            module.eps = config.rms_norm_eps
-    head = {"lm_head.weight": reference.lm_head.weight}
-    ours.to(dtype).load_state_dict({**reference.model.state_dict(), **head}, assign=True)
-    ours.lm_head.weight = ours.embed_tokens.weight
-    return ours.eval(), reference
+def _too_large(fill: Fill, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return rows without times if the caches need more memory than the machine has, else an empty list."""
+    needed, free = fill.needed_bytes(names), machine.free_memory()
+    if free is None or needed <= _MOST * free:
+        return []
+    return [{"contender": name, "state": "too large", "needed": needed, "free": free} for name in names]
 
 
-def build_steps(
-    size: Geometry, model: LanguageModel, reference: Any, batch: int, dtype: torch.dtype
-) -> dict[str, Step]:
-    """Build a decode step for each cache. All caches hold the same keys and values of `context` tokens."""
-    import transformers
-
-    draw = torch.Generator().manual_seed(batch)
-    shape = (batch, size.context, size.kv_heads, size.head_dim)
-    cached = [[torch.randn(shape, generator=draw).to(dtype) for _ in range(2)] for _ in range(size.layers)]
-    rope = ropewalk.from_config(reference.config.to_dict()).rope
-    cache = ropewalk.KVCache(size.layers, batch, size.kv_heads, size.head_dim, capacity=2 * size.context, dtype=dtype)
-    first = cache.step(size.context)
-    for i, (k, v) in enumerate(cached):
-        first.layer(i).append(k, v)
-
-    def ours(tokens: Tensor) -> Tensor:
-        step = cache.step(1)
-        logits: Tensor = model(tokens, step.rotation(rope), cache=step)
-        return logits[:, -1]
-
-    def transformers_step(cache: Any) -> Step:
-        for i, (k, v) in enumerate(cached):
-            cache.update(k.transpose(1, 2), v.transpose(1, 2), i)
-
-        def step(tokens: Tensor) -> Tensor:
-            logits: Tensor = reference(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-            return logits
-
-        return step
-
-    return {
-        "ropewalk, KVCache": ours,
-        "transformers, DynamicCache": transformers_step(transformers.DynamicCache(config=reference.config)),
-        "transformers, StaticCache": transformers_step(
-            transformers.StaticCache(config=reference.config, max_cache_len=2 * size.context)
-        ),
+def _attention(fill: Fill, names: Sequence[str], settings: DecodeSettings) -> list[dict[str, Any]]:
+    calls, read, expected = build_attention(fill, names)
+    planning: dict[str, list[float]] = {name: [] for name in calls}
+    first = {name: call(planning[name])[1] for name, call in calls.items()}
+    rows = _check(first, expected)
+    samplers = {
+        row["contender"]: _first_of(calls[row["contender"]], planning[row["contender"]]) for row in _timed(rows)
     }
-
-
-def time_steps(steps: dict[str, Step], size: Geometry, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Time the steps alternately and return a row for each contender. The first step is checked, not timed."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(size.vocabulary, (rounds + 1, batch, 1), generator=draw)
-    first = {name: step(tokens[0]) for name, step in steps.items()}
-    allowed = 1e-4 if first["transformers, DynamicCache"].dtype == torch.float32 else 0.2
-    logits = {name: result.double() for name, result in first.items()}
-    expected = logits["transformers, DynamicCache"]
-    spread = float(expected.std())
-    errors = {name: float((result - expected).abs().max()) / spread for name, result in logits.items()}
-    correct = [name for name in steps if errors[name] <= allowed]
-    samples = sample_alternately({name: _timed(steps[name], iter(tokens[1:])) for name in correct}, rounds, math.inf)
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    ours = medians.get("ropewalk, KVCache")
-    rows: list[dict[str, Any]] = []
-    for name, gap in errors.items():
-        if name not in correct:
-            rows.append({"contender": name, "state": "wrong", "error": gap, "allowed": allowed})
-            continue
-        ahead = None if ours is None else medians[name] / ours
-        rows.append(
-            {"contender": name, "state": "timed", "error": gap, "seconds": medians[name]}
-            | {"tokens_per_second": batch / medians[name], "ahead": ahead}
-        )
+    samples = sample_alternately({READ: read, **samplers}, settings.rounds, settings.seconds)
+    rows.insert(0, {"contender": READ, "state": "timed", "error": 0.0})
+    floor = summary(samples[READ])["median"]
+    for row in _timed(rows):
+        found = summary(samples[row["contender"]])
+        times = planning.get(row["contender"])
+        ratios = {"times_read": found["median"] / floor, "per_token": found["median"] / (fill.batch * fill.held)}
+        row.update(found | ratios | {"planning": summary(times)["median"] if times else None})
     return rows
 
 
-def _timed(step: Step, tokens: Iterator[Tensor]) -> Callable[[], float]:
+def _first_of(call: Callable[[list[float]], tuple[float, Tensor]], planning: list[float]) -> Callable[[], float]:
+    return lambda: call(planning)[0]
+
+
+def _model(fill: Fill, names: Sequence[str], settings: DecodeSettings, *, models: Any) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(fill.size.vocabulary, (settings.rounds + 1, fill.batch, 1), generator=draw)
+    steps, expected = build_steps(fill, names, models, tokens[0])
+    rows = _check({name: step(tokens[0]) for name, step in steps.items()}, expected)
+    samplers = {row["contender"]: _time(steps[row["contender"]], iter(tokens[1:])) for row in _timed(rows)}
+    samples = sample_alternately(samplers, settings.rounds, settings.seconds)
+    found = {name: summary(taken) for name, taken in samples.items()}
+    ours = found[KV]["median"] if KV in found else None
+    for row in _timed(rows):
+        median = found[row["contender"]]["median"]
+        ratios = {"tokens_per_second": fill.batch / median, "ahead": None if ours is None else median / ours}
+        row.update(found[row["contender"]] | ratios)
+    return rows
+
+
+def _time(step: Step, tokens: Iterator[Tensor]) -> Callable[[], float]:
     """Return a function that makes the step with the next tokens, and returns its seconds."""
 
     def sample() -> float:
@@ -225,12 +169,45 @@ def _timed(step: Step, tokens: Iterator[Tensor]) -> Callable[[], float]:
     return sample
 
 
-def _show(rows: Sequence[dict[str, Any]], say: Say) -> None:
+def _check(results: Mapping[str, Tensor], expected: Tensor) -> list[dict[str, Any]]:
+    """Return a row for each result, with its largest error relative to the standard deviation of what is expected."""
+    rows = []
+    for name, result in results.items():
+        allowed = 1e-4 if result.dtype == torch.float32 else 0.2
+        gap = float((result.double() - expected.double()).abs().max() / expected.double().std())
+        state = {"state": "timed"} if gap <= allowed else {"state": "wrong", "allowed": allowed}
+        rows.append({"contender": name, "error": to_json_number(gap), **state})
+    return rows
+
+
+def _timed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["state"] == "timed"]
+
+
+def _show(part: str, fill: Fill, rows: Sequence[dict[str, Any]], say: Say) -> None:
+    first = rows[0]
+    rows_held = f"{first['batch']} row{'s' if first['batch'] > 1 else ''} x {first['held']:,} held tokens"
+    what = f"{rows_held}, {first['dtype']}: {fill.size.layers * fill.read_bytes / 1e6:,.1f} MB of keys and values"
     say("")
-    say(f"{rows[0]['dtype']}, {rows[0]['batch']} rows")
+    if part == "attention":
+        say(f"attention of one layer, {what}")
+        say(f"  {'':<28} {'median':>10}  {'x reading':>9}  {'per held token':>14}  {'planning':>10}")
+    else:
+        say(f"model of {fill.size.layers} layers, {what}")
+        say(f"  {'':<28} {'median':>10}  {'x ropewalk':>10}  {'tokens/s':>9}")
     for row in rows:
-        if row["state"] == "wrong":
-            say(f"  {row['contender']:<28} wrong: error {row['error']:.1e}, allowed {row['allowed']:.1e}; not timed")
-            continue
-        line = f"  {row['contender']:<28} {row['tokens_per_second']:>8.1f} tokens/s  {1e3 * row['seconds']:>8.2f} ms"
-        say(line if row["ahead"] is None else f"{line}  {row['ahead']:.2f} x ropewalk's time")
+        say(f"  {row['contender']:<28} {_line(part, row)}")
+
+
+def _line(part: str, row: dict[str, Any]) -> str:
+    if row["state"] == "too large":
+        needed, free = math.ceil(row["needed"] / 2**30), row["free"] // 2**30
+        return f"not timed: the caches need {needed} GiB, {free} GiB are free. Name fewer caches with --only."
+    if row["state"] == "wrong":
+        return f"wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}; not timed"
+    median = f"{describe_time(row['median']):>10}"
+    if part == "model":
+        ahead = "" if row["ahead"] is None else f"{row['ahead']:.2f}"
+        return f"{median}  {ahead:>10}  {row['tokens_per_second']:>9.1f}"
+    planning = "" if row["planning"] is None else describe_time(row["planning"])
+    return f"{median}  {row['times_read']:>9.2f}  {1e9 * row['per_token']:>11.1f} ns  {planning:>10}"

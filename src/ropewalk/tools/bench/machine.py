@@ -67,6 +67,14 @@ def load() -> float | None:
         return None
 
 
+def free_memory() -> int | None:
+    """Return the bytes of memory that programs can still get, or None if the system does not say it as Linux does."""
+    for line in (_read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 def _read(path: str | Path) -> str | None:
     try:
         return Path(path).read_text().strip()

@@ -53,7 +53,10 @@ def rows(
     floor = statistics.median(valid[FLOOR]) if FLOOR in valid else None
     for row in results:
         if row["state"] == "timed":
-            row.update(_times(valid[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
+            found = summary(valid[row["contender"]])
+            moved = case.bytes_moved if row["does"] != "tables" else None
+            row.update(found, gb_per_s=None if moved is None else moved / found["median"] / 1e9)
+            row["times_copy"] = None if floor is None else found["median"] / floor
     return results
 
 
@@ -89,7 +92,7 @@ def _check(
             bind = contender.make(case)
             call = bind(sets[0])
             error = case.error(contender.does, sets[0], call.tensors(call.run()))
-            row.update(error=_to_json_number(error), allowed=allowed)
+            row.update(error=to_json_number(error), allowed=allowed)
             if not error <= allowed:
                 return {**row, "state": "wrong"}, None
             timed = clock.prepare([call.run, *(bind(inputs).run for inputs in sets[1:])])
@@ -127,16 +130,15 @@ def sample_alternately(
     return samples
 
 
-def _times(samples: list[float], floor: float | None, moved: int | None) -> dict[str, Any]:
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Summarize samples: rounds (how many), their median, and the 10th and 90th percentile (p10, p90)."""
     samples = sorted(samples)
-    median = statistics.median(samples)
+    tenth = (len(samples) - 1) // 10
     return {
         "rounds": len(samples),
-        "median": median,
-        "p10": samples[(len(samples) - 1) // 10],
-        "p90": samples[-1 - (len(samples) - 1) // 10],
-        "gb_per_s": None if moved is None else moved / median / 1e9,
-        "times_copy": None if floor is None else median / floor,
+        "median": statistics.median(samples),
+        "p10": samples[tenth],
+        "p90": samples[-1 - tenth],
     }
 
 
@@ -171,12 +173,12 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         "first_per_token": statistics.median(times[:some]),
         "last_per_token": statistics.median(times[-some:]),
         "growth_bytes": max(memory[some:]) - max(memory[:some]) if memory[0] else None,
-        "error": _to_json_number(last.error("half", inputs, rotated)),
+        "error": to_json_number(last.error("half", inputs, rotated)),
         "allowed": last.tolerance("half", own_angles=False),
     }
 
 
-def _to_json_number(error: float) -> float | str:
+def to_json_number(error: float) -> float | str:
     """Convert NaN and infinity, which JSON lacks, to strings that `float` parses."""
     return error if math.isfinite(error) else str(error)
 

@@ -22,22 +22,29 @@ def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled:
 
     Args:
         every: all contenders, including FLOOR.
-        only: parts of names. A contender is selected if its name contains one of them. If empty, all are selected.
+        only: as for `select`.
         compiled: whether to include contenders under torch.compile.
 
     Raises:
         RopeError: `only` selects nothing but FLOOR.
     """
     available = [contender for contender in every if compiled or not contender.compiled]
-    selected = [
-        contender
-        for contender in available
-        if contender.name == FLOOR or not only or any(part in contender.name for part in only)
-    ]
-    if only and len(selected) == 1:
-        must = f"only must name a contender other than {FLOOR}, which is always measured"
-        names = ", ".join(repr(contender.name) for contender in available if contender.name != FLOOR)
-        raise error("bench", must, ", ".join(map(shown, only)), f"The contenders are {names}.")
+    names = [contender.name for contender in available if contender.name != FLOOR]
+    what = f"a contender other than {FLOOR}, which is always measured"
+    selected = {FLOOR, *select(names, only, what)}
+    return [contender for contender in available if contender.name in selected]
+
+
+def select(names: Sequence[str], only: Sequence[str], what: str) -> list[str]:
+    """Select the names that contain one of the texts in `only`, or all names if it is empty.
+
+    Raises:
+        RopeError: `only` selects nothing. The message says that it must name `what`.
+    """
+    selected = [name for name in names if not only or any(part in name for part in only)]
+    if not selected:
+        listed = f"The contenders are {', '.join(map(repr, names))}."
+        raise error("bench", f"only must name {what}", ", ".join(map(shown, only)), listed)
     return selected
 
 
@@ -108,21 +115,23 @@ def _line(row: dict[str, Any]) -> str:
         return f"wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}; not timed"
     if row["state"] != "timed":
         return f"{row['state']}: {row['reason']}"
-    spread = f"{_time(row['p10'])} - {_time(row['p90'])}"
+    spread = f"{describe_time(row['p10'])} - {describe_time(row['p90'])}"
     speed, ratio = ("" if x is None else f"{x:.{n}f}" for x, n in ((row["gb_per_s"], 1), (row["times_copy"], 2)))
-    host = f"  {_time(row['host']):>10}" if "host" in row else ""
-    return f"{_time(row['median']):>10}  {spread:>23}  {speed:>6}  {ratio:>7}{host}"
+    host = f"  {describe_time(row['host']):>10}" if "host" in row else ""
+    return f"{describe_time(row['median']):>10}  {spread:>23}  {speed:>6}  {ratio:>7}{host}"
 
 
 def _show_stream(row: dict[str, Any], say: Say) -> None:
     grown = "unknown" if row["growth_bytes"] is None else f"{row['growth_bytes'] / 1e6:+.1f} MB"
     first, last = row["first_per_token"], row["last_per_token"]
+    times = f"first chunks {describe_time(first)}, last chunks {describe_time(last)} ({last / first:.2f})"
     say("")
     say(f"{row['tokens']:,} tokens, {row['dtype']}, in chunks of {row['chunk']:,}, angles included")
-    say(f"  per token: first chunks {_time(first)}, last chunks {_time(last)} ({last / first:.2f}); memory {grown}")
+    say(f"  per token: {times}; memory {grown}")
     if not float(row["error"]) <= row["allowed"]:
         say(f"  wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}")
 
 
-def _time(seconds: float) -> str:
+def describe_time(seconds: float) -> str:
+    """Return a time in microseconds or milliseconds, as text."""
     return f"{1e6 * seconds:.1f} us" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

@@ -19,7 +19,7 @@ Examples:
   ropewalk bench --quick
   ropewalk bench --tokens 4096 --dtype bfloat16 --json results.json
   ropewalk bench --device cuda --json gpu.json
-  ropewalk bench --decode
+  ropewalk bench --decode --rows 8 --held 8k --dtype bfloat16
 """,
 )
 @click.option(
@@ -45,7 +45,8 @@ Examples:
     "--only",
     multiple=True,
     metavar="NAME",
-    help="Time only copy_ and the contenders whose name contains this text. May be repeated.",
+    help="Time only the contenders whose name contains this text, and the one with which all are compared. May be "
+    "repeated.",
 )
 @click.option(
     "--threads",
@@ -87,8 +88,21 @@ Examples:
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead of the rotation, measure how many tokens per second a small Qwen 3 decodes with ropewalk's cache and "
-    "with the caches of transformers. It accepts only --dtype, --threads, --rounds and --json of the options above.",
+    help="Instead of the rotation, time the attention of one layer over the caches of ropewalk and of transformers, "
+    "and a decode step of a small Qwen 3 with each of them. It accepts only --dtype, --only, --threads, --rounds, "
+    "--seconds and --json of the options above.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="With --decode: number of rows that are decoded together. May be repeated. [default: 1, 8]",
+)
+@click.option(
+    "--held",
+    type=Length(1, 2**20),
+    multiple=True,
+    help="With --decode: number of tokens that each row of the caches holds. May be repeated. [default: 1024]",
 )
 @click.option(
     "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
@@ -111,6 +125,8 @@ def bench(
     plot_file: Path | None,
     device: Literal["cpu", "cuda"],
     decode: bool,
+    rows: tuple[int, ...],
+    held: tuple[int, ...],
     rehearse: bool,
 ) -> None:
     """Time ropewalk's rotation, and compare it with a plain copy, the code that most projects use, and other libraries.
@@ -123,7 +139,13 @@ def bench(
 
     if decode:
         decoded = the_bench.DecodeSettings(
-            dtypes=dtype or the_bench.DecodeSettings.dtypes, rounds=rounds, threads=threads
+            rows=rows or the_bench.DecodeSettings.rows,
+            held=held or the_bench.DecodeSettings.held,
+            dtypes=dtype or the_bench.DecodeSettings.dtypes,
+            only=only,
+            rounds=rounds,
+            seconds=seconds,
+            threads=threads,
         )
         the_bench.run_decode(decoded, click.echo, json_file=json_file)
         return
@@ -151,9 +173,9 @@ def bench(
 
 _SIZES = ("tokens", "layout", "stream", "quick", "plot_file")
 _NO_EFFECT = {
-    "--device cpu": ("rehearse",),
-    "--device cuda": (*_SIZES, "dtype", "threads"),
-    "--decode": (*_SIZES, "backward", "compiled", "only", "seconds", "device", "rehearse"),
+    "--device cpu": ("rehearse", "rows", "held"),
+    "--device cuda": (*_SIZES, "dtype", "threads", "rows", "held"),
+    "--decode": (*_SIZES, "backward", "compiled", "device", "rehearse"),
 }
 
 
