@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "pages.h"
 #include "plain.h"
@@ -168,6 +169,23 @@ void use_openmp(uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads)
 
 ropewalk::Torch torch;
 
+struct Layout {
+    PyObject *name;
+    Axes axes;
+};
+std::vector<Layout> layouts;  // all of _layout.py
+
+// The axes of a layout, or null if the object is not the name of one.
+const Axes *axes_of(PyObject *name) {
+    for (const Layout &layout : layouts) {
+        if (layout.name == name) return &layout.axes;
+    }
+    for (const Layout &layout : layouts) {
+        if (PyUnicode_CheckExact(name) && PyUnicode_Compare(layout.name, name) == 0) return &layout.axes;
+    }
+    return nullptr;
+}
+
 int threads_of_torch() {
     PyObject *result = PyObject_CallNoArgs(torch.num_threads);
     if (!result) throw nb::python_error();
@@ -177,18 +195,19 @@ int threads_of_torch() {
 }
 
 // Look up the functions and attributes of torch that the functions below use. Returns false if this torch has no exchange API.
-bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple observers) {
+bool use_torch(nb::module_ torch_module, nb::dict axes, nb::tuple observers) {
     nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
     auto keep = [](nb::object object) { return object.release().ptr(); };
     torch.tensor_type = keep(type), torch.parameter_type = keep(torch_module.attr("nn").attr("Parameter"));
-    torch.layouts = keep(layouts), torch.observers = keep(observers);
+    for (auto [name, of] : axes) layouts.push_back({nb::borrow(name).release().ptr(), axes_from(nb::borrow<nb::tuple>(of))});
+    torch.observers = keep(observers);
     torch.forward_ad = keep(torch_module.attr("autograd").attr("forward_ad"));
     torch.grad_enabled = keep(c.attr("is_grad_enabled")), torch.inference_enabled = keep(c.attr("is_inference_mode_enabled"));
-    torch.is_neg = keep(type.attr("is_neg")), torch.is_inference = keep(type.attr("is_inference"));
+    torch.is_neg = keep(type.attr("is_neg"));
     torch.empty_like = keep(torch_module.attr("empty_like")), torch.num_threads = keep(torch_module.attr("get_num_threads"));
     torch.increment_version = keep(c.attr("_increment_version")), torch.empty = keep(torch_module.attr("empty"));
     torch.dtype_keyword = keep(nb::make_tuple("dtype"));
-    torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch.requires_grad.find(torch.tensor_type, "requires_grad"), torch.version.find(torch.tensor_type, "_version");
     torch.current_level = PyUnicode_InternFromString("_current_level");
     torch.api = ropewalk::exchange_api_of(torch.tensor_type);
     return torch.api != nullptr;
@@ -203,7 +222,7 @@ int dtype_of(const ropewalk::TensorView &x) {
 
 // A call whose arguments are plain tensors that match. `ok` is false if they are not; Python then handles the call.
 struct PlainCall {
-    bool ok = false;
+    bool ok = false, grad;  // grad: whether PyTorch records gradients
     int count;
     PyObject *tensors[2];
     ropewalk::TensorView views[2];
@@ -215,7 +234,7 @@ struct PlainCall {
 PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                      int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
     PlainCall call;
-    PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
+    const Axes *axes = axes_of(layout.ptr());
     if (!axes || torch.is_observed(profiled)) return call;
     const int count = call.count = k.is_none() ? 1 : 2;
     call.tensors[0] = q.ptr(), call.tensors[1] = k.ptr();
@@ -236,7 +255,7 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     }
     if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return call;
 
-    const Axes at = call.at = axes_from(nb::borrow<nb::tuple>(axes));
+    const Axes at = call.at = *axes;
     ropewalk_rotation &r = call.r;
     r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
     r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
@@ -254,9 +273,11 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
         at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
     }
     if (has_batch && (at.at[0] < 0 || (of_cos.shape[0] != 1 && of_cos.shape[0] != r.batch))) return call;
-    if (ropewalk::Torch::is_true(torch.grad_enabled)) {
-        for (PyObject *x : {call.tensors[0], call.tensors[count - 1], cos.ptr(), sin.ptr()}) {
-            if (torch.requires_gradient(x)) return call;
+    call.grad = ropewalk::Torch::is_true(torch.grad_enabled);
+    if (call.grad) {
+        if (torch.requires_gradient(cos.ptr()) || torch.requires_gradient(sin.ptr())) return call;
+        for (int n = 0; n < count; ++n) {
+            if (torch.requires_gradient(call.tensors[n])) return call;
         }
     }
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
@@ -271,20 +292,25 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     return call;
 }
 
-// Returns whether a tensor may be written: no two elements share memory, and autograd can count the change.
+// Returns whether a tensor may be written: no two elements share memory, and autograd can count the change, unless `inference` mode
+// is enabled.
 bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
     for (int i = 0; i < x.axes; ++i) {
         if (x.strides[i] == 0 && x.shape[i] > 1) return false;
     }
-    return inference || !ropewalk::Torch::is_true(torch.is_inference, object);
+    return inference || torch.counts_changes(object);
 }
+
+// Returns whether inference mode is enabled. If gradients are recorded inside it, the result is false, and writing an inference
+// tensor is left to Python.
+bool is_inference(const PlainCall &call) { return !call.grad && ropewalk::Torch::is_true(torch.inference_enabled); }
 
 // Creates the output of the n-th tensor. Returns null if the new tensor is not plain.
 nb::object new_output(PlainCall &call, int n) {
     nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.tensors[n]));
     if (!output.ptr()) throw nb::python_error();
     ropewalk::TensorView out;
-    if (!torch.view(output.ptr(), out)) return nb::object();
+    if (!torch.new_view(output.ptr(), out)) return nb::object();
     call.r.tensors[n].out = out.first();
     call.at.strides(out.strides, call.r.tensors[n].out_stride);
     return output;
@@ -306,7 +332,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
     if (!call.ok) return left_to_python;
     nb::object outputs[2];
     if (in_place) {
-        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
+        const bool inference = is_inference(call);
         for (int n = 0; n < call.count; ++n) {
             if (!writable(call.tensors[n], call.views[n], inference)) return left_to_python;
         }
@@ -365,7 +391,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     if (k.is_none()) return left_to_python;
     PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
     if (!call.ok) return left_to_python;
-    const bool grad = ropewalk::Torch::is_true(torch.grad_enabled), stores = !v.is_none();
+    const bool grad = call.grad, stores = !v.is_none();
     ropewalk_step s{};
     s.norm.eps = eps, s.norm.add_one = add_one;
     if (!q_weight.is_none() && !(read_weight(q_weight, grad, call.r, s.norm, 0) && read_weight(k_weight, grad, call.r, s.norm, 1))) {
@@ -376,7 +402,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     if (stores) {
         const Axes &at = call.at;
         const ropewalk::TensorView &of_k = call.views[1];
-        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
+        const bool inference = is_inference(call);
         ropewalk::TensorView of_v, of_slots;
         if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) {
             return left_to_python;
@@ -485,7 +511,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
         tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, arguments, tokens + 1, torch.dtype_keyword)
                                      : ropewalk::call(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
         if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
-        if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
+        if (!torch.new_view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
     }
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
