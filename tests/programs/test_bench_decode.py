@@ -123,7 +123,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "option",
     [
         *(["--tokens", "1"], ["--layout", "bhsd"], ["--no-backward"], ["--no-compile"]),
-        *(["--stream", "0"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
+        *(["--sweep"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
     ],
     ids=lambda option: option[0],
 )

@@ -226,7 +226,8 @@ def test_without_a_gpu_it_says_so() -> None:
             ("--dtype", "float32"),
             ("--layout", "bshd"),
             ("--threads", "1"),
-            ("--stream", "0"),
+            ("--rows", "1"),
+            ("--held", "1"),
             ("--quick",),
             ("--plot", "a.png"),
         )

@@ -99,6 +99,11 @@ class Case:
         elements = self.batch * self.tokens * (Q_HEADS + KV_HEADS) * HEAD_DIM
         return (4 if self.passes == "forward + backward" else 2) * elements * self.dtype.itemsize
 
+    @property
+    def q_bytes(self) -> int:
+        """The number of bytes of q."""
+        return self.batch * self.tokens * Q_HEADS * HEAD_DIM * self.dtype.itemsize
+
     def add_head_axis(self, table: Tensor) -> Tensor:
         """Add an axis for the heads of q and k to a table `[tokens, n]` or `[batch, tokens, n]`."""
         return table.unsqueeze(-2 if self.layout == "bshd" else -3)

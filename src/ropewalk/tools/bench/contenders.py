@@ -202,9 +202,7 @@ CONTENDERS = (
     Contender(FLOOR, "copy", with_inputs(_copy)),
     Contender("clone", "copy", eager(_clone), backward=False),
     Contender("mul_", "negate", eager(_multiply, in_place=True), backward=False, in_place=True),
-    *_HALF[:2],
-    _INTERLEAVED[0],
-    _HALF[2],
+    *_HALF[:3],
     *_USUAL,
 )
 CONTENDERS_ON_GPU = (Contender(FLOOR, "copy", with_inputs(_copy_at_once)), *_HALF, *_INTERLEAVED, *_USUAL)

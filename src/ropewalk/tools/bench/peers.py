@@ -5,6 +5,7 @@ A library is imported only when its rotation is prepared. The extra `bench` inst
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -122,6 +123,26 @@ def _jax(case: Case, inputs: Inputs) -> Call:
     )
 
 
+def _hub_kernel(in_place: bool, case: Case, inputs: Inputs) -> Call:
+    """Prepare `apply_rotary` of kernels-community/rotary, loaded from the Hugging Face hub or its local cache.
+
+    It rotates q and k in two calls, in bfloat16 with AVX-512 by a compiled loop, and else by PyTorch. Tables have the
+    dtype of q.
+    """
+    rotate = import_module("kernels").get_kernel("kernels-community/rotary", version=2).apply_rotary
+    heads_first = [x.transpose(1, 2) if case.layout == "bshd" else x for x in inputs]
+    sources = [x.clone() for x in heads_first] if in_place else heads_first
+    cos, sin = (t.to(case.dtype)[None, None] for t in case.tables)
+
+    def run() -> tuple[Tensor, ...]:
+        results = sources if in_place else [torch.empty_like(x) for x in sources]
+        for x, result in zip(sources, results, strict=True):
+            rotate(*x.chunk(2, dim=-1), cos, sin, *result.chunk(2, dim=-1), False)
+        return tuple(results)
+
+    return Call(run, lambda out: tuple(x.transpose(1, 2) if case.layout == "bshd" else x for x in out))
+
+
 def _vllm(case: Case, inputs: Inputs) -> Call:
     """Prepare vLLM's C++ CPU operator, in place on `[tokens, heads · head_dim]`, with tables in the dtype of q."""
     import_module("vllm._C")
@@ -140,5 +161,7 @@ PEERS = (
     Contender("ONNX Runtime", "half", with_inputs(_onnx_runtime), backward=False),
     Contender("MLX", "half", with_inputs(_mlx), own_angles=True),
     Contender("JAX", "half", with_inputs(_jax)),
+    Contender("hub kernel", "half", with_inputs(partial(_hub_kernel, False)), backward=False),
+    Contender("hub kernel, in place", "half", with_inputs(partial(_hub_kernel, True)), backward=False, in_place=True),
     Contender("vLLM, in place", "half", with_inputs(_vllm), backward=False, in_place=True),
 )
