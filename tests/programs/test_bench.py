@@ -35,8 +35,8 @@ INSTALLED = [
 ]  # needs a network
 
 
-def rows(*contenders, tokens=5, dtype=torch.float32, layout="bshd", backward=False):
-    case = Case(tokens, dtype, layout, "forward + backward" if backward else "forward")
+def rows(*contenders, tokens=5, dtype=torch.float32, backward=False):
+    case = Case(tokens, dtype, "forward + backward" if backward else "forward")
     return measure.rows(case, contenders, OnCpu(), rounds=2, seconds=9.0)
 
 
@@ -47,14 +47,13 @@ def returns(make, **how):
 
 def turned(case, q, k, *grads, pairing="half", late=0):
     rope = ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing=pairing)
-    return rope.at(case.positions - late)(q, k, layout=case.layout)
+    return rope.at(case.positions - late)(q, k, layout="bshd")
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_contender_is_right(dtype, layout, backward):
-    found = rows(*EAGER, dtype=dtype, layout=layout, backward=backward)
+def test_every_contender_is_right(dtype, backward):
+    found = rows(*EAGER, dtype=dtype, backward=backward)
     assert [row["contender"] for row in found] == [c.name for c in EAGER if c.backward or not backward]
     for row in found:
         assert (row["state"], row["rounds"]) == ("timed", 2), row
@@ -173,10 +172,9 @@ def test_a_contender_that_fails_late_is_reported():
 @pytest.mark.parametrize(("module", "peer"), INSTALLED)
 def test_installed_peers_are_right(module, peer):
     pytest.importorskip(module)
-    for layout in ("bshd", "bhsd")[: 1 if module == "vllm._C" else 2]:
-        assert [row["state"] for row in rows(peer, layout=layout)] == ["timed"]
-        if peer.backward:
-            assert [row["state"] for row in rows(peer, layout=layout, backward=True)] == ["timed"]
+    assert [row["state"] for row in rows(peer)] == ["timed"]
+    if peer.backward:
+        assert [row["state"] for row in rows(peer, backward=True)] == ["timed"]
 
 
 @pytest.fixture(scope="module")
@@ -304,10 +302,9 @@ def test_the_hub_kernel_is_called_as_its_file_says(monkeypatch):
         }[name, version]
     )
     monkeypatch.setitem(sys.modules, "kernels", kernels)
-    for layout in ("bshd", "bhsd"):
-        for dtype in (torch.float32, torch.bfloat16):
-            found = rows(BY_NAME["hub kernel"], BY_NAME["hub kernel, in place"], dtype=dtype, layout=layout)
-            assert [row["state"] for row in found] == ["timed"] * 2, found
+    for dtype in (torch.float32, torch.bfloat16):
+        found = rows(BY_NAME["hub kernel"], BY_NAME["hub kernel, in place"], dtype=dtype)
+        assert [row["state"] for row in found] == ["timed"] * 2, found
 
 
 def test_sweep(tmp_path, monkeypatch):

@@ -122,7 +122,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        *(["--tokens", "1"], ["--layout", "bhsd"], ["--no-backward"], ["--no-compile"]),
+        *(["--tokens", "1"], ["--no-backward"], ["--no-compile"]),
         *(["--sweep"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
     ],
     ids=lambda option: option[0],

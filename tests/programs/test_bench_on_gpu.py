@@ -224,7 +224,6 @@ def test_without_a_gpu_it_says_so() -> None:
         for option in (
             ("--tokens", "5"),
             ("--dtype", "float32"),
-            ("--layout", "bshd"),
             ("--threads", "1"),
             ("--rows", "1"),
             ("--held", "1"),

@@ -95,19 +95,19 @@ def _multiply(case: Case) -> Rotate:
 
 
 def _ropewalk(pairing: Pairing, case: Case) -> Rotate:
-    rotation, layout = rope(pairing).at(case.positions), case.layout
-    return lambda q, k: rotation(q, k, layout=layout)
+    rotation = rope(pairing).at(case.positions)
+    return lambda q, k: rotation(q, k, layout="bshd")
 
 
 def _ropewalk_in_place(pairing: Pairing, case: Case, inputs: Inputs) -> Call:
-    rotation, layout = rope(pairing).at(case.positions), case.layout
+    rotation = rope(pairing).at(case.positions)
     q, k = (x.clone() for x in inputs)
-    return Call(lambda: rotation.apply_(q, k, layout=layout), lambda _: (q, k))
+    return Call(lambda: rotation.apply_(q, k, layout="bshd"), lambda _: (q, k))
 
 
 def _ropewalk_with_angles(pairing: Pairing, case: Case) -> Rotate:
-    ropewalk_rope, positions, layout = rope(pairing), case.positions, case.layout
-    return lambda q, k: ropewalk_rope.at(positions)(q, k, layout=layout)
+    ropewalk_rope, positions = rope(pairing), case.positions
+    return lambda q, k: ropewalk_rope.at(positions)(q, k, layout="bshd")
 
 
 def _ropewalk_table(case: Case, inputs: Inputs) -> Call:

@@ -89,7 +89,6 @@ def _check(
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "dtype": case.dtype_name,
-        "layout": case.layout,
         "backward": case.passes != "forward",
         "contender": contender.name,
         "does": contender.does,

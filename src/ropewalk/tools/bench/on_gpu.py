@@ -67,7 +67,7 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         raise error("bench", must, got, fix)
     parts: dict[str, Any] = {"gpu": None if settings.rehearse else machine.gpu(), "rows": []}
     out = Report(asdict(settings), parts, say, json_file)
-    out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", f"{HEADS}, layout bshd")
+    out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", HEADS)
     in_place = {contender.name: contender.in_place for contender in contenders}
     for case in cases(settings):
         # At large positions only cos and sin are measured.

@@ -11,7 +11,7 @@ import torch
 
 from ropewalk import plots
 from ropewalk.tools.bench import measure
-from ropewalk.tools.bench.case import Case, Layout, Passes
+from ropewalk.tools.bench.case import Case, Passes
 from ropewalk.tools.bench.clocks import OnCpu
 from ropewalk.tools.bench.contenders import CONTENDERS
 from ropewalk.tools.bench.memory import memories, using
@@ -29,7 +29,6 @@ class Settings:
     Args:
         tokens: the numbers of tokens to measure.
         dtypes: names in DTYPES.
-        layout: "bshd" or "bhsd".
         backward: whether to measure forward + backward as well.
         compiled: whether to include torch.compile.
         only: parts of the names of contenders to measure. Empty means all. copy_ is always measured.
@@ -39,7 +38,6 @@ class Settings:
 
     tokens: Sequence[int] = (1, 32, 128, 1024, 4096, 16_384)
     dtypes: Sequence[str] = tuple(DTYPES)
-    layout: Layout = "bshd"
     backward: bool = True
     compiled: bool = True
     only: Sequence[str] = ()
@@ -80,15 +78,10 @@ def run(
     out = Report(asdict(settings), {"threads": threads, "rows": []}, say, json_file)
     out.introduce(
         f"torch {torch.__version__}, {threads} threads, huge pages: {out.found['machine']['transparent_hugepage']}",
-        f"batch 1, {HEADS}, layout {settings.layout}",
+        f"batch 1, {HEADS}",
     )
     passes: tuple[Passes, ...] = ("forward", "forward + backward") if settings.backward else ("forward",)
-    cases = [
-        Case(n, DTYPES[name], settings.layout, what)
-        for name in settings.dtypes
-        for n in settings.tokens
-        for what in passes
-    ]
+    cases = [Case(n, DTYPES[name], what) for name in settings.dtypes for n in settings.tokens for what in passes]
     for memory in memories():
         with using(memory):
             for case in cases:

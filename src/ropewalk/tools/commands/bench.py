@@ -35,9 +35,6 @@ Examples:
     help="The dtype of q and k. May be repeated. [default: both]",
 )
 @click.option(
-    "--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True, help="The layout of q and k."
-)
-@click.option(
     "--backward/--no-backward", default=True, show_default=True, help="Also time forward and backward together."
 )
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also time torch.compile.")
@@ -113,7 +110,6 @@ def bench(
     context: click.Context,
     tokens: tuple[int, ...],
     dtype: tuple[str, ...],
-    layout: Literal["bshd", "bhsd"],
     backward: bool,
     compiled: bool,
     only: tuple[str, ...],
@@ -174,7 +170,6 @@ def bench(
     settings = the_bench.Settings(
         tokens=tokens or the_bench.Settings.tokens,
         dtypes=dtype or the_bench.Settings.dtypes,
-        layout=layout,
         backward=backward,
         compiled=compiled,
         only=only,
@@ -185,7 +180,7 @@ def bench(
     the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
 
 
-_SIZES = ("tokens", "layout", "quick", "plot_file")
+_SIZES = ("tokens", "quick", "plot_file")
 _CONTENDERS = ("backward", "compiled", "device", "rehearse")
 _NO_EFFECT = {
     "--device cpu": ("rehearse", "rows", "held"),
