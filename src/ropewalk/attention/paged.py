@@ -224,7 +224,7 @@ class PagedStep(Step):
     def _visible_keys(self, window: int | None) -> VisibleKeys | None:
         return VisibleKeys(
             self.order,
-            self._filled.stop,
+            self._keys,
             blocks=self.block_table,
             first=self._skipped,
             counts=self._counts,
