@@ -236,7 +236,7 @@ BUDGET = {
     "configs/tables": 1250,
     "engines": 1250,
     "integrations": 2150,
-    "kernels": 1360,
+    "kernels": 1370,
     "parallel": 450,
     "positions": 1150,
     "rope": 800,
