@@ -63,7 +63,10 @@ def main() -> None:
 
         sets = [[torch.randn(batch, tokens, n, HEAD_DIM, device=device).to(dtype) for n in HEADS] for _ in range(count)]
         outputs, sample = [[torch.empty_like(x) for x in q_and_k] for q_and_k in sets], [x.clone() for x in sets[0]]
-        cos, sin = (torch.randn(batch, tokens, HEAD_DIM // 2, device=device) for _ in range(2))
+        table = (
+            (batch, 1, HEAD_DIM // 2) if tokens == 1 else (tokens, HEAD_DIM // 2)
+        )  # a step has a position in each row
+        cos, sin = torch.randn(table, device=device), torch.randn(table, device=device)
         flat = [torch.cat([x.flatten() for x in q_and_k]) for q_and_k in (*sets, *outputs)]
         pairs = list(zip(flat[:count], flat[count:], strict=True))
         copy = 1.0 if options.rehearse else microseconds([partial(y.copy_, x) for x, y in pairs])
