@@ -29,8 +29,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-tile = Tile(64, 4)
-"""The tile of `rotate` and `table_gradient`. benchmarks/gpu_tiles.py compares it with others."""
+TILES = {
+    (2, False): Tile(64, 4),
+    (2, True): Tile(64, 4),
+    (4, False): Tile(64, 4),
+    (4, True): Tile(64, 4),
+    (8, False): Tile(64, 4),
+    (8, True): Tile(64, 4),
+}
+"""The tiles of `rotate` and `table_gradient`, by the bytes of an element and whether pairs are interleaved.
+
+Whoever changes them must clear the caches of the plans. benchmarks/gpu_tiles.py measures others.
+"""
 
 # Half as many bytes in the fused step, because its squares are float64.
 _BYTES_PER_THREAD_OF_STEP = 32
@@ -222,20 +232,18 @@ def rotation_launch(tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, s
     # Without k, q is passed twice.
     q, p, k, r = tensors[0], outputs[0], tensors[-1], outputs[-1]
     arguments, shapes = (q, p, k, r, cos, sin), (q.shape, k.shape, cos.shape)
-    return _rotation_plan(shapes, _forms(arguments), options, len(tensors), p is q, tile), arguments
+    return _rotation_plan(shapes, _forms(arguments), options, len(tensors), p is q), arguments
 
 
 @functools.lru_cache(1024)
-def _rotation_plan(
-    shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int, in_place: bool, tile: Tile
-) -> Plan:
+def _rotation_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int, in_place: bool) -> Plan:
     q_shape, k_shape, table = shapes
     (dtype, _), _, _, _, (of_table, cos_strides), (_, sin_strides) = forms
     layout, interleaved, offset, inverse = options
     pairs, (batch, tokens, q_heads) = table[-1], _counts(q_shape, layout)
     k_heads = _counts(k_shape, layout)[2] if count == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(dtype.itemsize, block_p, tile)
+    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
     q_t, q_h = _tile(q_heads, block_p, warps, per_thread)
     k_t, k_h = _tile(k_heads, block_p, warps, per_thread)
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
@@ -277,18 +285,18 @@ def gradient_launch(
     """Return the launch of `table_gradient`."""
     q, p, k, r = tensors[0], grads[0], tensors[-1], grads[-1]
     arguments, shapes = (q, p, k, r, d_cos, d_sin), (q.shape, k.shape, d_cos.shape)
-    return _gradient_plan(shapes, _forms(arguments), options, len(tensors), tile), arguments
+    return _gradient_plan(shapes, _forms(arguments), options, len(tensors)), arguments
 
 
 @functools.lru_cache(1024)
-def _gradient_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int, tile: Tile) -> Plan:
+def _gradient_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int) -> Plan:
     (q_shape, k_shape, table), dtype = shapes, forms[0][0]
     layout, interleaved, offset, _ = options
     pairs, per_head = table[-1], len(table) == 4
     batch, tokens, q_heads = _counts(q_shape, layout)
     k_heads = _counts(k_shape, layout)[2] if count == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(dtype.itemsize, block_p, tile)
+    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
     block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
     of_tensors, dense, unit = _strides(forms[:4], layout, _VECTOR // dtype.itemsize)
     numbers = {
@@ -484,8 +492,9 @@ def _unit(strides: list[int], limit: int) -> int:
     return limit
 
 
-def _threads(element_size: int, block_p: int, tile: Tile) -> tuple[int, int]:
+def _threads(element_size: int, block_p: int, interleaved: bool) -> tuple[int, int]:
     """Return the number of warps per program and the number of pairs per thread."""
+    tile = TILES[element_size, interleaved]
     per_thread = max(1, tile.bytes // 2 // element_size)
     return min(32, max(tile.warps, block_p // per_thread // 32)), per_thread
 
