@@ -4,7 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "pages.h"
 #include "plain.h"
@@ -167,6 +169,23 @@ void use_openmp(uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads)
 
 ropewalk::Torch torch;
 
+struct Layout {
+    PyObject *name;
+    Axes axes;
+};
+std::vector<Layout> layouts;  // all of _layout.py
+
+// The axes of a layout, or null if the object is not the name of one.
+const Axes *axes_of(PyObject *name) {
+    for (const Layout &layout : layouts) {
+        if (layout.name == name) return &layout.axes;
+    }
+    for (const Layout &layout : layouts) {
+        if (PyUnicode_CheckExact(name) && PyUnicode_Compare(layout.name, name) == 0) return &layout.axes;
+    }
+    return nullptr;
+}
+
 int threads_of_torch() {
     PyObject *result = PyObject_CallNoArgs(torch.num_threads);
     if (!result) throw nb::python_error();
@@ -176,18 +195,19 @@ int threads_of_torch() {
 }
 
 // Look up the functions and attributes of torch that the functions below use. Returns false if this torch has no exchange API.
-bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple observers) {
+bool use_torch(nb::module_ torch_module, nb::dict axes, nb::tuple observers) {
     nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
     auto keep = [](nb::object object) { return object.release().ptr(); };
     torch.tensor_type = keep(type), torch.parameter_type = keep(torch_module.attr("nn").attr("Parameter"));
-    torch.layouts = keep(layouts), torch.observers = keep(observers);
+    for (auto [name, of] : axes) layouts.push_back({nb::borrow(name).release().ptr(), axes_from(nb::borrow<nb::tuple>(of))});
+    torch.observers = keep(observers);
     torch.forward_ad = keep(torch_module.attr("autograd").attr("forward_ad"));
     torch.grad_enabled = keep(c.attr("is_grad_enabled")), torch.inference_enabled = keep(c.attr("is_inference_mode_enabled"));
-    torch.is_neg = keep(type.attr("is_neg")), torch.is_inference = keep(type.attr("is_inference"));
+    torch.is_neg = keep(type.attr("is_neg"));
     torch.empty_like = keep(torch_module.attr("empty_like")), torch.num_threads = keep(torch_module.attr("get_num_threads"));
     torch.increment_version = keep(c.attr("_increment_version")), torch.empty = keep(torch_module.attr("empty"));
     torch.dtype_keyword = keep(nb::make_tuple("dtype"));
-    torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch.requires_grad.find(torch.tensor_type, "requires_grad"), torch.version.find(torch.tensor_type, "_version");
     torch.current_level = PyUnicode_InternFromString("_current_level");
     torch.api = ropewalk::exchange_api_of(torch.tensor_type);
     return torch.api != nullptr;
@@ -202,7 +222,7 @@ int dtype_of(const ropewalk::TensorView &x) {
 
 // A call whose arguments are plain tensors that match. `ok` is false if they are not; Python then handles the call.
 struct PlainCall {
-    bool ok = false;
+    bool ok = false, grad;  // grad: whether PyTorch records gradients
     int count;
     PyObject *tensors[2];
     ropewalk::TensorView views[2];
@@ -214,7 +234,7 @@ struct PlainCall {
 PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                      int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
     PlainCall call;
-    PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
+    const Axes *axes = axes_of(layout.ptr());
     if (!axes || torch.is_observed(profiled)) return call;
     const int count = call.count = k.is_none() ? 1 : 2;
     call.tensors[0] = q.ptr(), call.tensors[1] = k.ptr();
@@ -235,7 +255,7 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     }
     if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return call;
 
-    const Axes at = call.at = axes_from(nb::borrow<nb::tuple>(axes));
+    const Axes at = call.at = *axes;
     ropewalk_rotation &r = call.r;
     r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
     r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
@@ -253,9 +273,11 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
         at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
     }
     if (has_batch && (at.at[0] < 0 || (of_cos.shape[0] != 1 && of_cos.shape[0] != r.batch))) return call;
-    if (ropewalk::Torch::is_true(torch.grad_enabled)) {
-        for (PyObject *x : {call.tensors[0], call.tensors[count - 1], cos.ptr(), sin.ptr()}) {
-            if (torch.requires_gradient(x)) return call;
+    call.grad = ropewalk::Torch::is_true(torch.grad_enabled);
+    if (call.grad) {
+        if (torch.requires_gradient(cos.ptr()) || torch.requires_gradient(sin.ptr())) return call;
+        for (int n = 0; n < count; ++n) {
+            if (torch.requires_gradient(call.tensors[n])) return call;
         }
     }
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
@@ -270,20 +292,25 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
     return call;
 }
 
-// Returns whether a tensor may be written: no two elements share memory, and autograd can count the change.
+// Returns whether a tensor may be written: no two elements share memory, and autograd can count the change, unless `inference` mode
+// is enabled.
 bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
     for (int i = 0; i < x.axes; ++i) {
         if (x.strides[i] == 0 && x.shape[i] > 1) return false;
     }
-    return inference || !ropewalk::Torch::is_true(torch.is_inference, object);
+    return inference || torch.counts_changes(object);
 }
+
+// Returns whether inference mode is enabled. If gradients are recorded inside it, the result is false, and writing an inference
+// tensor is left to Python.
+bool is_inference(const PlainCall &call) { return !call.grad && ropewalk::Torch::is_true(torch.inference_enabled); }
 
 // Creates the output of the n-th tensor. Returns null if the new tensor is not plain.
 nb::object new_output(PlainCall &call, int n) {
     nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.tensors[n]));
     if (!output.ptr()) throw nb::python_error();
     ropewalk::TensorView out;
-    if (!torch.view(output.ptr(), out)) return nb::object();
+    if (!torch.new_view(output.ptr(), out)) return nb::object();
     call.r.tensors[n].out = out.first();
     call.at.strides(out.strides, call.r.tensors[n].out_stride);
     return output;
@@ -305,7 +332,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
     if (!call.ok) return left_to_python;
     nb::object outputs[2];
     if (in_place) {
-        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
+        const bool inference = is_inference(call);
         for (int n = 0; n < call.count; ++n) {
             if (!writable(call.tensors[n], call.views[n], inference)) return left_to_python;
         }
@@ -364,7 +391,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     if (k.is_none()) return left_to_python;
     PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
     if (!call.ok) return left_to_python;
-    const bool grad = ropewalk::Torch::is_true(torch.grad_enabled), stores = !v.is_none();
+    const bool grad = call.grad, stores = !v.is_none();
     ropewalk_step s{};
     s.norm.eps = eps, s.norm.add_one = add_one;
     if (!q_weight.is_none() && !(read_weight(q_weight, grad, call.r, s.norm, 0) && read_weight(k_weight, grad, call.r, s.norm, 1))) {
@@ -375,7 +402,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     if (stores) {
         const Axes &at = call.at;
         const ropewalk::TensorView &of_k = call.views[1];
-        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
+        const bool inference = is_inference(call);
         ropewalk::TensorView of_v, of_slots;
         if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) {
             return left_to_python;
@@ -484,7 +511,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
         tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, arguments, tokens + 1, torch.dtype_keyword)
                                      : ropewalk::call(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
         if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
-        if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
+        if (!torch.new_view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
     }
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
@@ -500,6 +527,91 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
         ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
     }
     return nb::make_tuple(tables[0], tables[1]);
+}
+
+// Read one int64 for each row, [batch]. None is null. Returns false if it is something else.
+bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
+    ropewalk::TensorView view;
+    if (numbers.is_none()) return true;
+    if (!torch.view(numbers.ptr(), view) || !view.is_int(64) || view.axes != 1 || view.shape[0] != batch) return false;
+    to = reinterpret_cast<const int64_t *>(view.first());
+    return batch == 1 || view.strides[0] == 1;
+}
+
+// Attend with queries [batch, token, head, channel] over the keys and values [block, slot, kv head, channel] of a cache. The other
+// arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
+nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
+                        nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
+                        double scale, bool profiled) {
+    const nb::object left_to_python = nb::none();
+    ropewalk::TensorView of_q, of_far, of_keys, of_values, of_blocks, of_order, of_out;
+    if (!kernels->attend || torch.is_observed(profiled)) return left_to_python;
+    if (!torch.view(q.ptr(), of_q) || !torch.view(keys.ptr(), of_keys) || !torch.view(values.ptr(), of_values)) return left_to_python;
+    if (of_q.axes != 4 || of_keys.axes != 4 || of_values.axes != 4 || of_q.elements() == 0) return left_to_python;
+    if (ropewalk::Torch::is_true(torch.grad_enabled)) {
+        for (nb::handle x : {q, far_q, keys, values}) {
+            if (!x.is_none() && torch.requires_gradient(x.ptr())) return left_to_python;
+        }
+    }
+    ropewalk_attention a{};
+    const int dtype = dtype_of(of_q);
+    if (dtype < 0 || dtype == ROPEWALK_F64 || dtype_of(of_keys) != dtype || dtype_of(of_values) != dtype) return left_to_python;
+    a.dtype = static_cast<ropewalk_dtype>(dtype);
+    a.batch = of_q.shape[0], a.queries = of_q.shape[1], a.heads = of_q.shape[2], a.kv_heads = of_keys.shape[2];
+    a.head_dim = a.v_dim = of_q.shape[3];
+    for (int i = 0; i < 4; ++i) {
+        if (i < 3 && of_keys.shape[i] != of_values.shape[i]) return left_to_python;
+        a.q_stride[i] = of_q.strides[i], a.key_stride[i] = of_keys.strides[i], a.value_stride[i] = of_values.strides[i];
+    }
+    if (of_keys.shape[3] != a.head_dim || of_values.shape[3] != a.v_dim || a.kv_heads < 1 || a.heads % a.kv_heads) return left_to_python;
+    if (of_keys.strides[3] != 1 || of_values.strides[3] != 1) return left_to_python;
+    a.q = of_q.first(), a.key = of_keys.first(), a.value = of_values.first();
+    if (!far_q.is_none()) {
+        if (!torch.view(far_q.ptr(), of_far) || of_far.axes != 4 || dtype_of(of_far) != dtype) return left_to_python;
+        for (int i = 0; i < 4; ++i) {
+            if (of_far.shape[i] != of_q.shape[i]) return left_to_python;
+            a.far_q_stride[i] = of_far.strides[i];
+        }
+        a.far_q = of_far.first();
+    }
+    const int64_t pool = of_keys.shape[0];
+    a.block_size = of_keys.shape[1], a.keys = count;
+    if (blocks.is_none()) {
+        if (a.batch > pool || count < 0 || count > a.block_size) return left_to_python;
+    } else {
+        if (!torch.view(blocks.ptr(), of_blocks) || !of_blocks.is_int(32) || of_blocks.axes != 2 || of_blocks.shape[0] != a.batch ||
+            of_blocks.strides[1] != 1 || count < 0 || count > of_blocks.shape[1] * a.block_size) {
+            return left_to_python;
+        }
+        a.blocks = reinterpret_cast<const int32_t *>(of_blocks.first()), a.block_stride = of_blocks.strides[0];
+        for (int64_t row = 0; row < a.batch; ++row) {
+            bool inside = true;
+            for (int64_t i = 0; i < of_blocks.shape[1]; ++i) {
+                inside &= static_cast<uint64_t>(a.blocks[row * a.block_stride + i]) < static_cast<uint64_t>(pool);
+            }
+            if (!inside) return left_to_python;
+        }
+    }
+    if (!torch.view(order.ptr(), of_order) || !of_order.is_int(64) || of_order.axes != 2 || of_order.shape[0] != a.batch ||
+        of_order.shape[1] != a.queries || !read_rows(first, a.batch, a.first) || !read_rows(counts, a.batch, a.counts)) {
+        return left_to_python;
+    }
+    a.order = reinterpret_cast<const int64_t *>(of_order.first());
+    a.order_stride[0] = of_order.strides[0], a.order_stride[1] = of_order.strides[1];
+    a.window = window, a.sinks = sinks, a.scale = scale;
+    nb::object out = nb::steal(ropewalk::call(torch.empty_like, q.ptr()));
+    if (!out.ptr()) throw nb::python_error();
+    if (!torch.view(out.ptr(), of_out) || of_out.strides[3] != 1) return left_to_python;
+    a.out = of_out.first();
+    for (int i = 0; i < 4; ++i) a.out_stride[i] = of_out.strides[i];
+    a.parts = threads_for(a.batch * count * a.kv_heads * a.head_dim, threads_of_torch());
+    std::unique_ptr<float[]> work(new float[static_cast<size_t>(kernels->attention_floats(&a))]);
+    a.work = work.get();
+    nb::gil_scoped_release release;
+    ropewalk::share_rows(a.parts, static_cast<int>(a.parts), [&](int64_t begin, int64_t end) { kernels->attend(&a, begin, end); });
+    ropewalk::share_rows(a.batch, static_cast<int>(std::min(a.parts, a.batch)),
+                         [&](int64_t begin, int64_t end) { kernels->combine(&a, begin, end); });
+    return out;
 }
 
 nb::list levels() {
@@ -531,6 +643,8 @@ NB_MODULE(_cpu, m) {
     m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
+    m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -1,25 +1,16 @@
 // The kernels, compiled once for each instruction set. Everything except the table at the end is in the unnamed namespace, and
 // nothing of the C++ library is used (memcpy is from C). Otherwise, the linker could replace the baseline's copy of an inline
 // function by one compiled for AVX-512.
+#include "attention.h"
 #include "norm.h"
 #include "vector.h"
 
-#if defined(__GNUC__)
-#define ROPEWALK_NOINLINE __attribute__((noinline))
-#else
-#define ROPEWALK_NOINLINE
-#endif
 #define ROPEWALK_STRING(name) #name
 #define ROPEWALK_NAME(name) ROPEWALK_STRING(name)
 
 namespace ropewalk {
 namespace ROPEWALK_NAMESPACE {
 namespace {
-
-template <class T>
-inline T smaller(T a, T b) {
-    return a < b ? a : b;
-}
 
 // Tokens per block, whose tables stay in a near cache while all heads are processed.
 constexpr int64_t BLOCK = 64;
@@ -545,7 +536,12 @@ void angles(const ropewalk_angles *args, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const ropewalk_kernels kernels;
-const ropewalk_kernels kernels = {ROPEWALK_NAME(ROPEWALK_NAMESPACE), rotate, table_gradient, angles, step};
+const ropewalk_kernels kernels = {ROPEWALK_NAME(ROPEWALK_NAMESPACE), rotate, table_gradient, angles, step,
+#ifdef ROPEWALK_VECTORS
+                                  attention_floats, attend, combine};
+#else
+                                  nullptr, nullptr, nullptr};
+#endif
 
 }  // namespace ROPEWALK_NAMESPACE
 }  // namespace ropewalk

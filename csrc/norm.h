@@ -11,13 +11,6 @@ namespace ropewalk {
 namespace ROPEWALK_NAMESPACE {
 namespace {
 
-// Small loops over registers, which GCC unrolls at -O2 only on request.
-#if defined(__GNUC__) && !defined(__clang__)
-#define ROPEWALK_UNROLL _Pragma("GCC unroll 32")
-#else
-#define ROPEWALK_UNROLL
-#endif
-
 // The sum over `count` channels first, first + step, ..., where count is a power of two. In the order above, it is the sum over
 // the even places plus the sum over the odd ones.
 template <class T>

@@ -19,48 +19,74 @@ inline PyObject *call(PyObject *function, PyObject *argument) {
     return PyObject_Vectorcall(function, arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
+// An attribute of tensors. Reading it looks up no name.
+struct Attribute {
+    PyObject *descriptor = nullptr;
+    descrgetfunc get = nullptr;
+
+    void find(PyObject *type, const char *name) {
+        descriptor = PyObject_GetAttrString(type, name);
+        get = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(descriptor), Py_tp_descr_get));
+    }
+    PyObject *of(PyObject *tensor) const { return get(descriptor, tensor, reinterpret_cast<PyObject *>(Py_TYPE(tensor))); }
+};
+
 // The functions and attributes of torch that each call uses. `use_torch` looks them up once.
 struct Torch {
     const ExchangeAPI *api = nullptr;
-    PyObject *tensor_type = nullptr, *parameter_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *observers = nullptr, *grad_enabled = nullptr,
-             *inference_enabled = nullptr, *is_neg = nullptr, *is_inference = nullptr, *empty_like = nullptr,
-             *empty = nullptr, *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *requires_grad = nullptr, *current_level = nullptr;
+    PyObject *tensor_type = nullptr, *parameter_type = nullptr, *forward_ad = nullptr, *observers = nullptr, *grad_enabled = nullptr,
+             *inference_enabled = nullptr, *is_neg = nullptr, *empty_like = nullptr, *empty = nullptr,
+             *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *current_level = nullptr;
+    Attribute requires_grad, version;
 
     // Get a view of a tensor. Returns false unless it is plain: a torch.Tensor on the CPU whose memory has its values.
     bool view(PyObject *object, TensorView &out) const {
-        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && memory_of(object, out);
+        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && values_of(object, out);
     }
     // The same for a tensor or a parameter.
     bool weight_view(PyObject *object, TensorView &out) const {
-        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == parameter_type ? memory_of(object, out) : view(object, out);
+        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == parameter_type ? values_of(object, out) : view(object, out);
     }
+    // The same for a tensor that PyTorch has just created, so that it has no flag that negates its values.
+    bool new_view(PyObject *object, TensorView &out) const {
+        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && memory_of(object, out);
+    }
+    bool values_of(PyObject *object, TensorView &out) const { return memory_of(object, out) && !is_true(is_neg, object); }
     bool memory_of(PyObject *object, TensorView &out) const {
         if (api->view_of(object, &out) != 0) return PyErr_Clear(), false;
-        return out.on_cpu() && out.data && !is_true(is_neg, object);
+        return out.on_cpu() && out.data;
     }
     // Returns whether a predicate, of a tensor or without arguments, is true. If it raises, the result is true, and the call is
     // left to Python.
     static bool is_true(PyObject *predicate, PyObject *of = nullptr) {
         return truth(of ? call(predicate, of) : PyObject_CallNoArgs(predicate));
     }
-    bool requires_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
+    bool requires_gradient(PyObject *tensor) const { return truth(requires_grad.of(tensor)); }
+    // Returns whether autograd counts the changes of a tensor, which it does unless inference mode has created the tensor.
+    bool counts_changes(PyObject *tensor) const {
+        PyObject *count = version.of(tensor);
+        if (!count) return PyErr_Clear(), false;
+        Py_DECREF(count);
+        return true;
+    }
     // Returns whether a transform, a mode, a tracer or a profiler must see the operators inside. If `profiled` is true, the
     // profiler already records this call and is not asked. It is the last of the observers.
     bool is_observed(bool profiled = false) const {
-        for (Py_ssize_t i = 0; i < PyTuple_Size(observers) - (profiled ? 1 : 0); ++i) {
+        for (Py_ssize_t i = PyTuple_Size(observers) - (profiled ? 2 : 1); i >= 0; --i) {
             if (is_true(PyTuple_GetItem(observers, i))) return true;
         }
         PyObject *level = PyObject_GetAttr(forward_ad, current_level);
-        bool differentiates = !level || PyLong_AsLong(level) != -1;
-        Py_XDECREF(level), PyErr_Clear();
-        return differentiates;
+        const bool outside = level && PyLong_AsLong(level) == -1 && !PyErr_Occurred();
+        Py_XDECREF(level);
+        return outside ? false : (PyErr_Clear(), true);
     }
 
 private:
     static bool truth(PyObject *result) {
-        int is = result ? PyObject_IsTrue(result) : 1;
-        Py_XDECREF(result), PyErr_Clear();
-        return is != 0;
+        if (!result) return PyErr_Clear(), true;
+        const int is = PyObject_IsTrue(result);
+        Py_DECREF(result);
+        return is < 0 ? PyErr_Clear(), true : is != 0;
     }
 };
 

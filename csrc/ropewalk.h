@@ -91,6 +91,32 @@ typedef struct {
     void *cos, *sin;
 } ropewalk_angles;
 
+/* Attention of the new tokens of each row over its keys and values in a cache: softmax(scale * q k) v, computed in float32.
+ *
+ * Key i of row r is in slot i % block_size of block blocks[r, i / block_size]; without `blocks`, in slot i of block r. Its order,
+ * the index of its token in the row, is first[r] + i. A token attends to the keys whose order is not larger than its own and, with
+ * a window, less than `window` smaller. The result of a token without keys is 0. Slots that no token attends to are not read.
+ *
+ * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. */
+typedef struct {
+    const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for keys with an order below `sinks` */
+    void *out;              /* [batch, token, head, v_dim] */
+    const void *key, *value; /* [block, slot, kv head, channel] */
+    int64_t q_stride[4], far_q_stride[4], out_stride[4], key_stride[4], value_stride[4];
+    ropewalk_dtype dtype;
+    int64_t batch, queries, heads, kv_heads, head_dim, v_dim; /* queries: tokens of a row; kv_heads divides heads */
+    int64_t keys, block_size;
+    const int32_t *blocks; /* NULL, or [batch, blocks of a row] */
+    int64_t block_stride;
+    const int64_t *order; /* [batch, token] */
+    int64_t order_stride[2];
+    const int64_t *first, *counts; /* NULL for 0 and for `keys`, or [batch]: counts, how many of its keys a row has */
+    int64_t window, sinks;         /* window 0: no limit */
+    double scale;
+    int64_t parts; /* into which the work is divided, at least 1 */
+    float *work;   /* memory of attention_floats() numbers */
+} ropewalk_attention;
+
 /* The kernels of one instruction set. Each processes the rows [begin, end), where a row is one of batch * tokens tokens. The
  * caller may process other rows in other threads. */
 typedef struct {
@@ -99,6 +125,11 @@ typedef struct {
     void (*table_gradient)(const ropewalk_table_gradient *, int64_t begin, int64_t end);
     void (*angles)(const ropewalk_angles *, int64_t begin, int64_t end);
     void (*step)(const ropewalk_step *, int64_t begin, int64_t end);
+    /* These are NULL if the compiler has no vector extensions. First `attend` for all parts, then `combine` for all rows of the
+     * batch, each range in any thread. */
+    int64_t (*attention_floats)(const ropewalk_attention *); /* the size of `work`, which depends on `parts` */
+    void (*attend)(const ropewalk_attention *, int64_t begin, int64_t end);
+    void (*combine)(const ropewalk_attention *, int64_t begin, int64_t end);
 } ropewalk_kernels;
 
 /* The kernels of a level, or NULL if this machine cannot run it or the library was built without it. The baseline is always

@@ -16,9 +16,26 @@
 #define ROPEWALK_VECTORS
 #endif
 
+#if defined(__GNUC__)
+#define ROPEWALK_NOINLINE __attribute__((noinline))
+#else
+#define ROPEWALK_NOINLINE
+#endif
+// Small loops over registers, which GCC unrolls at -O2 only on request.
+#if defined(__GNUC__) && !defined(__clang__)
+#define ROPEWALK_UNROLL _Pragma("GCC unroll 32")
+#else
+#define ROPEWALK_UNROLL
+#endif
+
 namespace ropewalk {
 namespace ROPEWALK_NAMESPACE {
 namespace {
+
+template <class T>
+inline T smaller(T a, T b) {
+    return a < b ? a : b;
+}
 
 #if defined(__AVX512F__)
 constexpr int BYTES = 64;

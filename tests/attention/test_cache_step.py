@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attention_oracle as written_out
 from cache_model import (
@@ -269,6 +271,8 @@ class TestMisuse:
             "reset a row": lambda: cache.reset([1]),
             "rollback": cache.rollback,
         }[by]()
+        with pytest.raises(RopeError, match="CacheStep: key_positions must be read while the step is the newest"):
+            _ = step.key_positions
         self.refuses_to_append(cache, step.layer(0), "a step must be the newest of its cache, .* got an outdated one")
 
     def test_refused_calls_do_not_outdate_a_step(self) -> None:
@@ -357,6 +361,36 @@ class TestAutocast:
         theirs = written_out.attention(x, weights, seen=written_out.causal(5), **how)
         # Measured over 200 seeds: 0.016 in values of size 3.4, without a cache.
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=0.02)
+
+
+class Created(TorchDispatchMode):
+    """The numbers of elements of all tensors with new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [0]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.sizes.append(x.numel())
+        return result
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@torch.no_grad()
+def test_a_step_costs_by_its_tokens_and_not_by_the_capacity(ragged: bool) -> None:
+    cache, k = KVCache(1, 2, 1, 4, capacity=100_000), torch.ones(2, 9, 1, 4)
+    for seq in (9, 1, 1):
+        mask = torch.ones(2, seq) > 0
+        mask[1, 0] = not ragged
+        with Created() as created:
+            step = cache.step(seq, attention_mask=mask, at=cache.position.clone())
+            step.layer(0).attend(k[:, :seq], k[:, :seq], k[:, :seq], rotation=step.rotation(Rope(4, 1e4, "half")))
+        assert max(created.sizes) <= 2 * 9 * 11
+        assert step.key_positions.shape == step.mask.shape[:1] + step.mask.shape[3:] == (2, 100_000)
 
 
 def test_copies_and_pickles_during_a_step() -> None:

@@ -30,6 +30,9 @@ class HalfKeys:
     ) -> None:
         return None
 
+    def attend(self, *arguments: object, **keywords: object) -> None:
+        return None  # PyTorch attends over what `read` returns
+
     def read(self, blocks: Tensor | None, count: int | None, out: Any = None) -> tuple[Tensor, Tensor]:
         k, v = (x if blocks is None else x[blocks].flatten(1, 2) for x in (self.keys, self.values))
         return k[:, :count].to(self.dtype), v[:, :count]

@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Without a GPU: in Triton's interpreter, then what was compiled, and what asks for it.
-SUITES = [({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"), ({}, "tests/gpu/test_compiled.py")]
+# Without a GPU: in Triton's interpreter, then what was compiled, what asks for it, and what is launched.
+SUITES = [
+    ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"),
+    ({}, "tests/gpu/test_compiled.py"),
+    ({}, "tests/gpu/test_launch.py"),
+]
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,9 @@ MUTANTS = [
         "_unit([c * (n > 1) for n, c in zip(shape, cos[:-1])], min",
     ),
     Mutant("nothing copied", GPU, '"COPY": not in_place', '"COPY": False'),
-    Mutant("small tiles", GPU, "_BYTES_PER_THREAD // 2 // element_size", "max(1, 16 // element_size // 2)"),
+    Mutant("kept for any address", GPU, "reduce(or_, pointers) % 16 == 0", "reduce(or_, pointers) >= 0"),
+    Mutant("kept for any dtype", GPU, "[(x.dtype, x.stride()) for", "[(tensors[0].dtype, x.stride()) for"),
+    Mutant("small tiles", GPU, "tile.bytes // 2 // element_size", "16 // element_size // 2"),
 ]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
+from ropewalk.kernels.gpu import Launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -34,20 +35,21 @@ NAMES = {
 }
 
 
-Launch = tuple[int, dict[str, Any], int]
-"""The number of programs, the arguments and the warps."""
+def arguments(launch: Launch) -> dict[str, Any]:
+    """Return the arguments of a launch by name."""
+    plan, tensors = launch
+    return dict(zip(getattr(gpu.kernels(), plan.kernel).arg_names, tensors, strict=False)) | plan.numbers
 
 
-def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
+def compiled(launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
     """Compile a kernel as Triton does for this launch: numbers are not specialized, and pointers are aligned.
 
     known: further properties of pointers.
     """
-    _, arguments, warps = launch
-    function = getattr(gpu.kernels(), kernel)
+    named, function = arguments(launch), getattr(gpu.kernels(), launch[0].kernel)
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
-        value = arguments[name]
+        value = named[name]
         if name.isupper():
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
@@ -55,7 +57,7 @@ def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: 
         else:
             signature[name] = "i32"
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    options = {**gpu._OPTIONS, "num_warps": warps}
+    options = {**gpu._OPTIONS, "num_warps": launch[0].warps}
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
 
@@ -104,14 +106,14 @@ FUSED = ("FFMA", "DFMA", "HFMA2", "FFMA2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, Any], tmp_path: Path) -> None:
     launch = rotation(dtype, pairing, **how)
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     # Of q and of k: whole vectors, and nothing through shared memory. Two adjacent pairs of float32 need two numbers of
     # a table, which are 64 bits.
     tables = {"LDG.E.64"} if dtype == torch.float32 and pairing == "interleaved" else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     # 64 bytes for each thread of q's programs and of k's.
-    assert found["STG.E.128"] == 2 * gpu._BYTES_PER_THREAD // 16
+    assert found["STG.E.128"] == 2 * gpu.tile.bytes // 16
     assert not named(found, *SPILLS, "LDS", "STS", "BAR")
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
@@ -131,7 +133,7 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     launch = gpu.step_launch(
         (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, (v, pages, slots)
     )
-    found = sass(compiled("step", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
     # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
@@ -147,13 +149,13 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
     q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
     interleaved = pairing == "interleaved"
     launch = gpu.rotation_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0, False))
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     tables = {"LDG.E.64"} if dtype == torch.float32 and interleaved else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     gradient = gpu.gradient_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0))
     assert not named(found, *SPILLS, "LDS", "STS", "BAR", "FFMA", "DFMA", "FFMA2")
-    assert not named(sass(compiled("table_gradient", gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
+    assert not named(sass(compiled(gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -174,14 +176,14 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
 def test_other_rotations_spill_no_registers(
     dtype: torch.dtype, how: dict[str, Any], pairing: str, tmp_path: Path
 ) -> None:
-    found = sass(compiled("rotate", rotation(dtype, pairing, **how), SM_90), tmp_path)
+    found = sass(compiled(rotation(dtype, pairing, **how), SM_90), tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
 
 def test_partial_rotation_moves_whole_vectors(tmp_path: Path) -> None:
     """DeepSeek rotates 64 of 192 channels. The 128 channels before them are copied."""
-    found = sass(compiled("rotate", rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
+    found = sass(compiled(rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
     assert named(found, "LDG") == {"LDG.E.128"}
     assert named(found, "STG") == {"STG.E.128"}
 
@@ -191,7 +193,7 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
     x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
     tables = torch.empty(2, 16, 40)
     launch = gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     assert "LDG.E.U16" in found
     assert named(found, "STG") == {"STG.E.U16"}
 
@@ -202,7 +204,7 @@ def test_gradient_to_the_tables_spills_no_registers(dtype: torch.dtype, pairing:
     tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
     of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", pairing == "interleaved", 0))
-    assert not named(sass(compiled("table_gradient", launch, SM_90), tmp_path), *SPILLS)
+    assert not named(sass(compiled(launch, SM_90), tmp_path), *SPILLS)
 
 
 @pytest.mark.parametrize("axes", [None, 3])
@@ -214,9 +216,7 @@ def test_angles_use_no_library_sine(
     tables, steps = torch.empty(4096, 64, dtype=dtype), torch.empty(64, dtype=torch.int64)
     of_positions = torch.empty(4096 if axes is None else (axes, 4096), dtype=positions)
     axis = None if axes is None else steps
-    program = compiled(
-        "angles", gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90
-    )
+    program = compiled(gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90)
     found = sass(program, tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, *FUSED)
@@ -234,7 +234,7 @@ SIZES_FOR_AMD = pytest.mark.parametrize("known", [[], [["tt.pointer_range", 32]]
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotation_for_amd(dtype: torch.dtype, pairing: str, known: list[Any]) -> None:
-    code = compiled("rotate", rotation(dtype, pairing), GFX942, *known).asm["amdgcn"]
+    code = compiled(rotation(dtype, pairing), GFX942, *known).asm["amdgcn"]
     tables = {"dwordx2"} if dtype == torch.float32 and pairing == "interleaved" else set()
     assert set(re.findall(r"\b(?:global|buffer|flat)_load_(\w+)", code)) == {"dwordx4"} | tables
     assert set(re.findall(r"\b(?:global|buffer|flat)_store_(\w+)", code)) == {"dwordx4"}
@@ -249,8 +249,8 @@ def test_others_for_amd(known: list[Any]) -> None:
     gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", False, 0))
     steps = torch.empty(64, dtype=torch.int64)
     angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
-    for kernel, launch in (("table_gradient", gradient), ("angles", angles)):
-        code = compiled(kernel, launch, GFX942, *known).asm["amdgcn"]
+    for launch in (gradient, angles):
+        code = compiled(launch, GFX942, *known).asm["amdgcn"]
         assert "scratch_" not in code
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
@@ -318,10 +318,10 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
     """
     combined: dict[frozenset[Any], Launch] = {}
     for launch in launches:
-        arguments = launch[1]
-        choices = {name: value for name, value in arguments.items() if isinstance(value, bool)}
-        choices |= {name: value.dtype for name, value in arguments.items() if isinstance(value, Tensor)}
-        choices |= {"OFFSET": arguments.get("OFFSET", 0) > 0}
+        named = arguments(launch)
+        choices = {name: value for name, value in named.items() if isinstance(value, bool)}
+        choices |= {name: value.dtype for name, value in named.items() if isinstance(value, Tensor)}
+        choices |= {"OFFSET": named.get("OFFSET", 0) > 0}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
     left, chosen = frozenset().union(*combined), []
     while left:
@@ -334,11 +334,11 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
 def test_every_variant_compiles(kernel: str) -> None:
     launches = LAUNCHES[kernel]
     chosen = variants(launches())
-    flags = [name for name, value in chosen[0][1].items() if isinstance(value, bool)]
-    fixed = [flag for flag in flags if {arguments[flag] for _, arguments, _ in chosen} != {False, True}]
+    flags = [name for name, value in chosen[0][0].numbers.items() if isinstance(value, bool)]
+    fixed = [flag for flag in flags if {plan.numbers[flag] for plan, _ in chosen} != {False, True}]
     assert not fixed, "no launch here has the other value"
     for launch in chosen:
-        compiled(kernel, launch, SM_90)
+        compiled(launch, SM_90)
 
 
 def test_lengths_and_batches_need_no_recompilation() -> None:
@@ -350,23 +350,15 @@ def test_lengths_and_batches_need_no_recompilation() -> None:
                 size = {"b": batch, "s": seq, "h": 8, "d": head_dim}
                 x, tables = torch.empty([size[axis] for axis in layout]), torch.empty(seq, pairs)
                 for table in (tables, tables.expand(batch, seq, pairs), torch.empty(batch, seq, pairs)):
-                    numbers = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))[1]
-                    seen.add(tuple((name, value) for name, value in numbers.items() if name.isupper()))
+                    plan, _ = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))
+                    seen.add(tuple((name, value) for name, value in plan.numbers.items() if name.isupper()))
             assert len(seen) == 1
 
 
 def test_no_number_is_compiled_in() -> None:
     """Lengths, counts and strides are not constants, so a new length needs no compilation. Constants are upper case."""
-    for kernel in ("rotate", "table_gradient", "angles"):
-        for parameter in getattr(gpu.kernels(), kernel).params:
-            if not parameter.is_constexpr and not isinstance(gpu_arguments()[kernel][parameter.name], torch.Tensor):
-                assert parameter.do_not_specialize, parameter.name
-
-
-def gpu_arguments() -> dict[str, dict[str, Any]]:
-    x, tables, steps = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 2), torch.empty(2, dtype=torch.int64)
-    return {
-        "rotate": gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))[1],
-        "table_gradient": gpu.gradient_launch([x], [x], tables, tables, Options("bshd", False, 0))[1],
-        "angles": gpu.angles_launch(steps, steps, tables, tables, 1.0)[1],
-    }
+    for kernel, launches in LAUNCHES.items():
+        plan, tensors = next(launches())
+        for parameter in getattr(gpu.kernels(), kernel).params[len(tensors) :]:
+            assert parameter.name in plan.numbers
+            assert parameter.is_constexpr or parameter.do_not_specialize, parameter.name

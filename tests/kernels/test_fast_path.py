@@ -109,6 +109,10 @@ def test_invalid_arguments_are_left_to_python(how: dict[str, Any]) -> None:
     assert call(*given, **how) is None
 
 
+def test_a_layout_is_compared_by_its_letters() -> None:
+    assert call(*usual(), layout="".join("bshd")) is not None
+
+
 def test_batched_tables_in_another_layout() -> None:
     q, k, *_ = usual()
     assert call(q, k, *tables(BATCH, SEQ)) is not None

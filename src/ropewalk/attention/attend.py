@@ -85,15 +85,19 @@ def rotate_and_attend(
     Returns:
         `[batch, seq, heads, head_dim]`.
     """
-    if norm is not None and rotation is not None and rotation.passes == 1:
-        q, k = norm.rotate(rotation, q, k, layout="bshd")
-    else:
-        q, k = (q, k) if norm is None else norm(q, k)
-        q, k = (q, k) if rotation is None else rotation(q, k, layout="bshd")
+    q, k = rotate(q, k, rotation, norm)
     if append is not None:
         k, v = append(k, v)
     by = attend if rotation is None or rotation.passes == 1 else rotation.attend
     return by(q, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
+
+
+def rotate(q: Tensor, k: Tensor, rotation: Rotation | TwoPass | None, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
+    """Normalize and rotate q and k, each if it is not None. Return q, rotated twice for a `TwoPass`, and k."""
+    if norm is not None and rotation is not None and rotation.passes == 1:
+        return norm.rotate(rotation, q, k, layout="bshd")
+    q, k = (q, k) if norm is None else norm(q, k)
+    return (q, k) if rotation is None else rotation(q, k, layout="bshd")
 
 
 def attend(

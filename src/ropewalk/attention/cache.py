@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
+from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step, on_axes
 from ropewalk.attention.store import Store, create_stores
 from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
@@ -59,21 +60,23 @@ class Ring:
         self.ring = capacity or window or 0
         self.count = sinks + self.ring
 
-    def assign(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
+    def assign(self, order: Tensor, real: Tensor | None, total: Tensor) -> Tensor:
         """Return the slot of each new token, int64 `[batch, seq]`.
 
         Discarded tokens get the slot `count`. The slots of the other tokens are distinct.
 
         Args:
             order: order of the new tokens, int64 `[batch, seq]`.
-            real: False for padding, bool `[batch, seq]`.
+            real: False for padding, bool `[batch, seq]`. None means no padding.
             total: number of tokens in each row, including the new ones, int64 `[batch]`.
         """
-        if not self.evicts:
-            return torch.where(real & (order < self.count), order, self.count)
-        kept = real & ((order < self.sinks) | (order >= total[:, None] - self.ring))
-        slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
-        return torch.where(kept, slot, self.count)
+        if self.evicts:
+            kept = (order < self.sinks) | (order >= total[:, None] - self.ring)
+            slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
+            slot = torch.where(kept, slot, self.count)
+        else:
+            slot = order.clamp(max=self.count)
+        return slot if real is None else torch.where(real, slot, self.count)
 
     def order(self, length: Tensor) -> Tensor:
         """Return the order of the token in each slot, int64 `[batch, count]`, and `EMPTY` for empty slots.
@@ -106,7 +109,8 @@ class CacheStep(Step):
         key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
             for empty slots. Compare it with `order` to build a mask by the order of tokens.
         key_positions: positions of the same keys, int64 `[batch, keys]`, and 2⁶² for empty slots. For a token with a
-            position on each of several axes, it is the largest of them.
+            position on each of several axes, it is the largest of them. Read it before the next call that changes the
+            cache; the first use of an outdated step raises a `RopeError`.
         causal: True if the mask is known to be a plain causal mask over the filled slots.
     """
 
@@ -116,78 +120,86 @@ class CacheStep(Step):
         self,
         cache: KVCache,
         new: NewTokens,
-        real: Tensor,
+        real: Tensor | None,
         *,
-        has_padding: bool,
         lengths: tuple[int, int] | None,
         advances: bool,
         previous: Step | None,
     ) -> None:
-        ring, (batch, seq) = cache._ring, real.shape
+        ring, seq = cache._ring, new.order.shape[1]
         # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
         # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
         concatenates = ring.evicts and seq > 1
         slot = ring.assign(new.order, real, new.length)
-        row = torch.arange(batch, device=slot.device)[:, None]
+        row, padding = cache._row, None if real is None else ~real
         self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
+        key_positions = None  # likewise
         if concatenates:
             is_first = lengths is not None and lengths[1] == 0
             filled = slice(ring.count if is_first else None, None)
             causal = is_first and seq <= ring.ring
-            self._key_order = torch.cat([ring.order(cache.length), new.order.masked_fill(~real, EMPTY)], dim=1)
-            places = [cache._key_positions[:, : ring.count], new.place.masked_fill(~real, EMPTY)]
-            self._key_positions = torch.cat(places, dim=1)
+            order, place = (x if padding is None else x.masked_fill(padding, EMPTY) for x in (new.order, new.place))
+            self._key_order = torch.cat([ring.order(cache.length), order], dim=1)
+            key_positions = torch.cat([cache._key_positions[:, : ring.count], place], dim=1)
         else:
             filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
             causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
-            self._key_positions = cache._key_positions.scatter(1, slot, new.place)[:, : ring.count]
         super().__init__(
             cache._stores,
             cache._heads,
             cache.window,
             positions=new.positions,
             order=new.order,
-            slots=(row, slot),
-            flat_slots=row * (ring.count + 1) + slot,
-            causal=causal and not has_padding,
+            flat_slots=torch.add(slot, row, alpha=ring.count + 1),
+            causal=causal and padding is None,
             filled=filled,
+            keys=ring.count + (seq if concatenates else 0),
+            key_positions=key_positions,
             concatenates=concatenates,
             advances=advances,
             previous=previous,
         )
         self._ring, self._sinks, self._new = ring, ring.sinks, new
-        self._padding = ~real if has_padding else None
+        self._padding, self._slots = padding, (row, slot)
         self._state = cache._key_positions, cache.length, cache.position
 
     @property
     def key_order(self) -> Tensor:
         return self._ring.order(self._new.length) if self._key_order is None else self._key_order
 
-    @property
-    def key_positions(self) -> Tensor:
-        return self._key_positions
+    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        if self._ring.evicts:  # the slots of a ring are not in the order of their tokens, but all of them are visible
+            whole = VisibleKeys(self.order, self._filled.stop, sinks=self._sinks)
+            return whole if window == self._window else None
+        return VisibleKeys(self.order, self._filled.stop, window=window)
+
+    def _find_key_positions(self) -> Tensor:
+        return self._state[0].scatter(1, self._slots[1], self._new.place)[:, : self._ring.count]
 
     def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
         # How far each query moves back when positions are counted inside the cache.
         excess = (self.order - (self._ring.count - 1)).clamp(min=0)
         far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
-        slot = torch.arange(self._key_positions.shape[1], device=excess.device)[None]
+        slot = torch.arange(self._keys, device=excess.device)[None]
         is_sink = slot < self._sinks if self._key_order is None else self._key_order < self._sinks
-        return TwoPass(near, far_queries, None, is_sink[:, None, None])
+        return TwoPass(near, far_queries, None, is_sink[:, None, None], 0 if self._concatenates else self._sinks)
 
-    def _build_mask(self) -> Tensor:
+    def _build_mask(self, *, every: bool) -> Tensor:
         ring, order = self._ring, self.order[:, :, None]
         if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
-            mask = torch.arange(ring.count, device=order.device) <= order
+            mask = torch.arange(ring.count if every else self._filled.stop, device=order.device) <= order
         else:
             distance = order - self._key_order[:, None, :]
             in_window = distance < ring.ring
             if ring.sinks:
                 in_window = in_window | (self._key_order < ring.sinks)[:, None]
-            mask = (distance >= 0) & in_window
+            mask = ((distance >= 0) & in_window)[..., slice(None) if every else self._filled]
         if self._padding is not None:
             mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
         return mask[:, None]
+
+    def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
+        store.write(self._slots, k, v)
 
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
         return store.read(None, self._ring.count if every else self._filled.stop)
@@ -213,7 +225,7 @@ class CacheStep(Step):
         length.copy_(self._new.length)
         position.copy_(self._new.position)
         if not torch.compiler.is_compiling():  # the cache keeps the step, but not its large tensors
-            self._mask, self._prepared = None, (None, None)
+            self._masks, self._prepared = {}, (None, None)
 
 
 class KVCache:
@@ -306,6 +318,7 @@ class KVCache:
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
+        self._row = torch.arange(batch, device=device)[:, None]
         self._pending: CacheStep | None = None  # the newest step; None if it was planned under torch.compile
 
     def step(
@@ -348,6 +361,7 @@ class KVCache:
         who = "KVCache.step"
         previous = self._check_finished(who)
         real = tokens.real_tokens(who, seq, attention_mask, self.length)
+        added = seq if real is None else real.sum(1)
         if positions is not None and self.sinks:
             raise _checks.error(
                 who,
@@ -355,11 +369,10 @@ class KVCache:
                 _checks.describe(positions),
                 "Build the cache with sinks=0, or with capacity.",
             )
-        given = None if positions is None else tokens.check_given_positions(who, positions, real)
-        added = real.sum(1)
+        given = tokens.check_given_positions(who, positions, seq, self.length)
         if at is not None:
             self._truncate(at, added)
-        new = tokens.place_tokens(real, added, self.length, self.position, given)
+        new = tokens.place_tokens(real, seq, self.length, self.position, given)
         lengths = read_range(self.length if self._ring.evicts and seq > 1 else new.length)
         if lengths is not None and lengths[1] > (self.capacity or lengths[1]):
             raise self._full(lengths[1])
@@ -368,9 +381,8 @@ class KVCache:
             self,
             new,
             real,
-            has_padding=attention_mask is not None,
             lengths=lengths,
-            advances=attention_mask is None or (read_range(added) or (0, 0))[0] > 0,
+            advances=not isinstance(added, Tensor) or (read_range(added) or (0, 0))[0] > 0,
             previous=previous if advanced else None,
         )
         self._drop_step()
@@ -456,8 +468,7 @@ class KVCache:
         if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.shape != (batch,):
             raise _checks.error("KVCache.reorder", must, _checks.describe(rows), fix)
         _check_row_range("KVCache.reorder", rows, batch, must, fix)
-        lengths = read_range(self.length)
-        filled = self._ring.count if lengths is None else min(self._ring.count, lengths[1])
+        filled = self._count_filled()
         self._drop_step()
         for store in self._stores:
             store.copy(rows, None, filled)
@@ -508,16 +519,22 @@ class KVCache:
         must = f"no row may become longer than capacity={self.capacity}"
         return _checks.error("KVCache.step", must, f"{length} tokens", "Build a larger cache, or one with a window.")
 
-    def _truncate(self, at: Tensor, added: Tensor) -> None:
+    def _count_filled(self) -> int:
+        """Return the number of slots that some row may have filled."""
+        lengths = read_range(self.length)
+        return self._ring.count if lengths is None else min(self._ring.count, lengths[1])
+
+    def _truncate(self, at: Tensor, added: int | Tensor) -> None:
         """Drop the first token at position `at` or later and all tokens stored after it, if the added tokens fit."""
-        who, count = "KVCache.step", self._ring.count
+        who = "KVCache.step"
         fix = "To go back, use a cache with capacity. To start a new text in a row, call reset(rows=...)."
         tokens.check_no_window(who, "at", self.window, "positions", fix)
         tokens.check_per_row(who, "at", at, self.length)
         tokens.check_positions(who, at)
-        slot = torch.arange(count, device=self.length.device)
+        places = self._key_positions[:, : max(1, self._count_filled())]
+        slot = torch.arange(places.shape[1], device=self.length.device)
         # By order: drop the first token at or after `at`, and every token appended after it at any position.
-        first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
+        first = torch.where(places >= at[:, None], slot, EMPTY).amin(1)
         length = torch.minimum(self.length, first)
         lengths = read_range(length + added)
         if lengths is not None and self.capacity is not None and lengths[1] > self.capacity:
@@ -526,7 +543,7 @@ class KVCache:
             self._clear(length, self.length)
         self.length.copy_(length)
         self.position.copy_(at)
-        self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)
+        places.masked_fill_(slot >= length[:, None], EMPTY)
 
     def _clear(self, begin: Tensor, end: Tensor) -> None:
         """Clear the slots of each row from begin up to end, int64 `[batch]`: a mask would not hide NaN in them."""

@@ -235,10 +235,7 @@ class RotaryAttention(torch.nn.Module):
                 norm=norm,
             )
         elif isinstance(cache, LayerCache):
-            if self.window is not None and not isinstance(mask, BlockMask):
-                within = cache.step.within(self.window)
-                mask = mask if within is None else restrict(mask, within)
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm, window=self.window)
         else:
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
             if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import attend, not_a_rotation, rotate_and_attend
+from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and_attend
+from ropewalk.attention.cached import MAX_TOKENS, VisibleKeys
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.store import Store
 from ropewalk.attention.two_pass import TwoPass
@@ -41,10 +42,11 @@ class Step(ABC):
         heads: num_kv_heads and head_dim of the cache.
         window: number of tokens that each token attends to. None means no limit.
         positions, order: as in `CacheStep`.
-        slots: block, and slot in the block, of each token that is stored.
         flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
         causal: as in `CacheStep`.
         filled: the keys that some token attends to, a slice of those of `mask`.
+        keys: number of keys of `mask`.
+        key_positions: as in `CacheStep`. None computes them on first use.
         concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
         advances: whether every row is longer after this pass than before it.
         previous: the step before this one, if the positions of every row have advanced since then.
@@ -62,17 +64,19 @@ class Step(ABC):
         *,
         positions: Tensor,
         order: Tensor,
-        slots: tuple[Tensor, Tensor],
         flat_slots: Tensor,
         causal: bool,
         filled: slice,
+        keys: int,
+        key_positions: Tensor | None = None,
         concatenates: bool,
         advances: bool,
         previous: Step | None,
     ) -> None:
         self.positions, self.order, self.causal = positions, order, causal
         self._stores, self._heads, self._window = stores, heads, window
-        self._slots, self._flat_slots, self._filled = slots, flat_slots, filled
+        self._flat_slots, self._filled, self._keys = flat_slots, filled, keys
+        self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
         # Whether each layer has stored its tokens. Each has a list, so code compiled for one layer serves every layer.
         self._stored = [[False] for _ in stores]
@@ -81,19 +85,32 @@ class Step(ABC):
         self._rotations: list[weakref.ref[Tensor]] = []
         self._stale = [] if previous is None else previous._rotations
         self._prepared: tuple[Any, Any] = (None, None)  # the last rotation, checked
-        self._mask: Tensor | None = None
+        self._masks: dict[bool, Tensor] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Weak references and block masks cannot be pickled, and the copy of a cache has no open step that needs them.
         state: dict[str, object] = self.__dict__ | {"_rotations": [], "_stale": [], "_prepared": (None, None)}
-        return state | {"_mask": None, "block_mask": None}
+        return state | {"_masks": {}, "block_mask": None}
 
     @property
     @abstractmethod
     def key_order(self) -> Tensor: ...
+
     @property
-    @abstractmethod
-    def key_positions(self) -> Tensor: ...
+    def key_positions(self) -> Tensor:
+        if self._key_positions is not None:
+            return self._key_positions
+        if self._outdated:
+            raise _checks.error(
+                type(self).__name__,
+                "key_positions must be read while the step is the newest of its cache",
+                "an outdated one",
+                "Read them before the next call that changes the cache.",
+            )
+        found = self._find_key_positions()
+        if not torch.compiler.is_compiling():  # storing them in one layer would recompile the next layer
+            self._key_positions = found
+        return found
 
     @property
     def mask(self) -> Tensor:
@@ -101,11 +118,7 @@ class Step(ABC):
 
         Padding attends to every key.
         """
-        if torch.compiler.is_compiling():  # storing the mask in one layer would recompile the next layer
-            return self._build_mask()
-        if self._mask is None:
-            self._mask = self._build_mask()
-        return self._mask
+        return self._get_mask(every=True)
 
     def within(self, window: int) -> Tensor | None:
         """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
@@ -120,16 +133,39 @@ class Step(ABC):
         Raises:
             RopeError: the cache has a shorter window.
         """
-        if self._window is not None and self._window < window:
-            raise _checks.error(
-                self._who,
-                f"the window of a cache must not be shorter than that of the layer, {window}",
-                f"window={self._window}",
-                "Build a separate cache for the layers with this window.",
-            )
-        if window == self._window:
+        if self._check_window(window) == self._window:
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
+
+    def _check_window(self, window: int | None) -> int | None:
+        """Return the window of a layer, None for that of the cache. Raise if the cache has a shorter one."""
+        if window is None or self._window is None or window <= self._window:
+            return self._window if window is None else window
+        raise _checks.error(
+            self._who,
+            f"the window of a cache must not be shorter than that of the layer, {window}",
+            f"window={self._window}",
+            "Build a separate cache for the layers with this window.",
+        )
+
+    def _mask_within(self, window: int | None, mask: Tensor | None) -> Tensor | None:
+        """Combine the user's mask with those of the step and of the layer's window, for the keys of `filled`.
+
+        None stands for a plain causal mask.
+        """
+        within = None if window is None else self.within(window)
+        mask = mask if within is None else restrict(mask, within)
+        if mask is not None:
+            return restrict(mask, self.mask)[..., self._filled]
+        return None if self.causal else self._get_mask(every=False)
+
+    @abstractmethod
+    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        """Describe the keys in the cache to a kernel that reads them there, or return None if it cannot express them.
+
+        Args:
+            window: number of tokens that each token attends to. None means no limit.
+        """
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
         """Compute `rope.at(positions)`. In a `KVCache` with sinks, distances to the sinks are counted inside the cache.
@@ -173,11 +209,22 @@ class Step(ABC):
         raise NotImplementedError  # only a KVCache has sinks
 
     @abstractmethod
-    def _build_mask(self) -> Tensor: ...
+    def _find_key_positions(self) -> Tensor: ...
 
+    def _get_mask(self, *, every: bool) -> Tensor:
+        """Return the mask for all keys, or for those of `filled`."""
+        if torch.compiler.is_compiling():
+            return self._build_mask(every=every)
+        if every not in self._masks:
+            self._masks[every] = self._build_mask(every=every)
+        return self._masks[every]
+
+    @abstractmethod
+    def _build_mask(self, *, every: bool) -> Tensor: ...
+
+    @abstractmethod
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Store the new keys and values of a layer."""
-        store.write(self._slots, k, v)
 
     @abstractmethod
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
@@ -257,7 +304,7 @@ class Step(ABC):
             )
         prepared = rotation
         if rotation.passes == 2:
-            keys = self.key_positions.shape[1]
+            keys = self._keys
             if rotation.far.shape[-1] != keys:
                 raise _checks.error(
                     self._who,
@@ -303,11 +350,14 @@ class LayerCache:
         mask: Tensor | BlockMask | None = None,
         scale: float | None = None,
         norm: QKNorm | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks directly if mask is None
-        and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks first.
+        On the CPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the keys and values
+        where they are, each once. In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks
+        directly if mask is None and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks
+        first.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
@@ -320,12 +370,15 @@ class LayerCache:
                 `step.mask`. None means `step.mask` alone.
             scale: factor of the scores. None means head_dim^(−1/2).
             norm: norm of q and k, applied before rotation. None disables it.
+            window: number of tokens that each token attends to in this layer, itself included. None means as many as in
+                the cache.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
 
         Raises:
-            RopeError: as `append`; or q, rotation or mask does not match this step. Nothing has been stored then.
+            RopeError: as `append`; the cache has a shorter window; or q, rotation or mask does not match this step.
+                Nothing has been stored then.
         """
         step, compiling = self.step, torch.compiler.is_compiling()
         (batch, seq), (kv_heads, head_dim) = step.order.shape, step._heads
@@ -338,24 +391,45 @@ class LayerCache:
             if not isinstance(mask, Tensor):
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
                 raise _checks.error(step._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
-            check_mask(step._who, mask, q, step.key_positions.shape[1])
+            check_mask(step._who, mask, q, step._keys)
         scale = head_dim**-0.5 if scale is None else scale
         one_pass = rotation is None or rotation.passes == 1
-        visible: Tensor | BlockMask | None = None
-        append = self._append_filled
-        if compiling and step.block_mask is not None and mask is None and one_pass:
-            visible, append = step.block_mask, self._append_to_blocks
-        elif compiling:  # a compiled layer has one graph for any number of cached tokens
-            visible = restrict(mask, step.mask)
-        elif mask is not None or not step.causal:
-            visible = restrict(mask, step.mask)[..., step._filled]
-        if rotation is not None and rotation.passes == 1 and not step._concatenates and not compiling:
-            self._check_new(k, v)
-            rotated = self._store.rotate_and_write(step._flat_slots, q, k, v, rotation=rotation, norm=norm)
-            if rotated is not None:
-                step._mark_stored(self._stored, is_last=self._is_last)
-                return attend(rotated, *step._read(self._store, every=False), mask=visible, scale=scale)
-        return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+        if compiling or step._concatenates:
+            visible: Tensor | BlockMask | None = None
+            append = self._append_filled
+            if compiling and window is not None and (within := step.within(window)) is not None:
+                mask = restrict(mask, within)
+            if compiling and step.block_mask is not None and mask is None and one_pass:
+                visible, append = step.block_mask, self._append_to_blocks
+            elif compiling:  # a compiled layer has one graph for any number of cached tokens
+                visible = restrict(mask, step.mask)
+            else:
+                visible = step._mask_within(window, mask)
+            return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+        keys = step._visible_keys(step._check_window(window)) if mask is None and seq <= MAX_TOKENS else None
+        q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
+        if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
+            near, far = (q, None) if one_pass else q.chunk(2, dim=1)
+            attended = self._store.attend(near, far, keys, scale=scale)
+            if attended is not None:
+                return attended
+        by = attend if rotation is None or rotation.passes == 1 else rotation.attend
+        kept = step._read(self._store, every=False)
+        return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
+
+    def _rotate_and_write(
+        self, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | TwoPass | None, norm: QKNorm | None
+    ) -> Tensor:
+        """Normalize and rotate q and k, store k and v, and return q, rotated twice if rotation is a `TwoPass`."""
+        self._check_new(k, v)
+        rotated = None
+        if rotation is not None and rotation.passes == 1:
+            rotated = self._store.rotate_and_write(self.step._flat_slots, q, k, v, rotation=rotation, norm=norm)
+        if rotated is None:
+            rotated, k = rotate(q, k, rotation, norm)
+            self.step._write(self._store, k, v)
+        self.step._mark_stored(self._stored, is_last=self._is_last)
+        return rotated
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return the keys and values to attend over.

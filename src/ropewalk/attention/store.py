@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.attention.cached import VisibleKeys, attend_cached
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
@@ -61,6 +62,13 @@ class Store(Protocol):
         Returns:
             The rotated q, or None if there is no such kernel for this call. Nothing was stored then, and the cache
             calls `write`.
+        """
+
+    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
+        """Attend over the visible keys in one kernel, as `cached.attend_cached` describes it.
+
+        Returns:
+            The result, or None if there is no such kernel for this call. The cache then calls `read`.
         """
 
     def read(
@@ -121,6 +129,9 @@ class PlainStore:
         store = qk_norm.StoreArguments(v, self.keys, self.values, slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
+
+    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
+        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
 
     def read(
         self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None

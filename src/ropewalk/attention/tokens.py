@@ -38,23 +38,27 @@ class NewTokens(NamedTuple):
     position: Tensor
 
 
-def place_tokens(real: Tensor, added: Tensor, length: Tensor, position: Tensor, given: Tensor | None) -> NewTokens:
+def place_tokens(real: Tensor | None, seq: int, length: Tensor, position: Tensor, given: Tensor | None) -> NewTokens:
     """Place new tokens after those of each row.
 
     Args:
-        real: False for padding, bool `[batch, seq]`.
-        added: number of real tokens, int64 `[batch]`.
+        real: False for padding, bool `[batch, seq]`. None means no padding.
+        seq: new tokens in each row, padding included.
         length, position: number of tokens and next position of each row, int64 `[batch]`.
         given: positions of the tokens, from `check_given_positions`. None means consecutive ones from `position`.
     """
-    index = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
+    # The index of each real token among those of this step.
+    index = torch.arange(seq, device=length.device) if real is None else (real.cumsum(1) - 1).clamp(min=0)
+    added = seq if real is None else real.sum(1)
     order, total = length[:, None] + index, length + added
     if given is None:
         positions = position[:, None] + index
         return NewTokens(order, positions, positions, total, position + added)
     place = given if given.ndim == 2 else given.amax(0)
+    if real is None:
+        return NewTokens(order, given, place, total, place.amax(1) + 1)
     largest = place.masked_fill(~real, -EMPTY).amax(1)
-    return NewTokens(order, given, place, total, torch.where(added > 0, largest + 1, position))
+    return NewTokens(order, given, place, total, torch.where(real.any(1), largest + 1, position))
 
 
 def read_range(numbers: Tensor) -> tuple[int, int] | None:
@@ -107,13 +111,13 @@ def check_no_window(who: str, name: str, window: int | None, got: str, fix: str)
         raise _checks.error(who, must, got, fix)
 
 
-def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
-    """Check `seq` and `attention_mask` of `step`. Return which tokens are not padding, bool `[batch, seq]`."""
+def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor | None:
+    """Check `seq` and `attention_mask` of `step`. Return which tokens are not padding, bool `[batch, seq]`, or None."""
     shape = (length.shape[0], seq)
     if not isinstance(seq, torch.SymInt):
         _checks.integer(who, "seq", seq, at_least=1)
     if attention_mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=length.device)
+        return None
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape or attention_mask.is_floating_point():
         raise _checks.error(
             who,
@@ -124,11 +128,11 @@ def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tenso
     return attention_mask != 0
 
 
-def check_given_positions(who: str, value: Tensor | None, real: Tensor) -> Tensor | None:
+def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tensor) -> Tensor | None:
     """Check the positions of `step` and return a copy, int64 `[batch, seq]` or `[axes, batch, seq]`."""
     if value is None:
         return None
-    batch, seq = real.shape
+    batch = length.shape[0]
     if isinstance(value, Tensor) and value.is_floating_point():
         raise _checks.error(
             who,
@@ -141,12 +145,12 @@ def check_given_positions(who: str, value: Tensor | None, real: Tensor) -> Tenso
         not isinstance(value, Tensor)
         or value.dtype != torch.int64
         or (value.shape != (seq,) and (value.ndim not in (2, 3) or value.shape[-2:] != (batch, seq)))
-        or value.device != real.device
+        or value.device != length.device
     ):
         raise _checks.error(
             who,
             "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
-            f"{[batch, seq]} or [seq] = {[seq]} on {real.device}",
+            f"{[batch, seq]} or [seq] = {[seq]} on {length.device}",
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
         )

@@ -31,15 +31,18 @@ class TwoPass:
         far_queries: rotates the new queries for the far pass.
         far_keys: rotates all keys, already rotated by near, again for the far pass. None leaves them unchanged.
         far: bool, broadcastable to `[batch, heads, seq, keys]`: True for far pairs.
+        sinks: if positive, far is True for the first `sinks` keys and for no others, and far_keys is None.
     """
 
-    __slots__ = ("far", "far_keys", "far_queries", "near")
+    __slots__ = ("far", "far_keys", "far_queries", "near", "sinks")
 
     passes: ClassVar[Literal[2]] = 2
     """How often attention scores a pair of query and key; 1 for a `Rotation`."""
 
-    def __init__(self, near: Rotation, far_queries: Rotation, far_keys: Rotation | None, far: Tensor) -> None:
-        self.near, self.far_queries, self.far_keys, self.far = near, far_queries, far_keys, far
+    def __init__(
+        self, near: Rotation, far_queries: Rotation, far_keys: Rotation | None, far: Tensor, sinks: int = 0
+    ) -> None:
+        self.near, self.far_queries, self.far_keys, self.far, self.sinks = near, far_queries, far_keys, far, sinks
 
     def __call__(self, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]:
         """Rotate the new queries for both passes, and the new keys for the near pass.
@@ -60,7 +63,7 @@ class TwoPass:
         far_keys = self.far_keys
         if far_keys is not None:
             far_keys = far_keys._replace_tables(far_keys.cos[..., keys, :], far_keys.sin[..., keys, :])
-        return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys])
+        return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys], self.sinks)
 
     def attend(
         self,

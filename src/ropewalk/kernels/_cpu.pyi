@@ -115,6 +115,28 @@ def step_plain(
     without any effect, if the call must be left to Python, as `rotate_plain` does.
     """
 
+def attend_plain(
+    q: object,
+    far_q: object,
+    keys: object,
+    values: object,
+    blocks: object,
+    count: int,
+    order: object,
+    first: object,
+    counts: object,
+    window: int,
+    sinks: int,
+    scale: float,
+    profiled: bool,
+    /,
+) -> Any:
+    """Attend over keys and values `[block, slot, kv_head, channel]` where they are.
+
+    The arguments are those of `VisibleKeys`; window 0 means no limit. Return None, without any effect, if the call must
+    be left to Python, as `rotate_plain` does.
+    """
+
 def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:
     """Return cos and sin of int64 positions and steps, or None if the call must be left to Python.
 

@@ -47,10 +47,11 @@ if _unavailable_reason is None and (functions := _openmp()):
     _cpu.use_openmp(*functions)
 
 FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, observed.PREDICATES)
-"""Whether `rotate_plain`, `step_plain` and `angles_plain` exist. They run a whole call in compiled code, including the
-checks, and return None if they cannot."""
+"""Whether `rotate_plain`, `step_plain`, `attend_plain` and `angles_plain` exist. They run a whole call in compiled
+code, including the checks, and return None if they cannot."""
 if FAST_PATH:
     rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
+    attend_plain = _cpu.attend_plain
 
 # The numbers of csrc/ropewalk.h.
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -11,7 +11,7 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 PREDICATES = (
     torch._C._are_functorch_transforms_active,
-    torch._C._get_tracing_state,
+    torch._C._is_tracing,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
     is_profiled,

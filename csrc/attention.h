@@ -1,0 +1,439 @@
+// Attention of a few new tokens over the keys and values of a cache, with the online softmax of FlashAttention (Dao et al.,
+// https://arxiv.org/abs/2205.14135). Each key and value is read once, for all query heads that share it, and nothing is gathered.
+//
+// The visible keys of all rows, in chunks, are one sequence, of which each part (a thread) processes an equal share. So a long
+// row is divided, and rows of different lengths cost no balance. A part has its own maximum, sum and weighted values of each row
+// that it reads from; `combine` adds them up.
+#pragma once
+
+#include <math.h>
+
+#include "vector.h"
+
+namespace ropewalk {
+namespace ROPEWALK_NAMESPACE {
+namespace {
+
+#ifdef ROPEWALK_VECTORS
+
+// Keys per chunk. While a chunk is processed, the keys and values of the next one are fetched into the second-level cache: those
+// of all heads, which are often adjacent in memory, so that memory is read in its order.
+constexpr int64_t KEYS = 32;
+constexpr int SECOND_LEVEL = 2;
+
+constexpr int LANE = WIDTH<F32>;
+using Floats = Reals<F32>;
+
+// Call use(0), ..., use(N - 1) with constants, so that arrays of vectors stay in registers.
+#define ROPEWALK_INLINE __attribute__((always_inline))
+template <int I>
+struct Constant {
+    constexpr operator int() const { return I; }
+};
+template <class Use, int... I>
+ROPEWALK_INLINE inline void repeat(const Use &use, Indices<I...>) {
+    (use(Constant<I>()), ...);
+}
+template <int N, class Use>
+ROPEWALK_INLINE inline void repeat(const Use &use) {
+    repeat(use, typename Count<N>::type());
+}
+
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return bits<Floats>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
+#elif defined(__FMA__)
+    return bits<Floats>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(c)));
+#else
+    return a * b + c;
+#endif
+}
+
+// 2^x for x <= 0 with a relative error of 2e-7; 0 below 2^-126. NaN stays NaN.
+inline Floats power_of_2(Floats x) {
+    Floats above = x < -126.0f ? Floats{} - 126.0f : x;
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    Floats whole = (above + ROUND) - ROUND, part = above - whole;
+    // The Taylor series of 2^part, which is in [-1/2, 1/2].
+    constexpr float TERMS[] = {1.0f, 0.69314718f, 0.24022651f, 0.055504109f, 0.0096181291f, 0.0013333558f, 0.00015403530f};
+    Floats sum = Floats{} + TERMS[6];
+    ROPEWALK_UNROLL
+    for (int i = 5; i >= 0; --i) sum = multiply_add(sum, part, Floats{} + TERMS[i]);
+    auto exponent = __builtin_convertvector(whole, Vector<int32_t, LANE>) << 23;
+    Floats power = bits<Floats>(bits<Vector<int32_t, LANE>>(sum) + exponent);
+    return x < -126.0f ? Floats{} : power;
+}
+
+// Add neighbouring elements of two vectors, until the first vector has the sum of each of 2 * LEFT vectors.
+template <int LEFT>
+ROPEWALK_INLINE inline void add_elements(Floats *sums) {
+    repeat<LEFT>([&](auto i) ROPEWALK_INLINE {
+        Floats even, odd;
+        split(sums[2 * i], sums[2 * i + 1], even, odd, Places<F32>());
+        sums[i] = even + odd;
+    });
+    if constexpr (LEFT > 1) add_elements<LEFT / 2>(sums);
+}
+
+// The channels of a head as vectors of float32, COUNT vectors at a time, in an order that is the same for queries and keys and
+// that `write_channels` undoes for values.
+template <class T>
+struct Channels {
+    static constexpr int COUNT = T::is_bfloat ? 2 : 1, STEP = COUNT * LANE;
+
+    static void read_channels(const typename T::Stored *from, Floats *to) {
+        if constexpr (T::is_bfloat) {
+            load_neighbours(from, to[0], to[1]);
+        } else {
+            to[0] = load<T>(from);
+        }
+    }
+    static void write_channels(typename T::Stored *to, const Floats *from) {
+        if constexpr (T::is_bfloat) {
+            store_neighbours<false>(to, from[0], from[1]);
+        } else {
+            store<T>(to, from[0]);
+        }
+    }
+    // The last channels of a head, fewer than STEP, followed by zeros.
+    static void read_last(const typename T::Stored *from, int64_t count, Floats *to, int64_t stride = 1) {
+        typename T::Stored buffer[STEP] = {};
+        for (int64_t i = 0; i < count; ++i) buffer[i] = from[i * stride];
+        read_channels(buffer, to);
+    }
+};
+
+inline int64_t padded(int64_t channels, int64_t step) { return (channels + step - 1) / step * step; }
+
+// What a part keeps of the queries of one row: for each, the weighted sum of the values, then the maximum score and the sum of
+// weights.
+struct Sums {
+    float *at;
+    int64_t step;
+    float *values(int64_t query) const { return at + query * step; }
+    float &most(int64_t query) const { return at[(query + 1) * step - 2]; }
+    float &weights(int64_t query) const { return at[(query + 1) * step - 1]; }
+};
+
+template <class T>
+struct Attention {
+    using Stored = typename T::Stored;
+    using C = Channels<T>;
+    const ropewalk_attention &a;
+    int64_t group, queries;          // query heads that share a key head, and queries of a key head
+    int64_t q_step, sums_step;       // floats of a query, and of its `Sums`
+    int64_t sums_size, queries_size; // floats of all queries of a row
+
+    explicit Attention(const ropewalk_attention &args) : a(args) {
+        group = a.heads / a.kv_heads, queries = group * a.queries;
+        q_step = padded(a.head_dim, C::STEP), sums_step = padded(a.v_dim, C::STEP) + LANE;
+        sums_size = a.heads * a.queries * sums_step, queries_size = a.heads * a.queries * q_step;
+    }
+
+    // Part p writes the sums of row r to place r + p: the rows of later parts are not earlier, so each place has one writer.
+    int64_t floats() const { return (a.batch + a.parts) * sums_size + a.parts * queries_size * (a.far_q ? 2 : 1); }
+    Sums sums(int64_t row, int64_t part) const { return {a.work + (row + part) * sums_size, sums_step}; }
+
+    int64_t order_of(int64_t row, int64_t token) const { return a.order[row * a.order_stride[0] + token * a.order_stride[1]]; }
+
+    // The keys [first, end) that the tokens of a row attend to, the order of key 0, and the least and the largest order of tokens.
+    struct Row {
+        int64_t first, end, offset, least, most;
+        int64_t chunks() const { return (end - first + KEYS - 1) / KEYS; }
+    };
+
+    Row row_of(int64_t row) const {
+        Row r{0, a.counts ? smaller(a.keys, a.counts[row]) : a.keys, a.first ? a.first[row] : 0, order_of(row, 0), order_of(row, 0)};
+        for (int64_t i = 1; i < a.queries; ++i) {
+            r.least = smaller(r.least, order_of(row, i)), r.most = -smaller(-r.most, -order_of(row, i));
+        }
+        r.end = smaller(r.end, r.most - r.offset + 1);
+        if (a.window && r.least - r.offset - a.window + 1 > 0) r.first = r.least - r.offset - a.window + 1;
+        if (r.end < r.first) r.end = r.first;
+        return r;
+    }
+
+    int64_t total_chunks() const {
+        int64_t total = 0;
+        for (int64_t row = 0; row < a.batch; ++row) total += row_of(row).chunks();
+        return total;
+    }
+
+    struct Chunk {
+        int64_t count, order, key[KEYS], value[KEYS];  // order: of its first key; key, value: distances in elements
+        bool hides, are_sinks;                         // hides: some query does not attend to some key
+    };
+
+    bool attends(int64_t query_order, int64_t order) const {
+        return order <= query_order && (!a.window || query_order - order < a.window);
+    }
+
+    // Describe the keys from `at` on, up to `end`, that fit into a chunk. Sinks do not share a chunk with other keys, because other
+    // queries belong to them.
+    void describe(int64_t row, const Row &r, int64_t at, int64_t end, Chunk &chunk) const {
+        chunk.order = r.offset + at, chunk.are_sinks = chunk.order < a.sinks;
+        chunk.count = smaller(KEYS, end - at);
+        if (chunk.are_sinks) chunk.count = smaller(chunk.count, a.sinks - chunk.order);
+        for (int64_t n = 0; n < chunk.count; ++n, ++at) {
+            int64_t block = a.blocks ? a.blocks[row * a.block_stride + at / a.block_size] : row;
+            int64_t slot = a.blocks ? at % a.block_size : at;
+            chunk.key[n] = block * a.key_stride[0] + slot * a.key_stride[1];
+            chunk.value[n] = block * a.value_stride[0] + slot * a.value_stride[1];
+        }
+        int64_t last = chunk.order + chunk.count - 1;
+        chunk.hides = last > r.least || (a.window && r.most - chunk.order >= a.window);
+    }
+
+    // Convert the queries of a row, [kv head, query of it], times `factor`.
+    void convert_queries(const void *from, const int64_t *stride, int64_t row, float factor, float *to) const {
+        for (int64_t head = 0; head < a.heads; ++head) {
+            for (int64_t token = 0; token < a.queries; ++token, to += q_step) {
+                const Stored *x = static_cast<const Stored *>(from) + row * stride[0] + token * stride[1] + head * stride[2];
+                for (int64_t c = 0; c < q_step; c += C::STEP) {
+                    Floats parts[C::COUNT];
+                    C::read_last(x + c * stride[3], smaller<int64_t>(C::STEP, a.head_dim - c), parts, stride[3]);
+                    for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i] * factor);
+                }
+            }
+        }
+    }
+
+    // The scores of ROWS queries, [ROWS, KEYS].
+    template <int ROWS>
+    ROPEWALK_NOINLINE void score(const float *q, const Stored *keys, const Chunk &chunk, const Chunk &next, float *to) const {
+        constexpr int AT_ONCE = LANE / ROWS;
+        const int64_t full = a.head_dim / C::STEP * C::STEP;
+        for (int64_t first = 0; first < chunk.count; first += AT_ONCE) {
+            Floats sums[LANE] = {};
+            const Stored *k[AT_ONCE], *ahead[AT_ONCE];
+            for (int n = 0; n < AT_ONCE; ++n) k[n] = keys + chunk.key[smaller<int64_t>(first + n, chunk.count - 1)];
+            for (int n = 0; n < AT_ONCE; ++n) ahead[n] = keys + next.key[smaller<int64_t>(first + n, chunk.count - 1)];
+            auto add_products = [&](auto n, int64_t c, const Floats *x) ROPEWALK_INLINE {
+                repeat<C::COUNT * ROWS>([&](auto i) ROPEWALK_INLINE {
+                    constexpr int part = i / ROWS, r = i % ROWS;
+                    Floats of_q = read<Floats>(q + r * q_step + c + part * LANE);
+                    sums[r * AT_ONCE + n] = multiply_add(of_q, x[part], sums[r * AT_ONCE + n]);
+                });
+            };
+            for (int64_t c = 0; c < full; c += C::STEP) {
+                repeat<AT_ONCE>([&](auto n) ROPEWALK_INLINE {
+                    Floats x[C::COUNT];
+                    __builtin_prefetch(ahead[n] + c, 0, SECOND_LEVEL);
+                    C::read_channels(k[n] + c, x);
+                    add_products(n, c, x);
+                });
+            }
+            if (full < a.head_dim) {
+                repeat<AT_ONCE>([&](auto n) ROPEWALK_INLINE {
+                    Floats x[C::COUNT];
+                    C::read_last(k[n] + full, a.head_dim - full, x);
+                    add_products(n, full, x);
+                });
+            }
+            add_elements<LANE / 2>(sums);
+            float all[LANE];
+            write(all, sums[0]);
+            for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * KEYS + first, all + r * AT_ONCE, AT_ONCE * sizeof(float));
+        }
+    }
+
+    // Replace the scores of one query, in powers of 2, by weights. Returns the factor of what was summed up before.
+    float weigh(float *scores, int64_t count, float &most, float &weights) const {
+        constexpr float LEAST = -INFINITY;
+        for (int64_t n = count; n < padded(count, LANE); ++n) scores[n] = LEAST;
+        Floats largest = read<Floats>(scores);
+        for (int64_t n = LANE; n < count; n += LANE) {
+            Floats x = read<Floats>(scores + n);
+            largest = x > largest ? x : largest;
+        }
+        float now = most;
+        for (int i = 0; i < LANE; ++i) now = largest[i] > now ? largest[i] : now;
+        const float base = now == LEAST ? 0 : now;  // nothing visible yet: all weights are 0
+        Floats sum{};
+        for (int64_t n = 0; n < count; n += LANE) {
+            Floats x = power_of_2(read<Floats>(scores + n) - base);
+            write(scores + n, x), sum += x;
+        }
+        float total = 0;
+        for (int i = 0; i < LANE; ++i) total += sum[i];
+        const float factor = now == most ? 1 : power_of_2(Floats{} + (most - base))[0];
+        most = now, weights = weights * factor + total;
+        return factor;
+    }
+
+    // Add the weighted values, N times STEP channels of ROWS queries.
+    template <int ROWS, int N, bool last>
+    ROPEWALK_NOINLINE void add_values(const float *weights, const float *factors, const Stored *values, const Chunk &chunk,
+                                      const Chunk &next, int64_t channel, const Sums &sums, int64_t query) const {
+        constexpr int VECTORS = N * C::COUNT;
+        Floats sum[ROWS][VECTORS];
+        ROPEWALK_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            ROPEWALK_UNROLL
+            for (int i = 0; i < VECTORS; ++i) sum[r][i] = read<Floats>(sums.values(query + r) + channel + i * LANE) * factors[r];
+        }
+        for (int64_t n = 0; n < chunk.count; ++n) {
+            Floats x[VECTORS];
+            const Stored *v = values + chunk.value[n] + channel;
+            ROPEWALK_UNROLL
+            for (int i = 0; i < N; ++i) {
+                if (last) {
+                    C::read_last(v, a.v_dim - channel, x);
+                } else {
+                    __builtin_prefetch(values + next.value[n] + channel + i * C::STEP, 0, SECOND_LEVEL);
+                    C::read_channels(v + i * C::STEP, x + i * C::COUNT);
+                }
+            }
+            ROPEWALK_UNROLL
+            for (int r = 0; r < ROWS; ++r) {
+                Floats weight = Floats{} + weights[r * KEYS + n];
+                ROPEWALK_UNROLL
+                for (int i = 0; i < VECTORS; ++i) sum[r][i] = multiply_add(weight, x[i], sum[r][i]);
+            }
+        }
+        ROPEWALK_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            ROPEWALK_UNROLL
+            for (int i = 0; i < VECTORS; ++i) write(sums.values(query + r) + channel + i * LANE, sum[r][i]);
+        }
+    }
+
+    // Process the keys of a chunk for ROWS queries of one key head. `query` is the first of them in the row.
+    template <int ROWS>
+    void attend_rows(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, int64_t head, int64_t query, const Sums &sums) const {
+        const Stored *keys = static_cast<const Stored *>(a.key) + head * a.key_stride[2];
+        const Stored *values = static_cast<const Stored *>(a.value) + head * a.value_stride[2];
+        float scores[ROWS * KEYS], factors[ROWS];
+        score<ROWS>(q, keys, chunk, next, scores);
+        for (int r = 0; r < ROWS; ++r) {
+            if (chunk.hides) {
+                int64_t order = order_of(row, (query + r) % a.queries);
+                for (int64_t n = 0; n < chunk.count; ++n) {
+                    if (!attends(order, chunk.order + n)) scores[r * KEYS + n] = -INFINITY;
+                }
+            }
+            factors[r] = weigh(scores + r * KEYS, chunk.count, sums.most(query + r), sums.weights(query + r));
+        }
+        constexpr int MOST = ROWS == 4 ? 4 / C::COUNT : 8 / C::COUNT;
+        int64_t c = 0;
+        for (; c + MOST * C::STEP <= a.v_dim; c += MOST * C::STEP) {
+            add_values<ROWS, MOST, false>(scores, factors, values, chunk, next, c, sums, query);
+        }
+        for (; c + C::STEP <= a.v_dim; c += C::STEP) add_values<ROWS, 1, false>(scores, factors, values, chunk, next, c, sums, query);
+        if (c < a.v_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
+    }
+
+    void attend_chunk(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, const Sums &sums) const {
+        for (int64_t head = 0; head < a.kv_heads; ++head) {
+            int64_t query = head * queries, end = query + queries;
+            for (; query + 4 <= end; query += 4) attend_rows<4>(q + query * q_step, chunk, next, row, head, query, sums);
+            if (query + 2 <= end) attend_rows<2>(q + query * q_step, chunk, next, row, head, query, sums), query += 2;
+            if (query < end) attend_rows<1>(q + query * q_step, chunk, next, row, head, query, sums);
+        }
+    }
+
+    void attend_part(int64_t part) const {
+        const int64_t total = total_chunks(), begin = total * part / a.parts, end = total * (part + 1) / a.parts;
+        float *near = a.work + (a.batch + a.parts) * sums_size + part * queries_size * (a.far_q ? 2 : 1);
+        float *far = a.far_q ? near + queries_size : near;
+        const float factor = static_cast<float>(a.scale * 1.4426950408889634);  // the weights are powers of 2
+        for (int64_t row = 0, before = 0, count; row < a.batch && before < end; ++row, before += count) {
+            const Row r = row_of(row);
+            count = r.chunks();
+            if (before + count <= begin) continue;
+            int64_t at = r.first + (begin > before ? begin - before : 0) * KEYS;
+            const int64_t last = smaller(r.end, r.first + (end - before) * KEYS);
+            convert_queries(a.q, a.q_stride, row, factor, near);
+            if (a.far_q) convert_queries(a.far_q, a.far_q_stride, row, factor, far);
+            Sums to = sums(row, part);
+            std::memset(to.at, 0, static_cast<size_t>(sums_size) * sizeof(float));
+            for (int64_t i = 0; i < a.heads * a.queries; ++i) to.most(i) = -INFINITY;
+            Chunk pair[2];
+            describe(row, r, at, last, pair[0]);
+            for (int n = 0; pair[n].count > 0; n = 1 - n) {
+                const Chunk &chunk = pair[n];
+                Chunk &next = pair[1 - n];
+                describe(row, r, at += chunk.count, last, next);
+                for (int64_t i = next.count; i < chunk.count; ++i) next.key[i] = chunk.key[i], next.value[i] = chunk.value[i];
+                attend_chunk(chunk.are_sinks ? far : near, chunk, next, row, to);
+            }
+        }
+    }
+
+    // Add up what the parts have of a row, and divide by the sum of the weights.
+    void combine_row(int64_t row, int64_t first_part, int64_t last_part) const {
+        for (int64_t query = 0; query < a.heads * a.queries; ++query) {
+            Stored *out = static_cast<Stored *>(a.out) + row * a.out_stride[0] + query % a.queries * a.out_stride[1] +
+                          query / a.queries * a.out_stride[2];
+            float most = -INFINITY, total = 0;
+            for (int64_t part = first_part; part <= last_part; ++part) {
+                float of_part = sums(row, part).most(query);
+                most = of_part > most ? of_part : most;
+            }
+            for (int64_t part = first_part; part <= last_part; ++part) {
+                Sums from = sums(row, part);
+                float factor = from.most(query) == most ? 1 : power_of_2(Floats{} + (from.most(query) - most))[0];
+                total += factor * from.weights(query);
+                from.weights(query) = factor;  // from here on
+            }
+            const float inverse = total == 0 ? 0 : 1 / total;
+            for (int64_t c = 0; c < a.v_dim; c += C::STEP) {
+                Floats sum[C::COUNT] = {};
+                for (int64_t part = first_part; part <= last_part; ++part) {
+                    Sums from = sums(row, part);
+                    for (int i = 0; i < C::COUNT; ++i) {
+                        sum[i] += read<Floats>(from.values(query) + c + i * LANE) * from.weights(query);
+                    }
+                }
+                for (int i = 0; i < C::COUNT; ++i) sum[i] *= inverse;
+                Stored buffer[C::STEP];
+                bool whole = c + C::STEP <= a.v_dim;
+                C::write_channels(whole ? out + c : buffer, sum);
+                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.v_dim - c) * sizeof(Stored));
+            }
+        }
+    }
+
+    void combine(int64_t begin, int64_t end) const {
+        const int64_t total = total_chunks();
+        auto part_of = [&](int64_t chunk) {  // the part p with total * p / parts <= chunk < total * (p + 1) / parts
+            return ((chunk + 1) * a.parts - 1) / total;
+        };
+        for (int64_t row = 0, before = 0, count; row < end; ++row, before += count) {
+            count = row_of(row).chunks();
+            if (row < begin) continue;
+            count ? combine_row(row, part_of(before), part_of(before + count - 1)) : combine_row(row, 0, -1);
+        }
+    }
+};
+
+template <class Use>
+void with_attention(const ropewalk_attention *a, const Use &use) {
+    switch (a->dtype) {
+        case ROPEWALK_F32: return use(Attention<F32>(*a));
+        case ROPEWALK_BF16: return use(Attention<BF16>(*a));
+        case ROPEWALK_F16: return use(Attention<F16>(*a));
+        case ROPEWALK_F64: return;
+    }
+}
+
+int64_t attention_floats(const ropewalk_attention *a) {
+    int64_t floats = 0;
+    with_attention(a, [&](const auto &attention) { floats = attention.floats(); });
+    return floats;
+}
+
+void attend(const ropewalk_attention *a, int64_t begin, int64_t end) {
+    with_attention(a, [&](const auto &attention) {
+        for (int64_t part = begin; part < end; ++part) attention.attend_part(part);
+    });
+}
+
+void combine(const ropewalk_attention *a, int64_t begin, int64_t end) {
+    with_attention(a, [&](const auto &attention) { attention.combine(begin, end); });
+}
+#endif  // ROPEWALK_VECTORS
+
+}  // namespace
+}  // namespace ROPEWALK_NAMESPACE
+}  // namespace ropewalk
