@@ -134,10 +134,13 @@ int64_t elements_of(const ropewalk_rotation &r) {
     return r.batch * r.tokens * heads * r.head_dim;
 }
 
-void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
+void run(ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
     for (int n = 0; n < r.tensor_count; ++n) {
-        const ropewalk_tensor &x = r.tensors[n];
-        if (x.out != x.in) ropewalk::ask_for_large_pages(x.out, r.batch * r.tokens * x.heads * r.head_dim * size);
+        ropewalk_tensor &x = r.tensors[n];
+        const int64_t bytes = r.batch * r.tokens * x.heads * r.head_dim * size;
+        if (x.out == x.in) continue;
+        ropewalk::ask_for_large_pages(x.out, bytes);
+        x.through_caches = elements * size >= ROPEWALK_LARGE && ropewalk::is_better_through_caches(x.out, bytes);
     }
     ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
                          [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });

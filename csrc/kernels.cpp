@@ -30,9 +30,6 @@ constexpr int64_t CHUNK = 512;
 // The distance of the prefetch, and the size of the tensors from which on prefetching pays, in bytes.
 constexpr int64_t AHEAD = 2048, PREFETCH_FROM = int64_t{4} << 20;
 
-// Bytes of output from which on it is evicted from the caches before it is read again.
-constexpr int64_t LARGE = int64_t{16} << 20;
-
 // Make non-temporal stores visible to other threads before any later store.
 inline void fence() {
 #if defined(__SSE2__)
@@ -277,9 +274,9 @@ void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> 
     bool tokens_adjacent = tokens > 1 && x.in_stride[1] < x.in_stride[2];
     // Non-temporal stores need vectors that begin at multiples of their size.
     auto aligned = [](int64_t elements) { return elements * int64_t(sizeof *out) % BYTES == 0; };
-    run.past_caches = run.past_caches && in != out && run.in_stride == 1 && run.out_stride == 1 && aligned(run.out_step) &&
-                      aligned(x.out_stride[1]) && aligned(first) && aligned(run.partner) && aligned(r.head_dim) &&
-                      reinterpret_cast<uintptr_t>(out) % BYTES == 0;
+    run.past_caches = run.past_caches && !x.through_caches && in != out && run.in_stride == 1 && run.out_stride == 1 &&
+                      aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) && aligned(run.partner) &&
+                      aligned(r.head_dim) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
     int64_t group = tokens_adjacent ? HEADS : x.heads;
     if (run.ahead) {
         // The processor's own prefetching stops at page boundaries.
@@ -320,7 +317,7 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     int64_t size = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored));
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
-    run.partner = r.pairs, run.ahead = size >= PREFETCH_FROM, run.inverse = r.inverse, run.past_caches = size >= LARGE;
+    run.partner = r.pairs, run.ahead = size >= PREFETCH_FROM, run.inverse = r.inverse, run.past_caches = size >= ROPEWALK_LARGE;
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
         count = smaller(smaller(end - row, r.tokens - token), direct ? BLOCK : 1);

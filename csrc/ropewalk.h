@@ -13,12 +13,16 @@ typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX51
 
 typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16 } ropewalk_dtype;
 
+/* Outputs of together this many bytes and more are written past the caches, since they do not stay there until they are read. */
+#define ROPEWALK_LARGE (INT64_C(16) << 20)
+
 /* Queries or keys, [batch, token, head, channel]. Strides count elements, in this order of axes. */
 typedef struct {
     const void *in;
     void *out; /* a separate tensor, or `in` itself with the same strides */
     int64_t heads;
     int64_t in_stride[4], out_stride[4];
+    int through_caches; /* write `out` through the caches at any size */
 } ropewalk_tensor;
 
 /* cos and sin, [batch, token, head, pair]: float32 or float64. Stride 0 repeats a table along an axis. If the head stride is 0,

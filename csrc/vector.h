@@ -271,9 +271,9 @@ inline Reals<T> second_of(Neighbours<T> both) {
 }
 
 #if defined(__AVX512BF16__)
-inline auto to_bfloat16(Vector<float, 16> low, Vector<float, 16> high) { return _mm512_cvtne2ps_pbh(bits<__m512>(high), bits<__m512>(low)); }
-inline auto to_bfloat16(Vector<float, 8> low, Vector<float, 8> high) { return _mm256_cvtne2ps_pbh(bits<__m256>(high), bits<__m256>(low)); }
-inline auto to_bfloat16(Vector<float, 4> low, Vector<float, 4> high) { return _mm_cvtne2ps_pbh(bits<__m128>(high), bits<__m128>(low)); }
+inline auto to_bfloat16(__m512 low, __m512 high) { return _mm512_cvtne2ps_pbh(high, low); }
+inline auto to_bfloat16(__m256 low, __m256 high) { return _mm256_cvtne2ps_pbh(high, low); }
+inline auto to_bfloat16(__m128 low, __m128 high) { return _mm_cvtne2ps_pbh(high, low); }
 
 template <class V, int... I>
 inline V interleave_halves(V x, Indices<I...>) {

@@ -31,8 +31,8 @@ def written(operands: str) -> str:
 def reloads(code: Code) -> list[tuple[int, str, str]]:
     """Return the vector instructions in the loop of a function that access neither a head nor a constant.
 
-    Heads are at addresses that the loop changes, and constants are relative to the address of the instruction. Registers
-    that a vector was spilled to are on the stack, and tables are at addresses that do not change.
+    Heads are at addresses that the loop changes, and constants are relative to the address of the instruction. Spilled
+    registers are on the stack, and tables are at addresses that do not change.
     """
     jumps = [(int(to, 16), at) for at, name, to in code if name.startswith("j") and re.fullmatch(r"[0-9a-f]+", to)]
     jumps = [(to, at) for to, at in jumps if to <= at]
