@@ -453,7 +453,7 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
     for (int64_t i = 0; a.axis && i < pairs; ++i) {
         require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
     }
-    a.steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype);
     a.cos = reinterpret_cast<void *>(cos), a.sin = reinterpret_cast<void *>(sin);
     nb::gil_scoped_release release;
@@ -492,7 +492,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
     if (first) a.axis = of_pairs, a.axis_stride = at.strides[0];  // 0 if positions of text are expanded
-    a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
     a.cos = to[0].first(), a.sin = to[1].first();
     if (8 * rows * pairs < 2 * GRAIN) {

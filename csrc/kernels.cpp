@@ -530,7 +530,7 @@ inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t 
     auto to_doubles = [](Vector<int64_t, W> x) { return __builtin_convertvector(x, Doubles); };
     for (; i + W <= end; i += W) {
         Doubles c, s;
-        Phases phase = read<Phases>(args.steps + i);
+        Phases phase = read<Phases>(args.phase_steps + i);
         if constexpr (several) {
             phase *= read<Phases>(position + (i - first));
         } else {
@@ -543,7 +543,7 @@ inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t 
 #endif
     for (; i < end; ++i) {
         double c, s;
-        auto phase = static_cast<uint64_t>(args.steps[i]);
+        auto phase = static_cast<uint64_t>(args.phase_steps[i]);
         if constexpr (several) {
             phase *= position[i - first];
         } else {

@@ -35,8 +35,9 @@ inline bool is_resident(void *memory) {
 #endif
 }
 
-// Returns whether to write a large output through the caches instead of past them. Intel's processors need 1.4 to 1.9 times as long to
-// write fresh pages past the caches, because the zeros of the system are still there. AMD's need 0.8 to 0.9 of the time.
+// Returns whether to write a large output through the caches instead of past them. Intel's processors need 1.4 to 1.9 times as
+// long to write fresh pages past the caches, because the zeros of the system are still there. AMD's need 0.8 to 0.9 of the
+// time.
 inline bool is_better_through_caches(void *memory, int64_t bytes) {
 #if defined(__linux__) && defined(__x86_64__)
     __builtin_cpu_init();

@@ -80,15 +80,16 @@ typedef struct {
     int64_t v_dim;     /* channels of a head of v */
 } ropewalk_step;
 
-/* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn. The wraparound of the product is the
- * exact reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. If tokens have several
- * positions, pair i uses the one that is `axis[i] * axis_stride` elements further. If `axis` is NULL, all pairs use the same. */
+/* cos and sin of position * phase step, times factor. A phase step is a 64-bit fraction of a turn. The wraparound of the
+ * product is the exact reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. If tokens
+ * have several positions, pair i uses the one that is `axis[i] * axis_stride` elements further. If `axis` is NULL, all pairs
+ * use the same. */
 typedef struct {
     const int64_t *positions;
     int64_t position_stride;
     const int64_t *axis;
     int64_t axis_stride;
-    const int64_t *steps;
+    const int64_t *phase_steps;
     int64_t pairs;
     double factor;
     ropewalk_dtype dtype;
