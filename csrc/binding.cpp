@@ -136,10 +136,13 @@ int64_t elements_of(const ropewalk_rotation &r) {
     return r.batch * r.tokens * heads * r.head_dim;
 }
 
-void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
+void run(ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
     for (int n = 0; n < r.tensor_count; ++n) {
-        const ropewalk_tensor &x = r.tensors[n];
-        if (x.out != x.in) ropewalk::ask_for_large_pages(x.out, r.batch * r.tokens * x.heads * r.head_dim * size);
+        ropewalk_tensor &x = r.tensors[n];
+        const int64_t bytes = r.batch * r.tokens * x.heads * r.head_dim * size;
+        if (x.out == x.in) continue;
+        ropewalk::ask_for_large_pages(x.out, bytes);
+        x.through_caches = elements * size >= ROPEWALK_LARGE && ropewalk::is_better_through_caches(x.out, bytes);
     }
     ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
                          [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });
@@ -477,7 +480,7 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
     for (int64_t i = 0; a.axis && i < pairs; ++i) {
         require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
     }
-    a.steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype);
     a.cos = reinterpret_cast<void *>(cos), a.sin = reinterpret_cast<void *>(sin);
     nb::gil_scoped_release release;
@@ -539,7 +542,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     ropewalk_angles a{};
     a.positions = copy.empty() ? reinterpret_cast<const int64_t *>(at.first()) : copy.data(), a.position_stride = 1;
     if (first) a.axis = of_pairs, a.axis_stride = copy.empty() ? at.strides[0] : rows;  // 0 if positions of text are expanded
-    a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
     a.cos = to[0].first(), a.sin = to[1].first();
     if (8 * rows * pairs < 2 * GRAIN) {
