@@ -47,6 +47,7 @@ struct Place {
 };
 constexpr Place BSHD = {"bshd", {0, 1, 2}, 1, 0, -1}, BHSD = {"bhsd", {0, 2, 1}, 1, 0, -1}, SBHD = {"sbhd", {1, 0, 2}, 1, 0, -1};
 constexpr Place SLICED = {"sliced", {0, 1, 2}, 1, 37, -1}, APART = {"channels apart", {0, 1, 2}, 3, 0, -1};
+constexpr Place TOKENS = {"tokens adjacent", {0, 2, 1}, 0, 0, -1};
 constexpr Place ONE_BATCH = {"one batch", {0, 1, 2}, 1, 0, 0}, ONE_TOKEN = {"one token", {0, 1, 2}, 1, 0, 1};
 constexpr Place ONE_HEAD = {"one head", {0, 1, 2}, 1, 0, 2}, ONE_CHANNEL = {"one channel", {0, 1, 2}, 1, 0, 3};
 
@@ -58,7 +59,7 @@ constexpr Way WAYS[] = {
     {BSHD, BSHD, false}, {BHSD, BHSD, false}, {BHSD, BSHD, false}, {SBHD, BHSD, false}, {SLICED, BSHD, false},
     {BSHD, SLICED, false}, {APART, BSHD, false}, {BSHD, APART, false}, {ONE_BATCH, BSHD, false}, {ONE_TOKEN, BSHD, false},
     {ONE_HEAD, BHSD, false}, {ONE_CHANNEL, BSHD, false}, {BSHD, BSHD, true}, {BHSD, BHSD, true}, {SLICED, SLICED, true},
-    {APART, APART, true},
+    {APART, APART, true}, {TOKENS, TOKENS, false}, {TOKENS, TOKENS, true},
 };
 
 struct Head {
@@ -98,6 +99,10 @@ int64_t extent(const int64_t *sizes, const int64_t *strides, int axes) {
 }
 
 Memory placed(ropewalk_dtype dtype, const Place &place, const int64_t *sizes, int64_t *strides) {
+    if (place.channel == 0) {  // the tokens of a channel are adjacent
+        strides[1] = 1, strides[3] = sizes[1], strides[2] = sizes[3] * strides[3], strides[0] = sizes[2] * strides[2];
+        return Memory(dtype, extent(sizes, strides, 4));
+    }
     strides[3] = place.channel;
     int64_t next = sizes[3] * place.channel;
     for (int i = 2; i >= 0; --i) {
