@@ -228,7 +228,7 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
     r.batch = r.tokens = r.tensor_count = 1, r.head_dim = 512, r.pairs = 256;
     Memory in(r.dtype, 65536), out(r.dtype, 65536);
     for (int i = 0; i < 65536; ++i) in.set_bits(i, static_cast<uint16_t>(i));
-    r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}};
+    r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}, 0};
     for (float c : {1.0f, 1 / 3.0f}) {
         float s = 1 - c;
         r.tables = {&c, &s, ROPEWALK_F32, {0, 0, 0, 0}, {0, 0, 0, 0}};
