@@ -222,10 +222,37 @@ template <class T, bool interleaved>
 void rotate_run(const Run<T> &run) {
     run.in_stride == 1 && run.out_stride == 1 ? rotate_dense<T, interleaved>(run) : rotate_strided<T, interleaved>(run);
 }
+
+// Rotate the heads of several tokens whose channels are apart but which are adjacent themselves, so that a vector holds the same
+// channel of several tokens. `run` begins at the first token. Return the number of tokens that fill vectors.
+template <class T, bool interleaved>
+ROPEWALK_NOINLINE int64_t rotate_adjacent_tokens(const Run<T> &run, int64_t tokens, int64_t cos_step, int64_t sin_step) {
+    using B = Block<T, false>;
+    const int64_t first_to_second = interleaved ? 1 : run.partner, whole = tokens - tokens % B::PAIRS;
+    alignas(64) typename T::Real cos[B::PAIRS], sin[B::PAIRS];
+    for (int64_t n = 0; n < whole; n += B::PAIRS) {
+        for (int64_t i = 0; i < run.pairs; ++i) {
+            for (int64_t j = 0; j < B::PAIRS; ++j) cos[j] = run.cos[(n + j) * cos_step + i], sin[j] = run.sin[(n + j) * sin_step + i];
+            B block;
+            block.load_tables(cos, sin, run.inverse);
+            const int64_t channel = interleaved ? 2 * i : i;
+            const auto *in = run.in + n + channel * run.in_stride;
+            auto *out = run.out + n + channel * run.out_stride;
+            for (int64_t head = 0; head < run.heads; ++head, in += run.in_step, out += run.out_step) {
+                block.template put<false>(B::get(in, first_to_second * run.in_stride), out, first_to_second * run.out_stride);
+            }
+        }
+    }
+    return whole;
+}
 #else
 template <class T, bool interleaved>
 void rotate_run(const Run<T> &run) {
     rotate_strided<T, interleaved>(run);
+}
+template <class T, bool interleaved>
+int64_t rotate_adjacent_tokens(const Run<T> &, int64_t, int64_t, int64_t) {
+    return 0;
 }
 #endif
 
@@ -276,14 +303,17 @@ void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> 
     }
     const auto *cos = run.cos, *sin = run.sin;
     int64_t cos_step = r.tables.cos_stride[1], sin_step = r.tables.sin_stride[1];
+    const bool channels_apart = run.in_stride != 1 && x.in_stride[1] == 1 && x.out_stride[1] == 1;
     for (int64_t head = first_head; head < end_head; head += group) {
         run.heads = smaller(group, end_head - head);
+        int64_t done = 0;
         for (int64_t n = 0; n < tokens; ++n) {
             run.in = in + n * x.in_stride[1] + head * run.in_step, run.out = out + n * x.out_stride[1] + head * run.out_step;
             run.cos = cos + n * cos_step, run.sin = sin + n * sin_step;
             if (copies) copy_unrotated<T>(run, r.offset, end, r.head_dim);
             run.in += first * run.in_stride, run.out += first * run.out_stride;
-            rotate_run<T, interleaved>(run);
+            if (n == 0 && channels_apart) done = rotate_adjacent_tokens<T, interleaved>(run, tokens, cos_step, sin_step);
+            if (n >= done) rotate_run<T, interleaved>(run);
         }
     }
 }

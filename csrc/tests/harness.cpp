@@ -47,6 +47,7 @@ struct Place {
 };
 constexpr Place BSHD = {"bshd", {0, 1, 2}, 1, 0, -1}, BHSD = {"bhsd", {0, 2, 1}, 1, 0, -1}, SBHD = {"sbhd", {1, 0, 2}, 1, 0, -1};
 constexpr Place SLICED = {"sliced", {0, 1, 2}, 1, 37, -1}, APART = {"channels apart", {0, 1, 2}, 3, 0, -1};
+constexpr Place TOKENS = {"tokens adjacent", {0, 2, 1}, 0, 0, -1};
 constexpr Place ONE_BATCH = {"one batch", {0, 1, 2}, 1, 0, 0}, ONE_TOKEN = {"one token", {0, 1, 2}, 1, 0, 1};
 constexpr Place ONE_HEAD = {"one head", {0, 1, 2}, 1, 0, 2}, ONE_CHANNEL = {"one channel", {0, 1, 2}, 1, 0, 3};
 
@@ -58,7 +59,7 @@ constexpr Way WAYS[] = {
     {BSHD, BSHD, false}, {BHSD, BHSD, false}, {BHSD, BSHD, false}, {SBHD, BHSD, false}, {SLICED, BSHD, false},
     {BSHD, SLICED, false}, {APART, BSHD, false}, {BSHD, APART, false}, {ONE_BATCH, BSHD, false}, {ONE_TOKEN, BSHD, false},
     {ONE_HEAD, BHSD, false}, {ONE_CHANNEL, BSHD, false}, {BSHD, BSHD, true}, {BHSD, BHSD, true}, {SLICED, SLICED, true},
-    {APART, APART, true},
+    {APART, APART, true}, {TOKENS, TOKENS, false}, {TOKENS, TOKENS, true},
 };
 
 struct Head {
@@ -98,6 +99,10 @@ int64_t extent(const int64_t *sizes, const int64_t *strides, int axes) {
 }
 
 Memory placed(ropewalk_dtype dtype, const Place &place, const int64_t *sizes, int64_t *strides) {
+    if (place.channel == 0) {  // the tokens of a channel are adjacent
+        strides[1] = 1, strides[3] = sizes[1], strides[2] = sizes[3] * strides[3], strides[0] = sizes[2] * strides[2];
+        return Memory(dtype, extent(sizes, strides, 4));
+    }
     strides[3] = place.channel;
     int64_t next = sizes[3] * place.channel;
     for (int i = 2; i >= 0; --i) {
@@ -223,7 +228,7 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
     r.batch = r.tokens = r.tensor_count = 1, r.head_dim = 512, r.pairs = 256;
     Memory in(r.dtype, 65536), out(r.dtype, 65536);
     for (int i = 0; i < 65536; ++i) in.set_bits(i, static_cast<uint16_t>(i));
-    r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}};
+    r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}, 0};
     for (float c : {1.0f, 1 / 3.0f}) {
         float s = 1 - c;
         r.tables = {&c, &s, ROPEWALK_F32, {0, 0, 0, 0}, {0, 0, 0, 0}};

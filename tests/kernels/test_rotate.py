@@ -131,6 +131,17 @@ def test_outputs_that_bypass_the_caches(
         assert unchanged(y, wanted)
 
 
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_adjacent_in_memory(level: str, dtype: torch.dtype, pairing: str) -> None:
+    """If tokens are adjacent and channels are not, vectors hold several tokens. The last tokens do not fill one."""
+    torch.manual_seed(5)
+    x = torch.randn(2, 9, 20, 71).to(dtype).permute(0, 3, 1, 2)
+    (y,) = rotate(level, [x], *random_table(2, 71, 10), "bshd", pairing, inverse=True)
+    assert y.stride() == x.stride()
+    rotate(level, [x], *random_table(71, 7), "bshd", pairing, offset=3)
+
+
 def test_threads_make_no_difference(level: str, threads: None) -> None:
     torch.manual_seed(3)
     q, (cos, sin) = torch.randn(1, 997, 3, 64), random_table(997, 32)
