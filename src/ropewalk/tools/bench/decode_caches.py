@@ -17,7 +17,6 @@ KV, PAGED, DYNAMIC, STATIC = (
 )
 CACHES = (KV, PAGED, DYNAMIC, STATIC)
 _BLOCK = 16  # tokens in a block of the PagedKVCache
-_COPIED_LAYERS = {PAGED: 2, DYNAMIC: 1}  # at most so many layers of a cache are copied at a time, to be attended to
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Fill:
 
     def needed_bytes(self, names: Sequence[str]) -> int:
         """Return the number of bytes of these caches and of the copies that attention over them makes."""
-        layers = sum(self.size.layers + _COPIED_LAYERS.get(name, 0) for name in names)
+        layers = sum(self.size.layers + (name == DYNAMIC) for name in names)  # DynamicCache copies a layer at a time
         return layers * self.read_bytes * (self.held + self.room + _BLOCK) // self.held
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
