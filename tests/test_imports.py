@@ -243,7 +243,7 @@ BUDGET = {
     "rotation": 1800,
     "schemes": 1450,
     "tools": 450,
-    "tools/bench": 2270,
+    "tools/bench": 2300,
     "tools/check": 3000,
     "tools/commands": 1150,
     "tools/convert": 2100,
