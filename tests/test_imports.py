@@ -34,7 +34,7 @@ MAY_IMPORT = {
     # How other engines read a rope: configs apply these rules, and diff compares them.
     "engines": BOTTOM | {"rope", "schemes"},
     "configs": BOTTOM | {"engines", "rope", "schemes"},
-    "attention": BOTTOM | {"positions", "rope", "rotation"},
+    "attention": BOTTOM | {"kernels", "positions", "rope", "rotation"},
     "learned": BOTTOM | {"kernels", "rope", "rotation"},
     "xpos": BOTTOM | {"rope", "rotation"},
     "parallel": BOTTOM | {"attention", "positions", "rotation"},
@@ -236,7 +236,7 @@ BUDGET = {
     "configs/tables": 1250,
     "engines": 1250,
     "integrations": 2150,
-    "kernels": 1300,
+    "kernels": 1650,
     "parallel": 450,
     "positions": 1150,
     "rope": 800,

@@ -1,4 +1,4 @@
-"""Compile the kernels for NVIDIA's sm_90 and AMD's gfx942, without a GPU, and inspect the machine code.
+"""Compile the kernels for NVIDIA's sm_90 and sm_80 and AMD's gfx942, without a GPU, and inspect the machine code.
 
 The arguments and options are those of the launcher.
 """
@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ropewalk.kernels import gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
-SM_90, GFX942 = ("cuda", 90, 32), ("hip", "gfx942", 64)
+SM_80, SM_90, GFX942 = ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)
 NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -55,7 +56,7 @@ def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: 
         else:
             signature[name] = "i32"
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    options = {**gpu._OPTIONS, "num_warps": warps}
+    options = {**({} if kernel in ("attend", "combine") else gpu._OPTIONS), "num_warps": warps}
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
 
@@ -138,6 +139,45 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     assert not named(found, "FFMA2", *([] if norm else ["DFMA", "FFMA"]))
     assert found["FFMA"] <= 4
     assert found["DADD"] <= 200  # halves are added once, not by every thread
+
+
+def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **how: Any) -> dict[str, Launch]:
+    """Return the launches for 8 key heads, a group and a number of tokens, and many keys or few."""
+    keys, (group, tokens), meta = 32768 if how.get("many", True) else 64, rows, {"device": "meta"}
+    q = torch.empty(2, tokens, 8 * group, head_dim, dtype=dtype, **meta)
+    paged = how.get("paged", False)
+    pool = torch.empty(2 * keys // 16 if paged else 2, 16 if paged else keys, 8, head_dim, dtype=dtype, **meta)
+    blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
+    of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
+    first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
+    far_q = torch.empty_like(q) if how.get("far") else None
+    launches = gpu.attention_launches(
+        q, far_q, pool, pool, blocks, keys, order, first, counts, torch.empty_like(q), 0, 4, 0.1
+    )
+    return {name: (programs, arguments, warps) for name, programs, arguments, warps in launches}
+
+
+# One query of a key head, 4 that share it, and 8 tokens of each of these 4.
+QUERIES = [(1, 1), (4, 1), (4, 8)]
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["", "paged"])
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: bool, tmp_path: Path) -> None:
+    """Keys and values are read in whole vectors, asynchronously for tensor cores. No registers are spilled."""
+    launches = attention(dtype, rows, paged=paged)
+    program = compiled("attend", launches["attend"], SM_90)
+    found = sass(program, tmp_path)
+    assert not named(found, *SPILLS)
+    if rows == (1, 1):
+        assert found["LDG.E.128"] >= 8
+        assert not named(found, "LDGSTS", "HMMA")
+    else:
+        assert named(found, "LDGSTS") == {"LDGSTS.E.BYPASS.128"}
+        assert named(found, "HMMA")
+    assert program.metadata.shared <= 64 * 1024
+    assert not named(sass(compiled("combine", launches["combine"], SM_90), tmp_path), *SPILLS)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -256,6 +296,16 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
 
 
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_for_amd(dtype: torch.dtype, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for kernel, launch in attention(dtype, rows, paged=True).items():
+        program = compiled(kernel, launch, GFX942)
+        assert program.metadata.shared <= 64 * 1024
+        assert re.search(r"\.private_segment_fixed_size:\s+0\b", program.asm["amdgcn"])
+
+
 def strided(size: tuple[int, ...], dtype: torch.dtype, step: int) -> Tensor:
     return torch.empty((*size[:-1], step * size[-1]), dtype=dtype, device="meta")[..., ::step]
 
@@ -302,26 +352,38 @@ def fused_steps() -> Iterator[Launch]:
         yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
+def attentions(kernel: str) -> Iterator[Launch]:
+    for dtype, rows, paged, first, counts, far, many in product(
+        (torch.float16, torch.bfloat16, torch.float32), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
+    ):
+        how = {"paged": paged, "first": first, "counts": counts, "far": far, "many": many or kernel == "combine"}
+        yield attention(dtype, rows, 200 if first else 64, **how)[kernel]
+
+
 # Each kernel, with the launches that its launcher can make.
 LAUNCHES = {
     "rotate": rotations,
     "table_gradient": gradients,
     "angles": tables_of_positions,
     "step": fused_steps,
+    "attend": partial(attentions, "attend"),
+    "combine": partial(attentions, "combine"),
 }
 
 
 def variants(launches: Iterable[Launch]) -> list[Launch]:
     """Choose launches such that any three choices that one launch can combine are combined in one of these.
 
-    A choice is the dtype of a tensor, a flag, or whether channels before the rotated ones are copied.
+    A choice is the dtype of a tensor, a flag, whether channels before the rotated ones are copied, or how attention is
+    computed: whether the cache has pages, and for one query, a few, or several tokens.
     """
     combined: dict[frozenset[Any], Launch] = {}
     for launch in launches:
         arguments = launch[1]
         choices = {name: value for name, value in arguments.items() if isinstance(value, bool)}
         choices |= {name: value.dtype for name, value in arguments.items() if isinstance(value, Tensor)}
-        choices |= {"OFFSET": arguments.get("OFFSET", 0) > 0}
+        choices |= {name: arguments.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
+        choices |= {name: arguments.get(name) for name in ("BLOCK_R", "PRECISION")}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
     left, chosen = frozenset().union(*combined), []
     while left:
@@ -339,6 +401,8 @@ def test_every_variant_compiles(kernel: str) -> None:
     assert not fixed, "no launch here has the other value"
     for launch in chosen:
         compiled(kernel, launch, SM_90)
+        if kernel in ("attend", "combine"):  # their machine code differs
+            compiled(kernel, launch, SM_80)
 
 
 def test_lengths_and_batches_need_no_recompilation() -> None:
@@ -357,7 +421,7 @@ def test_lengths_and_batches_need_no_recompilation() -> None:
 
 def test_no_number_is_compiled_in() -> None:
     """Lengths, counts and strides are not constants, so a new length needs no compilation. Constants are upper case."""
-    for kernel in ("rotate", "table_gradient", "angles"):
+    for kernel in ("rotate", "table_gradient", "angles", "attend", "combine"):
         for parameter in getattr(gpu.kernels(), kernel).params:
             if not parameter.is_constexpr and not isinstance(gpu_arguments()[kernel][parameter.name], torch.Tensor):
                 assert parameter.do_not_specialize, parameter.name
@@ -369,4 +433,5 @@ def gpu_arguments() -> dict[str, dict[str, Any]]:
         "rotate": gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))[1],
         "table_gradient": gpu.gradient_launch([x], [x], tables, tables, Options("bshd", False, 0))[1],
         "angles": gpu.angles_launch(steps, steps, tables, tables, 1.0)[1],
+        **{name: arguments for name, (_, arguments, _) in attention(torch.float32, (1, 1)).items()},
     }

@@ -14,6 +14,8 @@ MAX_TOKENS = 8
 """New tokens of a row, such as a token and the drafts after it, up to which this kernel is used. For more tokens, the
 blocked products of PyTorch's attention are faster."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class VisibleKeys(NamedTuple):
     """Where the keys of each row are in a cache, and which of them its new tokens attend to.
@@ -62,13 +64,28 @@ def attend_cached(
         PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, or a transform, mode or
         compilation is active.
     """
-    if not backend.FAST_PATH or not q.is_cpu:
-        return None
-    profiled = observed.is_profiled()
     arguments: tuple[Any, ...] = (
         *(q, far_q, keys, values, visible.blocks, visible.keys, visible.order, visible.first, visible.counts),
-        *(visible.window or 0, visible.sinks, scale, profiled),
+        *(visible.window or 0, visible.sinks, scale),
     )
+    profiled = observed.is_profiled()
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
-        attended: Tensor | None = cpu.attend_plain(*arguments)
+        attended: Tensor | None
+        on_cpu = backend.FAST_PATH and q.is_cpu
+        attended = cpu.attend_plain(*(*arguments, profiled)) if on_cpu else _run_kernel(*arguments)
     return attended
+
+
+def _run_kernel(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *others: Any) -> Tensor | None:
+    """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
+    kernels = backend.KERNELS.get(q.device.type)
+    if kernels is None or kernels.attend is None or observed.has_mode():
+        return None
+    inputs = [x for x in (q, far_q, keys, values, *others) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return None
+    if q.dtype not in _DTYPES or not q.dtype == keys.dtype == values.dtype:
+        return None
+    if keys.stride(-1) != 1 or values.stride(-1) != 1 or backend.kernel_for(*inputs) is not kernels:
+        return None
+    return kernels.attend(q, far_q, keys, values, *others)

@@ -125,6 +125,7 @@ class PagedStep(Step):
         self.rows = list(numbers)
         self.slot_mapping, self.block_table = flat_slots.flatten(), table.int().to(device)
         self.seq_lens = _on_device(self._token_counts, device)
+        self._counts = self.seq_lens.to(torch.int64)
         empty = [number for number, blocks in enumerate(self._blocks) if not blocks]
         self._empty = torch.tensor(empty, device=device) if empty else None
         self._added: list[int] = real.sum(1).tolist()
@@ -229,7 +230,7 @@ class PagedStep(Step):
             self._filled.stop,
             blocks=self.block_table,
             first=self._skipped[:, 0],
-            counts=self.seq_lens.to(torch.int64),
+            counts=self._counts,
             window=window,
         )
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ _BYTES_PER_THREAD_OF_STEP = 32
 
 # Products are rounded before they are added, as in the reference. Triton's default would fuse them.
 _OPTIONS = {"enable_fp_fusion": False}
+
+# The keys of a cache are divided until there are so many programs for each processor. Each has at least so many keys
+# that its result is small in comparison.
+_PROGRAMS_PER_PROCESSOR = 4
+_LEAST_KEYS = 256
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -127,6 +133,32 @@ def step(
     _launch("step", *step_launch(tensors, outputs, cos, sin, options, norm, store))
 
 
+def attend(
+    q: Tensor,
+    far_q: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor | None,
+    count: int,
+    order: Tensor,
+    first: Tensor | None,
+    counts: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+) -> Tensor | None:
+    """Attend over the keys of a cache, as `backend.CachedAttention` specifies, with heads of up to 1 KiB."""
+    if _power_of_two(q.shape[-1]) * q.element_size() > 1024:
+        return None  # some GPUs have too little shared memory
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launches = attention_launches(
+        q, far_q, keys, values, blocks, count, order, first, counts, out, window, sinks, scale
+    )
+    for kernel, programs, arguments, warps in launches:
+        _launch(kernel, programs, arguments, warps, options={})
+    return out
+
+
 def kernels() -> ModuleType:
     """Import the module of the kernels, and with it Triton. Return the module."""
     from ropewalk.kernels import triton_kernels
@@ -134,13 +166,15 @@ def kernels() -> ModuleType:
     return triton_kernels
 
 
-def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int) -> None:
+def _launch(
+    kernel: str, programs: int, arguments: dict[str, Any], warps: int, options: dict[str, Any] = _OPTIONS
+) -> None:
     if programs:
         device = next(iter(arguments.values())).device
         # Triton launches kernels on the current device, even if the tensors are on another one.
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
+            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **options)
 
 
 def rotation_launch(
@@ -340,6 +374,122 @@ def angles_launch(
     }
     sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "AXES": several, "BLOCK_R": block_r, "BLOCK_P": block_p}
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
+
+
+def attention_launches(
+    q: Tensor,
+    far_q: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor | None,
+    count: int,
+    order: Tensor,
+    first: Tensor | None,
+    counts: Tensor | None,
+    out: Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+) -> list[tuple[str, int, dict[str, Any], int]]:
+    """Return the launches of `attend` and, if keys are divided, of `combine`: name, programs, arguments and warps."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
+    (batch, tokens, heads, head_dim), kv_heads, size = q.shape, keys.shape[2], q.element_size()
+    group, queries, block_d = heads // kv_heads, batch * tokens * heads, max(16, _power_of_two(head_dim))
+    tile = _attention_tile(tokens * group, block_d, size)
+    programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
+    # At most so many keys are seen: the tokens of a row follow each other.
+    seen = min(count, window + tokens - 1) if window else count
+    wanted = _blocks(_PROGRAMS_PER_PROCESSOR * _processors(q.device), max(1, programs))
+    splits = max(1, min(wanted, _blocks(seen, _LEAST_KEYS)))
+    work = out
+    if splits > 1:
+        work = torch.empty(queries * splits * (head_dim + 2), dtype=torch.float32, device=q.device)
+    strides = {
+        f"{name}_{axis}": stride
+        for name, x in (("q", q), ("f", far_q), ("k", keys), ("v", values))
+        for axis, stride in zip("bth", (0, 0, 0) if x is None else x.stride(), strict=False)
+    }
+    unit = _unit(list(strides.values()), _VECTOR // size)
+    arguments = {
+        "q": q,
+        "far_q": q if far_q is None else far_q,
+        "keys": keys,
+        "values": values,
+        "blocks": order if blocks is None else blocks,
+        "order": order,
+        "first": order if first is None else first,
+        "counts": order if counts is None else counts,
+        "out": out,
+        "work": work,
+        "kv_heads": kv_heads,
+        "group": group,
+        "tokens": tokens,
+        "count": count,
+        "window": window or 2**31 - 1,
+        "sinks": sinks,
+        "splits": splits,
+        "queries": queries,
+        **{name: stride // unit for name, stride in strides.items()},
+        "blocks_b": 0 if blocks is None else blocks.stride(0),
+        "order_b": order.stride(0),
+        "order_t": order.stride(1),
+        "first_b": 0 if first is None else first.stride(0),
+        "counts_b": 0 if counts is None else counts.stride(0),
+        "SCALE": scale * math.log2(math.e),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_R": tile.queries,
+        "BLOCK_N": tile.keys,
+        "STAGES": tile.stages,
+        "PAGE": 0 if blocks is None else keys.shape[1],
+        "FIRST": first is not None,
+        "COUNTS": counts is not None,
+        "FAR": far_q is not None,
+        "SPLIT": splits > 1,
+        # How many 16-bit numbers a weight is the sum of.
+        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[q.dtype],
+        "PRECISION": tile.precision,
+        "ALIGN": unit,
+    }
+    launches = [("attend", programs * splits, arguments, tile.warps)]
+    if splits > 1:
+        sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
+        launches.append(("combine", queries, {"work": work, "out": out, **sizes}, 4))
+    return launches
+
+
+class _AttentionTile(NamedTuple):
+    """The queries of a program, the keys that it reads at a time, and how."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str = "ieee"
+
+
+def _attention_tile(queries: int, block_d: int, size: int) -> _AttentionTile:
+    """Return the tile for the queries of a key head. In these, code for sm_90 spills no registers.
+
+    One query needs no matrix product, and its keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of
+    each pass through shared memory, which suffices for two programs. A matrix product has at least 16 queries and keys.
+    """
+    row = block_d * size
+    if queries == 1:
+        return _AttentionTile(1, max(1, min(128, 8192 // row)), 4, 1)
+    keys = max(16, min(128, 16384 // row))
+    if size == 2:
+        return _AttentionTile(16, keys, 4, 2) if queries <= 16 else _AttentionTile(32, keys, 8, 2)
+    # Three products in TF32 are as exact as one in float32. AMD GPUs have the latter.
+    fits = block_d <= 128 and not torch.version.hip
+    return _AttentionTile(16, keys, 4, 2, "tf32x3") if fits else _AttentionTile(16, keys, 8, 2)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Return the number of processors of a GPU. In Triton's interpreter, there are as many as in an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
