@@ -19,6 +19,14 @@ from ropewalk import PagedKVCache, PagedStep, RopeError
 LAYERS, HEADS, WIDTH = 2, 2, 6
 
 
+def blocks_of(cache: PagedKVCache) -> dict[int, tuple[list[int], int]]:
+    """Return the blocks of each row, and the number of its skipped blocks, by row number."""
+    table = cache._rows.table
+    counts = zip(table.blocks.tolist(), table.counts.tolist(), table.skipped.tolist(), strict=True)
+    rows = [(blocks[:count], skipped) for blocks, count, skipped in counts]
+    return {number: rows[i] for number, i in cache._rows.index.items()}
+
+
 @dataclass
 class Token:
     """Keys and values [layers, heads, width] of one token, and its position."""
@@ -49,7 +57,7 @@ class Requests:
 
     def count_unheld(self) -> int:
         """Return the number of blocks that no row holds, including those allocated for an open step."""
-        return self.total - len({block for row in self.cache._rows.by_number.values() for block in row.blocks})
+        return self.total - len({block for blocks, _ in blocks_of(self.cache).values() for block in blocks})
 
     def is_refused(self, request: Callable[..., object], *given: Any, **options: Any) -> bool:
         """Send a request. Return whether it was refused because there were not enough blocks."""
@@ -245,7 +253,7 @@ class Requests:
         assert cache.position.tolist() == list(self.following.values())
         held, within = set(), self.window or 10**9
         for row, tokens in self.tokens.items():
-            blocks, skipped = cache._rows.by_number[row].blocks, cache._rows.by_number[row].skipped
+            blocks, skipped = blocks_of(cache)[row]
             assert len(set(blocks)) == len(blocks)
             assert (
                 skipped == max(0, len(tokens) - within + 1) // self.size
@@ -258,7 +266,7 @@ class Requests:
                 torch.testing.assert_close(k, torch.stack([t.k[i] for t in wanted]), rtol=0, atol=3e-14)
                 assert torch.equal(v, torch.stack([t.v[i] for t in wanted]))
         open_plan = cache._rows.open_plan
-        taken = set(open_plan.allocated) if open_plan is not None else set()
+        taken = set(open_plan.allocated.tolist()) if open_plan is not None else set()
         assert not held & taken
         free = cache._rows.blocks._free
         assert len(set(free)) == len(free) == cache.free_blocks

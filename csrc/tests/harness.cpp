@@ -433,6 +433,97 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     }
 }
 
+// Attention over a pool of blocks in which every slot that no token attends to is NaN.
+void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const Place &place, bool has_blocks, bool has_sinks) {
+    if (!kernels.attend) return;
+    const int64_t blocks_of_row = (a.keys + a.block_size - 1) / a.block_size, pool = has_blocks ? a.batch * blocks_of_row + 1 : a.batch;
+    const int64_t slots = has_blocks ? a.block_size : a.keys;
+    const int64_t sizes[] = {a.batch, a.queries, a.heads, a.head_dim}, outs[] = {a.batch, a.queries, a.heads, a.v_dim};
+    const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim}, of_values[] = {pool, slots, a.kv_heads, a.v_dim};
+    Memory q = placed(a.dtype, BHSD, sizes, a.q_stride), far_q = placed(a.dtype, SLICED, sizes, a.far_q_stride);
+    Memory out = placed(a.dtype, BSHD, outs, a.out_stride);
+    Memory key = placed(a.dtype, place, of_keys, a.key_stride), value = placed(a.dtype, place, of_values, a.value_stride);
+    q.set_random(), far_q.set_random();
+    auto batch = static_cast<size_t>(a.batch), queries = static_cast<size_t>(a.queries);
+    std::unique_ptr<int32_t[]> blocks(new int32_t[batch * static_cast<size_t>(blocks_of_row)]);
+    for (int64_t i = 0; i < a.batch * blocks_of_row; ++i) blocks[static_cast<size_t>(i)] = static_cast<int32_t>(pool - 1 - i);
+    std::unique_ptr<int64_t[]> order(new int64_t[batch * queries]), first(new int64_t[batch]), counts(new int64_t[batch]);
+    for (int64_t row = 0; row < a.batch; ++row) {
+        first[static_cast<size_t>(row)] = row % 2 * 7, counts[static_cast<size_t>(row)] = row == 2 ? 0 : a.keys - row;
+        for (int64_t i = 0; i < a.queries; ++i) {
+            int64_t last = a.keys - row - a.queries + i;
+            order[static_cast<size_t>(row * a.queries + i)] = row % 2 * 7 + (last < 0 ? 0 : last);
+        }
+    }
+    a.q = q.bytes.get(), a.far_q = has_sinks ? far_q.bytes.get() : nullptr, a.out = out.bytes.get();
+    a.key = key.bytes.get(), a.value = value.bytes.get(), a.blocks = has_blocks ? blocks.get() : nullptr;
+    a.block_stride = blocks_of_row, a.order = order.get(), a.order_stride[0] = a.queries, a.order_stride[1] = 1;
+    a.first = first.get(), a.counts = counts.get(), a.sinks = has_sinks ? 5 : 0;
+    auto sees = [&](int64_t row, int64_t token, int64_t i) {
+        int64_t distance = order[static_cast<size_t>(row * a.queries + token)] - first[static_cast<size_t>(row)] - i;
+        return i < counts[static_cast<size_t>(row)] && distance >= 0 && (!a.window || distance < a.window);
+    };
+    auto place_of = [&](const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
+        int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
+        return at(strides, block, has_blocks ? i % a.block_size : i, head, channel);
+    };
+    Memory random_keys = placed(a.dtype, place, of_keys, a.key_stride), random_values = placed(a.dtype, place, of_values, a.value_stride);
+    random_keys.set_random(), random_values.set_random();
+    const auto size = static_cast<size_t>(SIZES[a.dtype]);
+    for (int64_t row = 0; row < a.batch; ++row) {
+        for (int64_t i = 0; i < a.keys; ++i) {
+            bool seen = false;
+            for (int64_t token = 0; token < a.queries; ++token) seen = seen || sees(row, token, i);
+            for (int64_t head = 0; seen && head < a.kv_heads; ++head) {
+                for (int64_t c = 0; c < a.head_dim; ++c) {
+                    auto from = static_cast<size_t>(place_of(a.key_stride, row, i, head, c)) * size;
+                    std::memcpy(&key.bytes[from], &random_keys.bytes[from], size);
+                }
+                for (int64_t c = 0; c < a.v_dim; ++c) {
+                    auto from = static_cast<size_t>(place_of(a.value_stride, row, i, head, c)) * size;
+                    std::memcpy(&value.bytes[from], &random_values.bytes[from], size);
+                }
+            }
+        }
+    }
+    std::unique_ptr<float[]> work(new float[static_cast<size_t>(kernels.attention_floats(&a))]);
+    a.work = work.get();
+    call(kernels.attend, a, a.parts);
+    call(kernels.combine, a, a.batch);
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t n = 0; n < a.batch * a.queries * a.heads; ++n) {
+        const int64_t head = n % a.heads, token = n / a.heads % a.queries, row = n / a.heads / a.queries;
+        std::vector<double> scores;
+        std::vector<int64_t> seen;
+        double most = -INFINITY, total = 0, largest = 0;
+        for (int64_t i = 0; i < a.keys; ++i) {
+            if (!sees(row, token, i)) continue;
+            bool far = has_sinks && first[static_cast<size_t>(row)] + i < a.sinks;
+            double score = 0, sum = 0;
+            for (int64_t c = 0; c < a.head_dim; ++c) {
+                double x = far ? get(a.dtype, far_q.bytes.get(), at(a.far_q_stride, row, token, head, c))
+                               : get(a.dtype, q.bytes.get(), at(a.q_stride, row, token, head, c));
+                double product = a.scale * x * get(a.dtype, key.bytes.get(), place_of(a.key_stride, row, i, head / group, c));
+                score += product, sum += std::fabs(product);
+            }
+            scores.push_back(score), seen.push_back(i), largest = std::fmax(largest, sum), most = std::fmax(most, score);
+        }
+        for (double &score : scores) total += score = std::exp(score - most);
+        for (int64_t c = 0; c < a.v_dim; ++c) {
+            double want = 0, of_values = 0;
+            for (size_t i = 0; i < seen.size(); ++i) {
+                double v = get(a.dtype, value.bytes.get(), place_of(a.value_stride, row, seen[i], head / group, c));
+                want += scores[i] / total * v, of_values = std::fmax(of_values, std::fabs(v));
+            }
+            // Scores in float32, weights of a relative error twice theirs, and sums of float32; then one rounding.
+            double of_scores = static_cast<double>(a.head_dim + 8) * 0x1p-24 * largest + 4 * 0x1p-24;
+            double bound = (2 * of_scores + static_cast<double>(seen.size() + 8) * 0x1p-24) * of_values;
+            bound += std::fabs(want) * SHARE[a.dtype] + LEAST[a.dtype];
+            check_close(get(a.dtype, out.bytes.get(), at(a.out_stride, row, token, head, c)), want, bound, "attention");
+        }
+    }
+}
+
 void test_level(const ropewalk_kernels &kernels) {
     auto tell = [&](const ropewalk_rotation &r, const Shape &shape, const Way &way, const char *what) {
         std::snprintf(now, sizeof now, "%s, %s, %s%s, head_dim %d, %d pairs from %d, batch %d, %d tokens, %d and %d heads, "
@@ -492,6 +583,26 @@ void test_level(const ropewalk_kernels &kernels) {
                     const Shape &shape = per_head ? alike : small;
                     tell(s.rotation, shape, {place, cache, false}, norm == 0 ? "step" : "step with norm");
                     test_step(kernels, s, shape, place, cache, per_head, stores);
+                }
+            }
+        }
+    }
+    int variant = 0;
+    for (ropewalk_dtype dtype : {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16}) {
+        for (int64_t head_dim : {1, 7, 16, 40, 64, 80, 130}) {
+            for (int64_t keys : {1, 5, 33, 150}) {
+                for (int64_t group : {1, 2, 3, 4, 7}) {
+                    ropewalk_attention a{};
+                    ++variant;
+                    a.dtype = dtype, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
+                    a.heads = a.kv_heads * group, a.head_dim = head_dim, a.v_dim = variant % 5 ? head_dim : head_dim + 3;
+                    a.keys = keys, a.block_size = variant % 7 ? 16 : 3, a.window = variant % 4 ? 0 : 9, a.scale = 0.25;
+                    a.parts = 1 + variant % 6;
+                    std::snprintf(now, sizeof now, "%s, attention, %s, head_dim %d, %d keys, %d of %d heads, batch %d, %d tokens, %d parts",
+                                  kernels.name, NAMES[dtype], int(head_dim), int(keys), int(a.kv_heads), int(a.heads), int(a.batch),
+                                  int(a.queries), int(a.parts));
+                    if (verbose) std::printf("%s\n", now), std::fflush(stdout);
+                    test_attention(kernels, a, variant % 3 ? BSHD : BHSD, variant % 2, variant % 5 == 0);
                 }
             }
         }

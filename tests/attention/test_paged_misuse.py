@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MODEL, run, stopped
+from paged_model import blocks_of
 from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend, attention
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
@@ -34,9 +35,8 @@ def new(rows: int, seq: int) -> Tensor:
 
 def state(cache: PagedKVCache) -> list[Any]:
     length = cache.length.tolist()
-    rows = [(number, row.blocks, row.skipped) for number, row in cache._rows.by_number.items()]
     pools = [pool.tolist() for pool in cache.keys + cache.values]
-    return copy.deepcopy([length, cache.position.tolist(), cache.free_blocks, rows, pools])
+    return [length, cache.position.tolist(), cache.free_blocks, blocks_of(cache), pools]
 
 
 def pool(*shape: int, **options: Any) -> Tensor:

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Without a GPU: in Triton's interpreter, then what was compiled, and what asks for it.
+# Without a GPU: in Triton's interpreter, then what was compiled, what asks for it, and what is launched.
 SUITES = [
     ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"),
     ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_attend.py"),
     ({}, "tests/gpu/test_compiled.py"),
+    ({}, "tests/gpu/test_launch.py"),
 ]
 
 
@@ -147,7 +148,9 @@ MUTANTS = [
         "torch.float16: 1, torch.bfloat16: 1",
     ),
     Mutant("attention in TF32", GPU, '4, 2, "tf32x3")', '4, 2, "tf32")'),
-    Mutant("small tiles", GPU, "_BYTES_PER_THREAD // 2 // element_size", "max(1, 16 // element_size // 2)"),
+    Mutant("kept for any address", GPU, "reduce(or_, pointers) % 16 == 0", "reduce(or_, pointers) >= 0"),
+    Mutant("kept for any dtype", GPU, "[(x.dtype, x.stride()) for", "[(tensors[0].dtype, x.stride()) for"),
+    Mutant("small tiles", GPU, "tile.bytes // 2 // element_size", "16 // element_size // 2"),
 ]
 
 

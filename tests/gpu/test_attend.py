@@ -48,9 +48,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     launch = gpu._launch
 
-    def noted(kernel: str, *others: Any, **options: Any) -> None:
-        names.append(kernel)
-        launch(kernel, *others, **options)
+    def noted(plan: gpu.Plan, tensors: tuple[Tensor, ...]) -> None:
+        names.append(plan.kernel)
+        launch(plan, tensors)
 
     monkeypatch.setattr(gpu, "_launch", noted)
     return names
@@ -83,7 +83,7 @@ def test_equals_the_definition(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40, 55))
 def test_divided_keys(seed: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """As few keys for each program as a tile has: some programs have no key, and some queries see none of a part."""
-    monkeypatch.setattr(gpu, "_LEAST_KEYS", 16)
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
     case = draw(seed)
     check_attend(case)
     assert launched == ["attend", "combine"] or min(case.visible.keys, case.visible.window or 17) <= 16
@@ -97,7 +97,7 @@ def test_long_rows(lengths: list[int], launched: list[str]) -> None:
 
 def test_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than `combine` reads at a time."""
-    monkeypatch.setattr(gpu, "_LEAST_KEYS", 64)
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, 64))
     check_attend(long_rows([2500]))
 
 
@@ -131,7 +131,7 @@ def test_heads_that_are_too_large() -> None:
 def test_strides_of_many_gigabytes(paged: bool, group: int) -> None:
     """The third slot or block is 2³¹ elements after the first, so its offset overflows 32 bits."""
     memory = torch.empty(2**31 + 2**20, dtype=torch.float16)
-    far = 2**30 + 8
+    far = 2**30 + 1
     x = memory.as_strided((3, 1, 1, 16) if paged else (1, 3, 1, 16), (far, 16, 16, 1) if paged else (16, far, 16, 1))
     x.copy_(torch.randn(x.shape))
     blocks = torch.tensor([[0, 1, 2]], dtype=torch.int32) if paged else None

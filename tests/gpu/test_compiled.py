@@ -21,6 +21,7 @@ from torch import Tensor
 from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
+from ropewalk.kernels.gpu import Launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -35,20 +36,21 @@ NAMES = {
 }
 
 
-Launch = tuple[int, dict[str, Any], int]
-"""The number of programs, the arguments and the warps."""
+def arguments(launch: Launch) -> dict[str, Any]:
+    """Return the arguments of a launch by name."""
+    plan, tensors = launch
+    return dict(zip(getattr(gpu.kernels(), plan.kernel).arg_names, tensors, strict=False)) | plan.numbers
 
 
-def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
+def compiled(launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
     """Compile a kernel as Triton does for this launch: numbers are not specialized, and pointers are aligned.
 
     known: further properties of pointers.
     """
-    _, arguments, warps = launch
-    function = getattr(gpu.kernels(), kernel)
+    named, function = arguments(launch), getattr(gpu.kernels(), launch[0].kernel)
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
-        value = arguments[name]
+        value = named[name]
         if name.isupper():
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
@@ -56,7 +58,7 @@ def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: 
         else:
             signature[name] = "i32"
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    options = {**({} if kernel in ("attend", "combine") else gpu._OPTIONS), "num_warps": warps}
+    options = {**launch[0].options, "num_warps": launch[0].warps}
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
 
@@ -105,14 +107,14 @@ FUSED = ("FFMA", "DFMA", "HFMA2", "FFMA2")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, Any], tmp_path: Path) -> None:
     launch = rotation(dtype, pairing, **how)
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     # Of q and of k: whole vectors, and nothing through shared memory. Two adjacent pairs of float32 need two numbers of
     # a table, which are 64 bits.
     tables = {"LDG.E.64"} if dtype == torch.float32 and pairing == "interleaved" else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     # 64 bytes for each thread of q's programs and of k's.
-    assert found["STG.E.128"] == 2 * gpu._BYTES_PER_THREAD // 16
+    assert found["STG.E.128"] == 2 * gpu.tile.bytes // 16
     assert not named(found, *SPILLS, "LDS", "STS", "BAR")
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
@@ -132,7 +134,7 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     launch = gpu.step_launch(
         (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, (v, pages, slots)
     )
-    found = sass(compiled("step", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
     # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
@@ -154,7 +156,7 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     launches = gpu.attention_launches(
         q, far_q, pool, pool, blocks, keys, order, first, counts, torch.empty_like(q), 0, 4, 0.1
     )
-    return {name: (programs, arguments, warps) for name, programs, arguments, warps in launches}
+    return {launch[0].kernel: launch for launch in launches}
 
 
 # One query of a key head, 4 that share it, and 8 tokens of each of these 4.
@@ -167,7 +169,8 @@ QUERIES = [(1, 1), (4, 1), (4, 8)]
 def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: bool, tmp_path: Path) -> None:
     """Keys and values are read in whole vectors, asynchronously for tensor cores. No registers are spilled."""
     launches = attention(dtype, rows, paged=paged)
-    program = compiled("attend", launches["attend"], SM_90)
+    compiled(launches["attend"], SM_80)
+    program = compiled(launches["attend"], SM_90)
     found = sass(program, tmp_path)
     assert not named(found, *SPILLS)
     if rows == (1, 1):
@@ -175,9 +178,12 @@ def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: 
         assert not named(found, "LDGSTS", "HMMA")
     else:
         assert named(found, "LDGSTS") == {"LDGSTS.E.BYPASS.128"}
-        assert named(found, "HMMA")
+        # Scores in one product, and values times weights that are sums of three; both are three products in float32.
+        plan, float32 = launches["attend"][0], dtype == torch.float32
+        one = plan.numbers["BLOCK_R"] * plan.numbers["BLOCK_N"] * 128 // (16 * 8 * (8 if float32 else 16)) // plan.warps
+        assert sum(found[name] for name in named(found, "HMMA")) == (6 if float32 else 4) * one
     assert program.metadata.shared <= 64 * 1024
-    assert not named(sass(compiled("combine", launches["combine"], SM_90), tmp_path), *SPILLS)
+    assert not named(sass(compiled(launches["combine"], SM_90), tmp_path), *SPILLS)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -187,13 +193,13 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
     q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
     interleaved = pairing == "interleaved"
     launch = gpu.rotation_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0, False))
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     tables = {"LDG.E.64"} if dtype == torch.float32 and interleaved else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     gradient = gpu.gradient_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0))
     assert not named(found, *SPILLS, "LDS", "STS", "BAR", "FFMA", "DFMA", "FFMA2")
-    assert not named(sass(compiled("table_gradient", gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
+    assert not named(sass(compiled(gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -214,14 +220,14 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
 def test_other_rotations_spill_no_registers(
     dtype: torch.dtype, how: dict[str, Any], pairing: str, tmp_path: Path
 ) -> None:
-    found = sass(compiled("rotate", rotation(dtype, pairing, **how), SM_90), tmp_path)
+    found = sass(compiled(rotation(dtype, pairing, **how), SM_90), tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
 
 def test_partial_rotation_moves_whole_vectors(tmp_path: Path) -> None:
     """DeepSeek rotates 64 of 192 channels. The 128 channels before them are copied."""
-    found = sass(compiled("rotate", rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
+    found = sass(compiled(rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
     assert named(found, "LDG") == {"LDG.E.128"}
     assert named(found, "STG") == {"STG.E.128"}
 
@@ -231,7 +237,7 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
     x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
     tables = torch.empty(2, 16, 40)
     launch = gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))
-    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    found = sass(compiled(launch, SM_90), tmp_path)
     assert "LDG.E.U16" in found
     assert named(found, "STG") == {"STG.E.U16"}
 
@@ -242,7 +248,7 @@ def test_gradient_to_the_tables_spills_no_registers(dtype: torch.dtype, pairing:
     tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
     of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", pairing == "interleaved", 0))
-    assert not named(sass(compiled("table_gradient", launch, SM_90), tmp_path), *SPILLS)
+    assert not named(sass(compiled(launch, SM_90), tmp_path), *SPILLS)
 
 
 @pytest.mark.parametrize("axes", [None, 3])
@@ -254,9 +260,7 @@ def test_angles_use_no_library_sine(
     tables, steps = torch.empty(4096, 64, dtype=dtype), torch.empty(64, dtype=torch.int64)
     of_positions = torch.empty(4096 if axes is None else (axes, 4096), dtype=positions)
     axis = None if axes is None else steps
-    program = compiled(
-        "angles", gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90
-    )
+    program = compiled(gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90)
     found = sass(program, tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, *FUSED)
@@ -274,7 +278,7 @@ SIZES_FOR_AMD = pytest.mark.parametrize("known", [[], [["tt.pointer_range", 32]]
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rotation_for_amd(dtype: torch.dtype, pairing: str, known: list[Any]) -> None:
-    code = compiled("rotate", rotation(dtype, pairing), GFX942, *known).asm["amdgcn"]
+    code = compiled(rotation(dtype, pairing), GFX942, *known).asm["amdgcn"]
     tables = {"dwordx2"} if dtype == torch.float32 and pairing == "interleaved" else set()
     assert set(re.findall(r"\b(?:global|buffer|flat)_load_(\w+)", code)) == {"dwordx4"} | tables
     assert set(re.findall(r"\b(?:global|buffer|flat)_store_(\w+)", code)) == {"dwordx4"}
@@ -289,8 +293,8 @@ def test_others_for_amd(known: list[Any]) -> None:
     gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", False, 0))
     steps = torch.empty(64, dtype=torch.int64)
     angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
-    for kernel, launch in (("table_gradient", gradient), ("angles", angles)):
-        code = compiled(kernel, launch, GFX942, *known).asm["amdgcn"]
+    for launch in (gradient, angles):
+        code = compiled(launch, GFX942, *known).asm["amdgcn"]
         assert "scratch_" not in code
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
@@ -300,8 +304,8 @@ def test_others_for_amd(known: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_attention_for_amd(dtype: torch.dtype, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for kernel, launch in attention(dtype, rows, paged=True).items():
-        program = compiled(kernel, launch, GFX942)
+    for launch in attention(dtype, rows, paged=True).values():
+        program = compiled(launch, GFX942)
         assert program.metadata.shared <= 64 * 1024
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", program.asm["amdgcn"])
 
@@ -379,11 +383,11 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
     """
     combined: dict[frozenset[Any], Launch] = {}
     for launch in launches:
-        arguments = launch[1]
-        choices = {name: value for name, value in arguments.items() if isinstance(value, bool)}
-        choices |= {name: value.dtype for name, value in arguments.items() if isinstance(value, Tensor)}
-        choices |= {name: arguments.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
-        choices |= {name: arguments.get(name) for name in ("BLOCK_R", "PRECISION")}
+        named = arguments(launch)
+        choices = {name: value for name, value in named.items() if isinstance(value, bool)}
+        choices |= {name: value.dtype for name, value in named.items() if isinstance(value, Tensor)}
+        choices |= {name: named.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
+        choices |= {name: named.get(name) for name in ("BLOCK_R", "PRECISION")}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
     left, chosen = frozenset().union(*combined), []
     while left:
@@ -396,13 +400,11 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
 def test_every_variant_compiles(kernel: str) -> None:
     launches = LAUNCHES[kernel]
     chosen = variants(launches())
-    flags = [name for name, value in chosen[0][1].items() if isinstance(value, bool)]
-    fixed = [flag for flag in flags if {arguments[flag] for _, arguments, _ in chosen} != {False, True}]
+    flags = [name for name, value in chosen[0][0].numbers.items() if isinstance(value, bool)]
+    fixed = [flag for flag in flags if {plan.numbers[flag] for plan, _ in chosen} != {False, True}]
     assert not fixed, "no launch here has the other value"
     for launch in chosen:
-        compiled(kernel, launch, SM_90)
-        if kernel in ("attend", "combine"):  # their machine code differs
-            compiled(kernel, launch, SM_80)
+        compiled(launch, SM_90)
 
 
 def test_lengths_and_batches_need_no_recompilation() -> None:
@@ -414,24 +416,15 @@ def test_lengths_and_batches_need_no_recompilation() -> None:
                 size = {"b": batch, "s": seq, "h": 8, "d": head_dim}
                 x, tables = torch.empty([size[axis] for axis in layout]), torch.empty(seq, pairs)
                 for table in (tables, tables.expand(batch, seq, pairs), torch.empty(batch, seq, pairs)):
-                    numbers = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))[1]
-                    seen.add(tuple((name, value) for name, value in numbers.items() if name.isupper()))
+                    plan, _ = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))
+                    seen.add(tuple((name, value) for name, value in plan.numbers.items() if name.isupper()))
             assert len(seen) == 1
 
 
 def test_no_number_is_compiled_in() -> None:
     """Lengths, counts and strides are not constants, so a new length needs no compilation. Constants are upper case."""
-    for kernel in ("rotate", "table_gradient", "angles", "attend", "combine"):
-        for parameter in getattr(gpu.kernels(), kernel).params:
-            if not parameter.is_constexpr and not isinstance(gpu_arguments()[kernel][parameter.name], torch.Tensor):
-                assert parameter.do_not_specialize, parameter.name
-
-
-def gpu_arguments() -> dict[str, dict[str, Any]]:
-    x, tables, steps = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 2), torch.empty(2, dtype=torch.int64)
-    return {
-        "rotate": gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))[1],
-        "table_gradient": gpu.gradient_launch([x], [x], tables, tables, Options("bshd", False, 0))[1],
-        "angles": gpu.angles_launch(steps, steps, tables, tables, 1.0)[1],
-        **{name: arguments for name, (_, arguments, _) in attention(torch.float32, (1, 1)).items()},
-    }
+    for kernel, launches in LAUNCHES.items():
+        plan, tensors = next(launches())
+        for parameter in getattr(gpu.kernels(), kernel).params[len(tensors) :]:
+            assert parameter.name in plan.numbers
+            assert parameter.is_constexpr or parameter.do_not_specialize, parameter.name

@@ -75,10 +75,10 @@ class TestRotate:
         """Several tiles along tokens and heads, where the last tile is not full."""
         torch.manual_seed(2)
         q, k = (torch.randn(shape(layout, 2, 19, heads, 128)) for heads in (37, 3))
-        programs, sizes, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), Options(layout, False, 0, False))
-        assert programs > 40
-        assert 37 % sizes["Q_BLOCK_H"]
-        assert 19 % sizes["K_BLOCK_T"]
+        plan, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), Options(layout, False, 0, False))
+        assert plan.programs > 40
+        assert 37 % plan.numbers["Q_BLOCK_H"]
+        assert 19 % plan.numbers["K_BLOCK_T"]
         rotate([q, k], *tables(*(() if layout == "thd" else (2,)), 19, 64), layout, pairing)
 
     @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,9 @@ Speed is not tested.
 from __future__ import annotations
 
 import json
+import platform
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import oracle
 import ropewalk
 from ropewalk import plots
 from ropewalk.tools import bench, cli
-from ropewalk.tools.bench import machine, measure
+from ropewalk.tools.bench import machine, measure, memory, sweep
 from ropewalk.tools.bench.case import BASE, HEAD_DIM, Case
 from ropewalk.tools.bench.clocks import OnCpu, Timed
 from ropewalk.tools.bench.contenders import CONTENDERS, Call, Contender
@@ -25,11 +27,16 @@ from ropewalk.tools.bench.peers import PEERS
 
 BY_NAME = {one.name: one for one in (*CONTENDERS, *PEERS)}
 EAGER = [one for one in CONTENDERS if "compiled" not in one.name]
-MODULES = ("rotary_embedding_torch", "onnxruntime", "mlx.core", "jax", "vllm._C")
+ONLY: dict = {"only": ["clone", "mul_"], "compiled": False}
+MODULES = ("rotary_embedding_torch", "onnxruntime", "mlx.core", "jax", "kernels", "kernels", "vllm._C")
+
+INSTALLED = [
+    (module, peer) for module, peer in zip(MODULES, PEERS, strict=True) if module != "kernels"
+]  # needs a network
 
 
-def rows(*contenders, tokens=5, dtype=torch.float32, layout="bshd", backward=False):
-    case = Case(tokens, dtype, layout, "forward + backward" if backward else "forward")
+def rows(*contenders, tokens=5, dtype=torch.float32, backward=False):
+    case = Case(tokens, dtype, "forward + backward" if backward else "forward")
     return measure.rows(case, contenders, OnCpu(), rounds=2, seconds=9.0)
 
 
@@ -40,14 +47,13 @@ def returns(make, **how):
 
 def turned(case, q, k, *grads, pairing="half", late=0):
     rope = ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing=pairing)
-    return rope.at(case.positions - late)(q, k, layout=case.layout)
+    return rope.at(case.positions - late)(q, k, layout="bshd")
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_contender_is_right(dtype, layout, backward):
-    found = rows(*EAGER, dtype=dtype, layout=layout, backward=backward)
+def test_every_contender_is_right(dtype, backward):
+    found = rows(*EAGER, dtype=dtype, backward=backward)
     assert [row["contender"] for row in found] == [c.name for c in EAGER if c.backward or not backward]
     for row in found:
         assert (row["state"], row["rounds"]) == ("timed", 2), row
@@ -133,7 +139,7 @@ def test_missing_peers_are_reported(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
     said = []
-    report = bench.run(bench.Settings(tokens=[2], rounds=1, compiled=False, backward=False, stream=0), said.append)
+    report = bench.run(bench.Settings(tokens=[2], rounds=1, compiled=False, backward=False), said.append)
     states = {row["contender"]: row["state"] for row in report["rows"]}
     assert {states[peer.name] for peer in PEERS} == {"not installed"}
     assert sum("not installed: no module" in line for line in said) == 2 * len(PEERS)
@@ -163,27 +169,19 @@ def test_a_contender_that_fails_late_is_reported():
     assert "median" not in late
 
 
-@pytest.mark.parametrize(("module", "peer"), list(zip(MODULES, PEERS, strict=True)))
+@pytest.mark.parametrize(("module", "peer"), INSTALLED)
 def test_installed_peers_are_right(module, peer):
     pytest.importorskip(module)
-    for layout in ("bshd", "bhsd")[: 1 if module == "vllm._C" else 2]:
-        assert [row["state"] for row in rows(peer, layout=layout)] == ["timed"]
-        if peer.backward:
-            assert [row["state"] for row in rows(peer, layout=layout, backward=True)] == ["timed"]
-
-
-def test_a_long_sequence_in_chunks():
-    row = measure.stream(torch.float32, "bshd", tokens=20, chunk=8)
-    assert (row["tokens"], row["chunk"]) == (24, 8)
-    assert row["error"] <= row["allowed"] == 2.0**-21
-    assert min(row["first_per_token"], row["last_per_token"]) > 0
+    assert [row["state"] for row in rows(peer)] == ["timed"]
+    if peer.backward:
+        assert [row["state"] for row in rows(peer, backward=True)] == ["timed"]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Run the command once. Return its output and files."""
     folder = tmp_path_factory.mktemp("bench")
-    options = ["--tokens", "3", "--tokens", "1", "--dtype", "float32", "--quick", "--rounds", "2", "--stream", "16"]
+    options = ["--tokens", "3", "--tokens", "1", "--dtype", "float32", "--quick", "--rounds", "2"]
     options += ["--only", "ropewalk, in place", "--only", "Hugging", "--no-compile", "--threads", "1"]
     files = {"json": folder / "bench.json", "plot": folder / "bench.png"}
     for name, path in files.items():
@@ -199,20 +197,21 @@ def test_json(ran):
     report = json.loads(ran[1]["json"].read_text())
     assert report["threads"] == 1
     assert report["versions"]["torch"] == torch.__version__
-    assert {"date", "machine", "THP_MEM_ALLOC_ENABLE", "environment", "commit"} < set(report)
-    assert {"cpu", "cores", "caches", "flags", "transparent_hugepage", "load"} < set(report["machine"])
+    assert {"date", "machine", "environment", "commit"} < set(report)
+    assert {"cpu", "make", "cores", "caches", "flags", "transparent_hugepage", "load"} < set(report["machine"])
     assert report["settings"]["tokens"] == [3, 1]
     found = [(row["tokens"], row["backward"], row["contender"]) for row in report["rows"]]
     forward = ["copy_", "ropewalk, in place", "Hugging Face", "Hugging Face, table"]
     assert found == [(n, b, c) for n in (3, 1) for b in (False, True) for c in (forward if not b else forward[::2])]
     assert all(row["state"] == "timed" for row in report["rows"])
-    assert [row["tokens"] for row in report["stream"]] == [32]
+    assert {row["memory"] for row in report["rows"]} == {memory.memories()[-1]}
+    assert all(0 <= row["faults"][0] <= row["faults"][1] for row in report["rows"])
 
 
 def test_printed_lines(ran):
-    assert "3 tokens, float32, forward: 0.12 MB read and written" in ran[0]
+    kind = memory.DESCRIBED[memory.memories()[-1]]
+    assert f"3 tokens, float32, forward, {kind}: 0.12 MB read and written" in ran[0]
     assert "1 token, float32, forward + backward" in ran[0]
-    assert "32 tokens, float32, in chunks of 16" in ran[0]
 
 
 def test_plot_file(ran):
@@ -228,7 +227,7 @@ def test_plot_file(ran):
 def test_a_busy_machine_is_reported(monkeypatch):
     monkeypatch.setattr(machine, "load", lambda: 7.0)
     said = []
-    bench.run(bench.Settings(tokens=[1], dtypes=["float32"], only=["clone"], rounds=1, stream=0), said.append)
+    bench.run(bench.Settings(tokens=[1], dtypes=["float32"], only=["clone"], rounds=1), said.append)
     assert any(line.startswith("Warning: the machine is busy (load 7.0)") for line in said)
 
 
@@ -255,17 +254,97 @@ def test_refusals(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
-@pytest.mark.parametrize(
-    ("options", "stream"),
-    [([], 1_000_000), (["--quick"], 0), (["--quick", "--stream", "5000"], 5000), (["--stream", "7"], 7)],
-)
-def test_quick_streams_only_with_the_option(options, stream, monkeypatch):
+@pytest.mark.parametrize(("options", "limits"), [([], (30, 30.0)), (["--quick"], (5, 5.0))])
+def test_quick_limits_the_rounds(options, limits, monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "run", lambda settings, *_, **__: asked.append(settings))
     done = CliRunner().invoke(cli.main, ["bench", *options])
     assert done.exit_code == 0, done.output
-    assert [settings.stream for settings in asked] == [stream]
-    assert (asked[0].rounds, asked[0].seconds) == ((5, 5.0) if "--quick" in options else (30, 30.0))
+    assert [(settings.rounds, settings.seconds) for settings in asked] == [limits]
+
+
+@pytest.mark.skipif(memory.memories() == ("unknown",), reason="only glibc can be told")
+def test_new_tensors_are_in_the_memory_that_the_table_names(monkeypatch):
+    """1,024 tokens are 16 MiB of q and 4 MiB of k in float32: 1,024 and 5,120 pages of 4 KiB, if they are not large."""
+    found = bench.run(bench.Settings(tokens=[8, 1024], dtypes=["float32"], backward=False, rounds=3, **ONLY), print)
+    assert [(row["memory"], row["tokens"], row["contender"]) for row in found["rows"]] == [
+        *(("new", 1024, name) for name in ("copy_", "clone")),
+        *(("kept", n, name) for n in (8, 1024) for name in ("copy_", "clone", "mul_")),
+    ]
+    faults = {(row["memory"], row["tokens"], row["contender"]): row["faults"] for row in found["rows"]}
+    assert faults["new", 1024, "clone"][0] >= 20
+    assert faults["kept", 1024, "clone"][1] <= 1
+    assert faults["new", 1024, "copy_"][1] <= 1
+
+
+def test_elsewhere_the_memory_is_unknown(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(memory, "resource", None)
+    said = []
+    found = bench.run(bench.Settings(tokens=[1024], dtypes=["float32"], backward=False, rounds=1, **ONLY), said.append)
+    assert [(row["memory"], row["faults"]) for row in found["rows"]] == [("unknown", [0, 0])] * 3
+    assert any("new tensors in memory of unknown origin" in line for line in said)
+
+
+def test_the_hub_kernel_is_called_as_its_file_says(monkeypatch):
+    """`apply_rotary(x1, x2, cos, sin, out1, out2, conj)` of kernels-community/rotary 2 rotates halves."""
+
+    def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
+        assert not conj
+        assert x1.shape[-2:] == cos.shape[-2:]
+        rotated = x1 * cos - x2 * sin, x1 * sin + x2 * cos
+        out1.copy_(rotated[0])
+        out2.copy_(rotated[1])
+
+    kernels = types.SimpleNamespace(
+        get_kernel=lambda name, version: {
+            ("kernels-community/rotary", 2): types.SimpleNamespace(apply_rotary=apply_rotary)
+        }[name, version]
+    )
+    monkeypatch.setitem(sys.modules, "kernels", kernels)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = rows(BY_NAME["hub kernel"], BY_NAME["hub kernel, in place"], dtype=dtype)
+        assert [row["state"] for row in found] == ["timed"] * 2, found
+
+
+def test_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sweep, "FORMS", [one for one in sweep.FORMS if one.name not in ("16", "32", "160", "192", "256")]
+    )
+    said, file = [], tmp_path / "sweep.json"
+    found = bench.run_sweep(bench.SweepSettings(tokens=5, rounds=2), said.append, json_file=file)
+    names = [form.name for form in sweep.FORMS for _ in range(2)]
+    assert [row["form"] for row in found["rows"]] == names * 2
+    assert [row["in_place"] for row in found["rows"]] == [False, True] * (len(names))
+    assert {row["state"] for row in found["rows"]} == {"timed"}
+    usual = found["rows"][1]
+    for row in found["rows"][1 : len(names) : 2]:
+        assert row["times_128"] == pytest.approx(row["median"] / row["bytes"] / (usual["median"] / usual["bytes"]))
+    assert usual["bytes"] == 5 * (32 + 8) * 128 * 4
+    assert json.loads(file.read_text()) == json.loads(json.dumps(found))
+    assert "bfloat16: median, and time per byte relative to heads of 128" in said
+
+
+def test_a_wrong_form_is_not_timed(monkeypatch):
+    monkeypatch.setattr(sweep, "FORMS", [one for one in sweep.FORMS if one.name in ("128", "20 of 80")])
+    right, late = ropewalk.Rope.at, lambda self, positions: right(self, positions - int(self.head_dim == 80))
+    monkeypatch.setattr(ropewalk.Rope, "at", late)
+    said = []
+    found = bench.run_sweep(bench.SweepSettings(tokens=5, dtypes=["float32"], rounds=1), said.append)
+    assert [row["state"] for row in found["rows"]] == ["timed", "timed", "wrong", "wrong"]
+    assert any("wrong" in line for line in said)
+
+
+def test_the_command_sweeps(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(bench, "run_sweep", lambda settings, say, json_file: asked.append((settings, json_file)))
+    options = ["--sweep", "--tokens", "2k", "--dtype", "bfloat16", "--rounds", "3", "--seconds", "4", "--threads", "1"]
+    done = CliRunner().invoke(cli.main, ["bench", *options, "--json", str(tmp_path / "a.json")])
+    assert done.exit_code == 0, done.output
+    settings = bench.SweepSettings(tokens=2048, dtypes=("bfloat16",), threads=1, rounds=3, seconds=4.0)
+    assert asked == [(settings, tmp_path / "a.json")]
+    for option in (["--only", "x"], ["--tokens", "4"], ["--decode"], ["--rows", "1"], ["--no-backward"]):
+        assert CliRunner().invoke(cli.main, ["bench", "--sweep", "--tokens", "3", *option]).exit_code == 1
 
 
 def test_machine_without_proc(monkeypatch):

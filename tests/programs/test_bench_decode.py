@@ -122,8 +122,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        *(["--tokens", "1"], ["--layout", "bhsd"], ["--no-backward"], ["--no-compile"]),
-        *(["--stream", "0"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
+        *(["--tokens", "1"], ["--no-backward"], ["--no-compile"]),
+        *(["--sweep"], ["--quick"], ["--plot", "a.png"], ["--device", "cpu"], ["--rehearse"]),
     ],
     ids=lambda option: option[0],
 )

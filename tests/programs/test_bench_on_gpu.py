@@ -224,9 +224,9 @@ def test_without_a_gpu_it_says_so() -> None:
         for option in (
             ("--tokens", "5"),
             ("--dtype", "float32"),
-            ("--layout", "bshd"),
             ("--threads", "1"),
-            ("--stream", "0"),
+            ("--rows", "1"),
+            ("--held", "1"),
             ("--quick",),
             ("--plot", "a.png"),
         )

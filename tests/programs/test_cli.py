@@ -378,7 +378,7 @@ class TestLengths:
         lengths = {(name, p.opts[0]): p for name, p in options if isinstance(p.type, Length)}
         assert lengths.keys() == {
             ("explain", "--length"), ("diff", "--length"), ("explore", "--length"), ("explore", "--trained-length"),
-            ("bench", "--tokens"), ("bench", "--held"), ("bench", "--stream"), ("convert", "--max-positions"),
+            ("bench", "--tokens"), ("bench", "--held"), ("convert", "--max-positions"),
             ("export", "--max-positions"), ("generate", "--tokens"),
         }  # fmt: skip
         said = {

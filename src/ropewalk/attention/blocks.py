@@ -1,10 +1,11 @@
-"""The blocks of a paged cache: which rows (requests) hold them, the changes that a step plans, and copies on write."""
+"""The blocks of a paged cache: which rows (requests) hold them, the changes that a step plans, and copies on write.
+
+The state is in tensors on the CPU, and no loop in Python runs over rows or blocks, so a step costs by what it changes.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import Store
+from ropewalk.attention.tokens import NewTokens
 
 
 class Blocks:
@@ -20,72 +22,116 @@ class Blocks:
 
     Args:
         count: number of blocks. They are numbered from 0, and all are free at first.
-        size: slots in a block.
 
     Attributes:
-        written: for each block, the number of its first slots that may hold anything, such as the NaN of a token that
-            was dropped. Its other slots are finite in all pools.
+        holders: number of rows that hold each block, int64 `[count]`.
     """
 
-    def __init__(self, count: int, size: int) -> None:
-        self._size = size
-        self.written = [size] * count
-        self.recount(())
+    def __init__(self, count: int) -> None:
+        self.holders = torch.zeros(count, dtype=torch.int64)
+        self._free = list(reversed(range(count)))
 
     @property
     def free(self) -> int:
         """Number of blocks that no row holds."""
         return len(self._free)
 
-    def holders(self, block: int) -> int:
-        """Return the number of rows that hold this block."""
-        return self._holders[block]
-
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> Tensor:
         """Allocate `count` blocks with one holder each. The caller must check that enough blocks are free."""
-        allocated = [self._free.pop() for _ in range(count)]
-        self.add_holder(allocated)
-        for block in allocated:
-            self.written[block] = self._size
+        first = len(self._free) - count
+        allocated = torch.tensor(self._free[first:][::-1], dtype=torch.int32)
+        del self._free[first:]
+        self.holders[allocated] = 1
         return allocated
 
-    def add_holder(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each block."""
-        for block in blocks:
-            self._holders[block] += 1
+    def add_holder(self, blocks: Tensor) -> None:
+        """Add a holder to each block, int32 `[n]`, once for each time that it occurs."""
+        self.holders.index_add_(0, blocks, torch.ones(len(blocks), dtype=torch.int64))
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder from each block. A block without holders becomes free."""
-        for block in blocks:
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free.append(block)
+    def release(self, blocks: Tensor) -> None:
+        """Remove a holder from each block, int32 `[n]`. A block without holders becomes free."""
+        if len(blocks):
+            self.holders.index_add_(0, blocks, torch.full((len(blocks),), -1))
+            released = torch.unique(blocks)
+            self._free.extend(released[self.holders[released] == 0].tolist())
 
-    def freed_by(self, released: Counter[int]) -> int:
-        """Return how many blocks would become free if each lost as many holders as `released` counts for it."""
-        return sum(self._holders[block] == times for block, times in released.items())
-
-    def recount(self, held: Iterable[int]) -> None:
-        """Count the holders of all blocks again, given the blocks of each holder."""
-        self._holders = [0] * len(self.written)
+    def recount(self, held: Tensor) -> None:
+        """Count the holders of all blocks again, given the blocks of all holders, int32 `[n]`."""
+        self.holders.zero_()
         self.add_holder(held)
-        self._free = [block for block in reversed(range(len(self.written))) if not self._holders[block]]
+        self._free = (self.holders == 0).nonzero()[:, 0].flip(0).tolist()
 
 
-class Row(NamedTuple):
-    """The cached tokens of one row. A change of the row replaces it.
+class Table(NamedTuple):
+    """The cached tokens of some rows. No tensor is ever changed in place, so steps and states of the cache share them.
 
     Attributes:
-        blocks: numbers of the blocks with its tokens, in order. The list is never changed.
-        skipped: number of blocks at the start of the row that were freed because they left the window.
-        length: number of tokens so far, including those of skipped blocks.
-        position: position of the next token.
+        blocks: numbers of the blocks with the tokens of each row, in order, int32 `[rows, width]`. After its blocks, a
+            row repeats the last one, so that a kernel that reads them reads no block of another row.
+        counts: number of blocks of each row, int64 `[rows]`.
+        skipped: number of blocks at the start of the row that were freed because they left the window, int64 `[rows]`.
+        length: number of tokens so far, including those of skipped blocks, int64 `[rows]`.
+        position: position of the next token, int64 `[rows]`.
+        written: number of tokens whose slots may hold anything, at least length: NaN of tokens that were dropped may be
+            in the slots after the last token. Later slots of the last block are finite in all pools. int64 `[rows]`.
+        limit: number of tokens up to which the row needs neither a new block nor a copy of its last one, as far as is
+            known, int64 `[rows]`.
     """
 
-    blocks: list[int]
-    skipped: int = 0
-    length: int = 0
-    position: int = 0
+    blocks: Tensor
+    counts: Tensor
+    skipped: Tensor
+    length: Tensor
+    position: Tensor
+    written: Tensor
+    limit: Tensor
+
+    @staticmethod
+    def empty(rows: int) -> Table:
+        """Return rows without tokens."""
+        return Table(torch.zeros(rows, 1, dtype=torch.int32), *torch.zeros(6, rows, dtype=torch.int64).unbind())
+
+    def is_held(self) -> Tensor:
+        """Return where `blocks` are blocks of the row and not repeated, bool `[rows, width]`."""
+        return torch.arange(self.blocks.shape[1]) < self.counts[:, None]
+
+    def held(self) -> Tensor:
+        """Return the blocks of all rows, row by row, int32 `[blocks]`."""
+        return self.blocks[self.is_held()]
+
+    def last(self) -> Tensor:
+        """Return the last block of each row, int32 `[rows]`, and any number for a row without blocks."""
+        return self.blocks.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
+
+    def filled(self) -> Table:
+        """Return the table with the last block of each row repeated after its blocks."""
+        return self._replace(blocks=torch.where(self.is_held(), self.blocks, self.last()[:, None]))
+
+    def resized(self, width: int) -> Table:
+        """Return the table with this width, at least the largest count."""
+        missing = width - self.blocks.shape[1]
+        if not missing:
+            return self
+        if missing < 0:
+            return self._replace(blocks=self.blocks[:, :width].contiguous())
+        return self._replace(blocks=torch.cat([self.blocks, self.blocks[:, -1:].expand(-1, missing)], dim=1))
+
+    def select(self, chosen: Tensor | None) -> Table:
+        """Return rows by their indices, int64 `[n]`. None means all rows."""
+        return self if chosen is None else Table(*(x.index_select(0, chosen) for x in self))
+
+    def put(self, chosen: Tensor | None, rows: Table) -> Table:
+        """Return the table with other rows at these indices. None means all rows."""
+        if chosen is None:
+            return rows
+        width = max(self.blocks.shape[1], rows.blocks.shape[1])
+        both = zip(self.resized(width), rows.resized(width), strict=True)
+        return Table(*(x.index_copy(0, chosen, y) for x, y in both))
+
+    def append(self, row: Table) -> Table:
+        """Return the table with one more row."""
+        width = max(self.blocks.shape[1], row.blocks.shape[1])
+        return Table(*(torch.cat(both) for both in zip(self.resized(width), row.resized(width), strict=True)))
 
 
 class Plan(NamedTuple):
@@ -93,28 +139,42 @@ class Plan(NamedTuple):
 
     Attributes:
         step: the forward pass. None until it has been created.
-        rows: state of the rows of the step after it, by number.
-        allocated: blocks allocated for the step, which the plan holds until the tokens are counted.
+        numbers: numbers of the rows of the step.
+        chosen: their indices in the table of all rows. None means all rows.
+        table: state of the rows of the step after it, as wide as its largest count, and at least 1.
+        allocated: blocks allocated for the step, which the plan holds until the tokens are counted, int32 `[n]`.
         replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
     """
 
     step: Step | None
-    rows: dict[int, Row]
-    allocated: list[int]
-    replaced: list[int]
+    numbers: list[int]
+    chosen: Tensor | None
+    table: Table
+    allocated: Tensor
+    replaced: Tensor
 
 
-class Move(NamedTuple):
-    """A block whose keys move by `delta` positions for `rows`, in a copy if `copied` is True, otherwise in place."""
+class Moves(NamedTuple):
+    """How `shift` moves the keys of some rows: each block once for every distance.
 
-    block: int
-    delta: int
-    rows: list[int]
-    copied: bool
+    Attributes:
+        blocks, deltas: number of a block, int32, and the distance by which its keys move, int64, each `[moves]`.
+        copied: whether they move in a copy of the block, because other rows that hold it do not move with it.
+        times: number of rows for which they move, int64 `[moves]`.
+        moved: state of the rows afterwards, without the copies.
+        which: for each block of these rows (`Table.held`) the index of its move, and −1 if it does not move.
+    """
+
+    blocks: Tensor
+    deltas: Tensor
+    copied: Tensor
+    times: Tensor
+    moved: Table
+    which: Tensor
 
 
 class Rows:
-    """All rows of a paged cache. Their state is in plain Python and CPU tensors.
+    """All rows of a paged cache.
 
     Args:
         stores: keys and values of each layer.
@@ -130,113 +190,126 @@ class Rows:
 
     def __init__(self, stores: Sequence[Store], count: int, block_size: int, window: int | None) -> None:
         self.block_size, self.window = block_size, window
-        self.blocks = Blocks(count, block_size)
+        self.blocks = Blocks(count)
         self.next_number = 0
         self.key_positions = torch.zeros(count, self.block_size, dtype=torch.int64)
         self._stores = stores
-        # The rows, the plan, and whether its tokens have been counted. A change replaces them in one assignment. During
-        # the change, `_changing` is True, because the counts of `blocks` may differ. If an exception interrupts it
-        # (Ctrl-C, no memory), `settle` counts the blocks again.
-        self._state: tuple[dict[int, Row], Plan | None, bool] = ({}, None, False)
+        # The index of each row in the table by its number, the table, the plan, and whether its tokens have been
+        # counted. A change replaces them in one assignment. During the change, `_changing` is True, because the counts
+        # of `blocks` may differ. If an exception interrupts it (Ctrl-C, no memory), `settle` counts the blocks again.
+        self._state: tuple[dict[int, int], Table, Plan | None, bool] = ({}, Table.empty(0), None, False)
         self._changing = False
 
     @property
-    def by_number(self) -> dict[int, Row]:
-        """The existing rows, in the order of their creation."""
+    def index(self) -> dict[int, int]:
+        """The index in the table of each existing row by its number, in the order of their creation."""
         return self._state[0]
+
+    @property
+    def table(self) -> Table:
+        """The existing rows. The tokens of the newest step must have been counted (`settle`)."""
+        return self._state[1]
 
     @property
     def plan(self) -> Plan | None:
         """Changes of the newest step. None if there is no step or the newest one is outdated."""
-        return self._state[1]
+        return self._state[2]
 
     @property
     def open_plan(self) -> Plan | None:
         """The plan, if its tokens have not been counted."""
-        _, plan, counted = self._state
+        _, _, plan, counted = self._state
         return None if counted else plan
 
-    def replace(self, rows: dict[int, Row], *, released: Iterable[int] = ()) -> None:
+    def replace(self, index: dict[int, int], table: Table, *, released: Tensor | None = None) -> None:
         """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
         self._changing = True
         self._release_plan()
-        self._state = rows, None, False
-        self.blocks.release(released)
+        self._state = index, table, None, False
+        if released is not None:
+            self.blocks.release(released)
         self._changing = False
 
     def drop_step(self) -> None:
         """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
-        self.replace(self.by_number)
+        self.replace(self.index, self.table)
 
-    def add(self, row: Row) -> int:
+    def add(self, row: Table) -> int:
         """Add a row, which becomes a holder of its blocks, and return its number."""
         number, self.next_number = self.next_number, self.next_number + 1
         self._changing = True
-        rows, plan, counted = self._state
-        self._state = {**rows, number: row}, plan, counted
-        self.blocks.add_holder(row.blocks)
+        index, table, plan, counted = self._state
+        if plan is not None and plan.chosen is None:  # its rows are no longer all rows
+            plan = plan._replace(chosen=torch.arange(len(index)))
+        self._state = {**index, number: len(index)}, table.append(row), plan, counted
+        self.blocks.add_holder(row.held())
         self._changing = False
         return number
 
-    def plan_moves(self, who: str, deltas: dict[int, int]) -> list[Move]:
-        """Group the moves of rows by block and distance, given the distance of each row by its number.
+    def remove(self, numbers: list[int], chosen: Tensor | None) -> None:
+        """Remove rows, and drop the newest step."""
+        left = [number for number in self.index if number not in set(numbers)]
+        kept = torch.tensor([self.index[number] for number in left], dtype=torch.int64)
+        released = self.table.select(chosen).held()
+        index = {number: i for i, number in enumerate(left)}
+        self.replace(index, self.table.select(kept), released=released)
+
+    def plan_moves(self, who: str, rows: Table, deltas: Tensor) -> Moves:
+        """Group the moves of rows by block and distance, given the distance of each row, int64 `[rows]`.
 
         A block is copied if it also belongs to a row that moves by another distance or not at all.
 
         Raises:
             RopeError: there are not enough free blocks for the copies.
         """
-        by_block: dict[int, dict[int, list[int]]] = {}
-        for number, delta in deltas.items():
-            for block in self.by_number[number].blocks:
-                by_block.setdefault(block, {}).setdefault(delta, []).append(number)
-        moves = []
-        for block, by_delta in by_block.items():
-            needs_copy = 0 in by_delta or self.blocks.holders(block) > sum(len(group) for group in by_delta.values())
-            for delta, group in by_delta.items():
-                if delta:
-                    moves.append(Move(block, delta, group, copied=needs_copy))
-                    needs_copy = True
-        self._check_free(who, sum(move.copied for move in moves), Counter())
-        return moves
+        is_held, holders = rows.is_held(), self.blocks.holders
+        pairs = torch.stack([rows.blocks.long()[is_held], deltas[:, None].expand_as(is_held)[is_held]])
+        (blocks, distances), which, times = torch.unique(pairs, dim=1, return_inverse=True, return_counts=True)
+        is_move = distances != 0
+        which = torch.where(is_move, is_move.cumsum(0) - 1, -1)[which]
+        blocks, distances, times = blocks[is_move], distances[is_move], times[is_move]
+        moving = torch.zeros_like(holders).index_add_(0, blocks, times)
+        copied = moving[blocks] < holders[blocks]
+        copied[1:] |= blocks[1:] == blocks[:-1]  # only the first distance of a block may move it in place
+        self._check_free(who, int(copied.sum()), holders)
+        moved = rows._replace(position=rows.position + deltas, limit=rows.length)  # rows may share the copies
+        return Moves(blocks.int(), distances, copied, times, moved, which)
 
-    def move(self, deltas: dict[int, int], moves: list[Move]) -> Tensor:
+    def move(self, chosen: Tensor | None, moves: Moves) -> Tensor:
         """Change the positions of rows and of their tokens. The newest step is dropped.
 
         Args:
-            deltas: distance by which each row moves, by number.
+            chosen: indices of the rows. None means all rows.
             moves: from `plan_moves`.
 
         Returns:
             The block of each move, int64 `[moves]`. Its keys must then be rotated.
         """
-        copied = [move for move in moves if move.copied]
+        source, rows, is_held = moves.blocks[moves.copied], moves.moved, moves.moved.is_held()
         self._changing = True
         self._release_plan()
-        copies = self.blocks.allocate(len(copied))
-        instead: dict[int, dict[int, int]] = {number: {} for number in deltas}
-        for move, copy in zip(copied, copies, strict=True):
-            self.blocks.add_holder([copy] * (len(move.rows) - 1))
-            self.blocks.release([move.block] * len(move.rows))
-            for number in move.rows:
-                instead[number][move.block] = copy
-        moved = {}
-        for number, delta in deltas.items():
-            row, new = self.by_number[number], instead[number]
-            blocks = [new.get(block, block) for block in row.blocks]
-            moved[number] = row._replace(blocks=blocks, position=row.position + delta)
-        self._state = {**self.by_number, **moved}, None, False
+        copies, times = self.blocks.allocate(len(source)), moves.times[moves.copied]
+        self.blocks.holders[copies] = times
+        self.blocks.release(source.repeat_interleave(times))
+        targets = moves.blocks.masked_scatter(moves.copied, copies)
+        blocks = rows.blocks.clone()
+        held = blocks[is_held]
+        blocks[is_held] = torch.where(moves.which < 0, held, targets[moves.which]) if len(targets) else held
+        self._state = self.index, self.table.put(chosen, rows._replace(blocks=blocks).filled()), None, False
         self._changing = False
-        self._copy([move.block for move in copied], copies)
-        copy_of = iter(copies)
-        blocks_moved = torch.tensor([next(copy_of) if move.copied else move.block for move in moves], dtype=torch.int64)
-        self.key_positions[blocks_moved] += torch.tensor([move.delta for move in moves], dtype=torch.int64)[:, None]
-        return blocks_moved
+        self._copy(source, copies)
+        self.key_positions[targets] += moves.deltas[:, None]
+        return targets.long()
 
-    def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
-        """Check row numbers and return them as a list. None means all rows."""
+    def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> tuple[list[int], Tensor | None]:
+        """Check row numbers. None means all rows.
+
+        Returns:
+            The numbers, and the indices of the rows in the table, int64 `[rows]`. None means all rows.
+        """
+        everything = list(self.index)
         if numbers is None:
-            return list(self.by_number)
+            return everything, None
         listed = None
         if isinstance(numbers, Tensor) and numbers.ndim == 1 and numbers.dtype in (torch.int32, torch.int64):
             listed = numbers.tolist()
@@ -248,35 +321,37 @@ class Rows:
         if listed is None:
             raise _checks.error(who, must, _checks.describe(numbers), fix)
         for row in listed:
-            _checks.integer(who, "each of rows", row, at_least=0)
-            if row not in self.by_number:
-                got = f"row {row}, which was freed" if row < self.next_number else f"row {row}"
-                raise _checks.error(who, must, got, f"The existing rows are {_checks.shown(list(self.by_number))}.")
+            if type(row) is not int or row not in self.index:
+                _checks.integer(who, "each of rows", row, at_least=0)
+                if row not in self.index:
+                    got = f"row {row}, which was freed" if row < self.next_number else f"row {row}"
+                    raise _checks.error(who, must, got, f"The existing rows are {_checks.shown(everything)}.")
         if len(set(listed)) < len(listed):
             raise _checks.error(who, must, _checks.shown(listed), "Pass each row once.")
-        return [int(row) for row in listed]
+        listed = [int(row) for row in listed]
+        if listed == everything:
+            return listed, None
+        return listed, torch.tensor([self.index[row] for row in listed], dtype=torch.int64)
 
-    def get(self, numbers: Iterable[int]) -> list[Row]:
-        """Return the rows with these numbers. The tokens of the newest step must have been counted (`settle`)."""
-        return [self.by_number[number] for number in numbers]
+    def positions_of(self, rows: Table) -> Tensor:
+        """Return the positions of all slots of rows, int64 `[rows, slots]`. See `Table.blocks` for the last ones."""
+        return self.key_positions[rows.blocks].flatten(1)
 
-    def current(self) -> list[Row]:
-        """Return all rows, after counting the tokens that all layers have stored."""
-        self.settle()
-        return list(self.by_number.values())
+    def in_blocks(self, rows: Table) -> Tensor:
+        """Return the number of tokens that each row has in its blocks, int64 `[rows]`."""
+        return rows.length - rows.skipped * self.block_size
 
-    def block_count(self, length: int) -> int:
-        """Return the number of blocks that `length` tokens need."""
-        return -(-length // self.block_size)
+    def truncated(self, rows: Table, length: Tensor, position: Tensor) -> Table:
+        """Return rows with their first tokens only, in a cache without a window."""
+        count = (length + self.block_size - 1) // self.block_size
+        return rows._replace(counts=count, length=length, position=position, limit=length).filled()
 
-    def cached_positions(self, row: Row) -> Tensor:
-        """Return the positions of the cached tokens of a row, without skipped blocks, int64 `[tokens]`."""
-        return self.key_positions[row.blocks].flatten()[: row.length - row.skipped * self.block_size]
-
-    def length_before(self, row: Row, at: int) -> int:
-        """Return the number of tokens before the first token whose position is `at` or larger."""
-        later = (self.cached_positions(row) >= at).nonzero()
-        return int(later[0]) if len(later) else row.length
+    def truncated_at(self, rows: Table, at: Tensor) -> Table:
+        """Return rows with the tokens before the first one at position `at` or later, in a cache without a window."""
+        places, length = self.positions_of(rows), rows.length[:, None]
+        slot = torch.arange(places.shape[1])
+        is_later = (places >= at[:, None]) & (slot < length)
+        return self.truncated(rows, torch.where(is_later, slot, length).amin(1), at.clone())
 
     def available(self) -> int:
         """Return the number of blocks that are free once the newest step is dropped."""
@@ -287,133 +362,142 @@ class Rows:
     def settle(self) -> None:
         """Count the tokens of the newest step if all layers have stored them.
 
-        The last layer does not do this, because it may be compiled, and the state of the rows is plain Python.
+        The last layer does not do this, because it may be compiled, and the state of the rows is on the host.
         """
-        plan = self.open_plan
+        plan, size = self.open_plan, self.block_size
         if self._changing:
-            held = [row.blocks for row in self.by_number.values()] + ([] if plan is None else [plan.allocated])
-            self.blocks.recount(chain.from_iterable(held))
+            held = self.table.held()
+            self.blocks.recount(held if plan is None else torch.cat([held, plan.allocated]))
             self._changing = False
         if plan is None or plan.step is None or not plan.step._is_complete():
             return
-        rows, released = {**self.by_number, **plan.rows}, list(plan.replaced)
+        rows, released = plan.table, plan.replaced
         if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
-            for number, row in plan.rows.items():
-                unseen = max(0, row.length - self.window + 1) // self.block_size - row.skipped
-                released += row.blocks[:unseen]
-                rows[number] = row._replace(blocks=row.blocks[unseen:], skipped=row.skipped + unseen)
+            unseen = (rows.length - self.window + 1).clamp(min=0) // size - rows.skipped
+            if unseen.any():
+                width = rows.blocks.shape[1]
+                column = torch.arange(width)
+                released = torch.cat([released, rows.blocks[column < unseen[:, None]]])
+                blocks = rows.blocks.gather(1, (column + unseen[:, None]).clamp(max=width - 1))
+                rows = rows._replace(blocks=blocks, counts=rows.counts - unseen, skipped=rows.skipped + unseen)
         self._changing = True
-        self._state = rows, plan, True
+        self._state = self.index, self.table.put(plan.chosen, rows), plan, True
         self.blocks.release(released)
         self._changing = False
 
     def check_finished(self, who: str) -> Plan | None:
         """Return the plan of the newest step, or None if no layer has stored tokens. Raise if only some have."""
         self.settle()
-        _, plan, counted = self._state
+        _, _, plan, counted = self._state
         if plan is not None and plan.step is not None:
             plan.step._is_complete(who)
         return plan if counted else None
 
     def extend(
-        self,
-        who: str,
-        numbers: list[int],
-        *,
-        lengths: list[int],
-        starts: list[int],
-        added: list[int],
-        following: list[int],
-    ) -> list[Row]:
-        """Truncate rows immediately, and plan their new tokens. The previous step is dropped. Return the planned rows.
+        self, who: str, numbers: list[int], chosen: Tensor | None, before: Table, kept: Table, new: NewTokens
+    ) -> Plan:
+        """Truncate rows immediately, and plan their new tokens. The previous step is dropped.
 
         Args:
             who: name of the caller in the message.
-            numbers: numbers of the rows.
-            lengths, starts: number of tokens that each row keeps, and the position at which it continues.
-            added: number of new tokens of each row.
-            following: position of the next token of each row after the step.
+            numbers, chosen: the rows, from `select`.
+            before, kept: their state now, and truncated. The same object if nothing is truncated.
+            new: the new tokens.
 
         Raises:
             RopeError: there are not enough free blocks. Nothing has changed then.
         """
-        rows, size = self.get(numbers), self.block_size
-        kept = [
-            row.blocks if n == row.length else row.blocks[: self.block_count(n) - row.skipped]
-            for row, n in zip(rows, lengths, strict=True)
-        ]
-        dropped = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
-        needs: list[tuple[int, bool]] = []  # number of new blocks, and whether the last old one is partial and shared
-        needed = 0
-        for row, blocks, length, more in zip(rows, kept, lengths, added, strict=True):
-            shared = length % size > 0 and self.blocks.holders(blocks[-1]) - dropped[blocks[-1]] > 1
-            needs.append((self.block_count(length + more) - row.skipped - len(blocks), shared))
-            needed += needs[-1][0] + (shared and more > 0)
-        self._check_free(who, needed, dropped)
-        truncated, plan, copies = {}, Plan(None, {}, [], []), []
-        written, stale = self.blocks.written, {}  # the slots of each block that tokens use, if more have been written
+        size, pool, holders = self.block_size, self.blocks, self.blocks.holders
+        dropped = none = before.blocks[:0, 0]
+        if kept is not before:
+            dropped = before.blocks[before.is_held() & ~kept.is_held()]
+            holders = holders.index_add(0, dropped, torch.full((len(dropped),), -1))
+        written = torch.maximum(kept.written, new.length)  # also if the step is dropped
+        rows = kept._replace(length=new.length, position=new.position, written=written)
+        table = self.table
+        if chosen is None:
+            table = kept._replace(written=written)
+        elif kept is before:
+            table = table._replace(written=table.written.index_copy(0, chosen, written))
+        else:
+            table = table.put(chosen, kept._replace(written=written))
+        is_changed = (new.length > kept.limit) | (kept.written > new.length)
+        if not is_changed.any():
+            rows = rows.resized(max(1, int(rows.counts.max())))
+            self._changing = True
+            self._release_plan()
+            pool.release(dropped)
+            plan = Plan(None, numbers, chosen, rows, none, none)
+            self._state = self.index, table, plan, False
+            self._changing = False
+            return plan
+        which = None if is_changed.all() else is_changed.nonzero()[:, 0]
+        old, now = kept.select(which), rows.select(which)
+        counts, last = (now.length + size - 1) // size - old.skipped, old.last()
+        shared = (old.length % size > 0) & (holders[last] > 1)  # whether the last block is partial and shared
+        copied = shared & (now.length > old.length)
+        more = counts - old.counts + copied  # new blocks of each row
+        needed = int(more.sum())
+        self._check_free(who, needed, holders)
         self._changing = True
         self._release_plan()
-        self.blocks.release(dropped.elements())
-        for number, row, blocks, (count, shared), length, start, more, position in zip(
-            numbers, rows, kept, needs, lengths, starts, added, following, strict=True
-        ):
-            if length != row.length or start != row.position:
-                truncated[number] = Row(blocks, row.skipped, length, start)
-            copied = shared and more > 0
-            if count or copied:
-                new = self.blocks.allocate(count + copied)
-                plan.allocated.extend(new)
-                if copied:
-                    plan.replaced.append(blocks[-1])
-                    copies.append(new[0])
-                    blocks = blocks[:-1]
-                for block in blocks[-1:]:
-                    written[block] = size
-                blocks = blocks + new
-            plan.rows[number] = Row(blocks, row.skipped, length + more, position)
-            if blocks and (copied or not shared):
-                used = (length + more - 1) % size + 1
-                if written[blocks[-1]] > used:
-                    stale[blocks[-1]] = used
-                else:
-                    written[blocks[-1]] = used
-        self._state = {**self.by_number, **truncated}, plan, False
+        pool.release(dropped)
+        allocated, copies = pool.allocate(needed), none
+        now = now.resized(max(old.blocks.shape[1], int(counts.max())))._replace(counts=counts)
+        if needed:
+            row, first = torch.arange(len(more)).repeat_interleave(more), more.cumsum(0) - more
+            column = torch.arange(needed) + (old.counts - copied.long() - first)[row]
+            now = now._replace(blocks=now.blocks.index_put((row, column), allocated)).filled()
+            copies = allocated[first[copied]]
+        end, is_kept = (counts + old.skipped) * size, shared & ~copied
+        dirty = torch.where(more > 0, end, torch.where(is_kept, now.length, torch.minimum(old.written, end)))
+        now = now._replace(
+            written=torch.where(is_kept, now.written, now.length), limit=torch.where(is_kept, now.length, end)
+        )
+        rows = rows.put(which, now)
+        rows = rows.resized(max(1, int(rows.counts.max())))
+        plan = Plan(None, numbers, chosen, rows, allocated, last[copied])
+        self._state = self.index, table, plan, False
         self._changing = False
-        self._copy(plan.replaced, copies)
-        if stale:
-            self._clear([(block, place) for block, used in stale.items() for place in range(used, written[block])])
-            for block, used in stale.items():
-                written[block] = used
-        return list(plan.rows.values())
+        self._copy(last[copied], copies)
+        self._clear(now.last(), now.length - end + size, dirty - end + size)
+        return plan
 
     def attach(self, step: Step) -> None:
         """Make `step` the forward pass of the plan that `extend` has made."""
-        rows, plan, counted = self._state
-        self._state = rows, plan and plan._replace(step=step), counted
+        index, table, plan, counted = self._state
+        self._state = index, table, plan and plan._replace(step=step), counted
 
-    def _copy(self, old: list[int], new: list[int]) -> None:
-        """Copy each block in `old` to the block at the same index in `new`, in all layers."""
-        if old:
-            source, target = torch.tensor([old, new])
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy each block in `source` to the block at the same index in `target`, in all layers."""
+        if len(source):
             self.key_positions[target] = self.key_positions[source]
-            source, target = torch.stack([source, target]).to(self._stores[0].keys.device)
+            source, target = torch.stack([source, target]).long().to(self._stores[0].keys.device)
             for store in self._stores:
                 store.copy(source, target, self.block_size)
 
-    def _clear(self, slots: list[tuple[int, int]]) -> None:
-        """Clear slots, given by block and place, that hold no token of the rows that attention reads.
+    def _clear(self, blocks: Tensor, begin: Tensor, end: Tensor) -> None:
+        """Clear slots of blocks from begin up to end, int64 `[blocks]`, which hold no token of the row that reads them.
 
         A token that was dropped, or a previous row, may have left NaN there. A mask would not help: the attention
         weight of such a key is 0, and 0 · NaN is NaN.
         """
-        block, place = torch.tensor(slots).T.to(self._stores[0].keys.device)
-        for store in self._stores:
-            store.clear((block, place))
+        place = torch.arange(self.block_size)
+        which, place = ((place >= begin[:, None]) & (place < end[:, None])).nonzero(as_tuple=True)
+        if len(which):
+            block, place = torch.stack([blocks.long()[which], place]).to(self._stores[0].keys.device)
+            for store in self._stores:
+                store.clear((block, place))
 
-    def _check_free(self, who: str, needed: int, released: Counter[int]) -> None:
-        """Raise unless this number of blocks is free once the newest step is dropped and these blocks are released."""
-        free = self.available() + self.blocks.freed_by(released)
+    def _check_free(self, who: str, needed: int, holders: Tensor) -> None:
+        """Raise unless this number of blocks is free once the newest step is dropped.
+
+        Args:
+            holders: number of holders of each block by then, int64 `[blocks]`.
+        """
+        free = self.available()
+        if holders is not self.blocks.holders:
+            free += int((holders == 0).sum()) - self.blocks.free
         if needed > free:
             fix = "Free or reset rows that have ended, send fewer tokens, or build the cache with more blocks."
             raise _checks.error(who, f"{needed} free blocks are needed", f"{free}", fix)

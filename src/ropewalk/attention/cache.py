@@ -150,7 +150,6 @@ class CacheStep(Step):
             cache.window,
             positions=new.positions,
             order=new.order,
-            slots=(row, slot),
             flat_slots=torch.add(slot, row, alpha=ring.count + 1),
             causal=causal and padding is None,
             filled=filled,
@@ -161,7 +160,7 @@ class CacheStep(Step):
             previous=previous,
         )
         self._ring, self._sinks, self._new = ring, ring.sinks, new
-        self._padding = padding
+        self._padding, self._slots = padding, (row, slot)
         self._state = cache._key_positions, cache.length, cache.position
 
     @property
@@ -198,6 +197,9 @@ class CacheStep(Step):
         if self._padding is not None:
             mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
         return mask[:, None]
+
+    def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
+        store.write(self._slots, k, v)
 
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
         return store.read(None, self._ring.count if every else self._filled.stop)

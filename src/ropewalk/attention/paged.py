@@ -4,14 +4,13 @@ Each request is a row of the cache. A row allocates a block when its tokens need
 grows with the number of tokens. Keys are cached after rotation, as in `KVCache`. Rows with a common prefix may share
 blocks. A row copies a shared block before writing to it or shifting its keys (copy on write).
 
-Block tables, lengths and positions are planned on the host, in plain Python and CPU tensors. Nothing synchronizes with
-a GPU if the arguments of `step` are on the CPU.
+Block tables, lengths and positions are planned on the host, in CPU tensors. Nothing synchronizes with a GPU if the
+arguments of `step` are on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
-from ropewalk.attention.blocks import Row, Rows
+from ropewalk.attention.blocks import Plan, Rows, Table
 from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import PlainStore, Store, create_stores
@@ -76,7 +75,6 @@ class PagedStep(Step):
             `[batch · seq]`, row by row.
         block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
             row. With a window, it omits blocks that no token of this step attends to.
-        seq_lens: number of tokens that each row has in the blocks of `block_table`, int32 `[batch]`.
         block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
@@ -85,60 +83,59 @@ class PagedStep(Step):
     def __init__(
         self,
         cache: PagedKVCache,
-        numbers: list[int],
-        planned: list[Row],
+        plan: Plan,
         new: NewTokens,
-        real: Tensor,
+        real: Tensor | None,
         *,
         advances: bool,
         previous: Step | None,
     ) -> None:
-        device, size, window = cache._device, cache.block_size, cache.window
-        skipped = torch.tensor([row.skipped * size for row in planned])[:, None]
-        self._token_counts = [row.length - row.skipped * size for row in planned]
-        self._blocks = [row.blocks for row in planned]
-        most = max(1, *map(len, self._blocks))
-        # Padded with a block of the same row, so that no block of another row is read.
-        table = torch.tensor([blocks + (blocks[-1:] or [0]) * (most - len(blocks)) for blocks in self._blocks])
-        place = new.order - skipped
-        block = table.gather(1, (place // size).clamp(max=most - 1))
-        host_slots, no_padding = torch.where(real, block * size + place % size, -1), bool(real.all())
-        # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
-        longest = max(1, *self._token_counts)
-        flat_slots = host_slots.to(device)
+        device, size, window, table = cache._device, cache.block_size, cache.window, plan.table
+        skipped, most = table.skipped * size, table.blocks.shape[1]
+        counts = new.length - skipped  # of the tokens that each row has in its blocks
+        shortest, longest = (max(1, int(count)) for count in torch.aminmax(counts))
+        place = new.order - skipped[:, None]
+        block = table.blocks.gather(1, (place // size).clamp(max=most - 1))
+        slots = torch.add(place % size, block, alpha=size)
+        cache._rows.key_positions.view(-1).index_put_(
+            *((slots,), new.place) if real is None else ((slots[real],), new.place[real])
+        )
+        self.slot_mapping = (slots if real is None else torch.where(real, slots, -1)).flatten().to(device)
         super().__init__(
             cache._stores,
             cache._heads,
             window,
             positions=new.positions.to(device),
             order=new.order.to(device),
-            slots=(block[real].to(device), (place % size)[real].to(device)),
-            flat_slots=flat_slots,
-            causal=no_padding and min(self._token_counts) == longest and longest <= (window or longest),
+            flat_slots=self.slot_mapping.view(slots.shape),
+            # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
+            causal=real is None and shortest == longest <= (window or longest),
             filled=slice(0, longest),
             keys=most * size,
             concatenates=False,
             advances=advances,
             previous=previous,
         )
-        cache._rows.key_positions.view(-1).index_put_((host_slots[real],), new.place[real])
-        self.rows = list(numbers)
-        self.slot_mapping, self.block_table = flat_slots.flatten(), table.int().to(device)
-        self.seq_lens = _on_device(self._token_counts, device)
-        self._counts = self.seq_lens.to(torch.int64)
-        empty = [number for number, blocks in enumerate(self._blocks) if not blocks]
-        self._empty = torch.tensor(empty, device=device) if empty else None
-        self._added: list[int] = real.sum(1).tolist()
-        self._real_tokens = None if no_padding else real.flatten().nonzero()[:, 0].to(device)
-        self._key_index = torch.arange(most * size, device=device)  # index of each key in the blocks of its row
-        self._real, self._skipped = real.to(device), skipped.to(device)
+        self.rows, self.block_table = plan.numbers, table.blocks.to(device)
+        self._counts, self._skipped = counts.to(device), skipped.to(device)
+        self._real = self._real_tokens = self._empty = None
+        if real is not None:
+            empty = (table.counts == 0).nonzero()[:, 0]
+            self._empty = empty.to(device) if len(empty) else None
+            self._real, self._real_tokens = real.to(device), real.flatten().nonzero()[:, 0].to(device)
         self._scratch, self._table, self._positions_of_slots = cache._scratch, table, cache._rows.key_positions
         if cache.flex:
             self.block_mask = self._build_block_mask(cache.keys[0].shape[0])
 
     @property
     def key_order(self) -> Tensor:
-        return torch.where(self._key_index < self.seq_lens[:, None], self._skipped + self._key_index, EMPTY)
+        index = torch.arange(self._keys, device=self.order.device)  # index of each key in the blocks of its row
+        return torch.where(index < self._counts[:, None], self._skipped[:, None] + index, EMPTY)
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """Number of tokens that each row has in the blocks of `block_table`, int32 `[batch]`."""
+        return self._counts.int()
 
     @property
     def kv_indptr(self) -> Tensor:
@@ -146,18 +143,18 @@ class PagedStep(Step):
 
         The name is FlashInfer's.
         """
-        return _on_device([0, *accumulate(len(blocks) for blocks in self._blocks)], self.order.device)
+        return _starts(self._table.counts).to(self.order.device)
 
     @property
     def kv_indices(self) -> Tensor:
         """Numbers of the blocks of all rows, row by row, int32 `[blocks of all rows]`. The name is FlashInfer's."""
-        return _on_device([block for blocks in self._blocks for block in blocks], self.order.device)
+        return self._table.held().to(self.order.device)
 
     @property
     def kv_last_page_len(self) -> Tensor:
         """Number of tokens in the last block of each row, int32 `[batch]`. The name is FlashInfer's."""
         size = self._positions_of_slots.shape[1]
-        return _on_device([(count - 1) % size + 1 if count else 0 for count in self._token_counts], self.order.device)
+        return torch.where(self._counts > 0, (self._counts - 1) % size + 1, 0).int()
 
     @property
     def qo_indptr(self) -> Tensor:
@@ -166,7 +163,7 @@ class PagedStep(Step):
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
         """
-        return _on_device([0, *accumulate(self._added)], self.order.device)
+        return _starts((self._flat_slots >= 0).sum(1))
 
     def mark_written(self) -> None:
         """Record that another kernel has stored the keys and values of all layers.
@@ -186,7 +183,7 @@ class PagedStep(Step):
             flag[0] = True
 
     def _find_key_positions(self) -> Tensor:
-        places = self._positions_of_slots[self._table].flatten(1).to(self.order.device)
+        places = self._positions_of_slots[self._table.blocks].flatten(1).to(self.order.device)
         return torch.where(self.key_order == EMPTY, EMPTY, places)
 
     def _build_mask(self, *, every: bool) -> Tensor:
@@ -194,19 +191,19 @@ class PagedStep(Step):
         visible = distance >= 0
         if self._window is not None:
             visible = visible & (distance < self._window)
-        return (visible | ~self._real[:, :, None])[:, None]
+        return (visible if self._real is None else visible | ~self._real[:, :, None])[:, None]
 
     def _build_block_mask(self, blocks: int) -> BlockMask:
         """Build the mask for FlexAttention between the new tokens and all tokens of the pool."""
         (batch, seq), device, size = self.order.shape, self.order.device, self._positions_of_slots.shape[1]
+        table, most, tiles = self._table, self._table.blocks.shape[1], -(-seq // _QUERIES)
         block_numbers = torch.zeros(batch, blocks, dtype=torch.int32)  # FlexAttention requires the width of the pool
+        block_numbers[:, :most] = table.blocks
+        row, column = table.is_held().nonzero(as_tuple=True)
         number = torch.full((batch, blocks), -1)  # index of a block in its row, from 0
-        for row, table in enumerate(self._blocks):
-            block_numbers[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-            number[row, table] = torch.arange(len(table))
-        count = torch.tensor([len(table) for table in self._blocks], dtype=torch.int32)
-        tiles = -(-seq // _QUERIES)
-        number, first, order, real = number.to(device), self._skipped[:, 0], self.order, self._real
+        number[row, table.held()] = column
+        number, first, order = number.to(device), self._skipped, self.order
+        real = torch.ones_like(order, dtype=torch.bool) if self._real is None else self._real
         window = self._window
 
         def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -216,7 +213,7 @@ class PagedStep(Step):
             return (block >= 0) & (in_window | ~real[row, query])
 
         return BlockMask.from_kv_blocks(
-            count[:, None, None].expand(-1, 1, tiles).to(device),
+            table.counts.int()[:, None, None].expand(-1, 1, tiles).to(device),
             block_numbers[:, None, None].expand(-1, 1, tiles, -1).to(device),
             BLOCK_SIZE=(_QUERIES, size),
             mask_mod=attends,
@@ -229,16 +226,16 @@ class PagedStep(Step):
             self.order,
             self._filled.stop,
             blocks=self.block_table,
-            first=self._skipped[:, 0],
+            first=self._skipped,
             counts=self._counts,
             window=window,
         )
 
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        slots, k, v, size = self.slot_mapping, k.flatten(0, 1), v.flatten(0, 1), self._positions_of_slots.shape[1]
         if self._real_tokens is not None:
-            k, v = k.index_select(0, self._real_tokens), v.index_select(0, self._real_tokens)
-        store.write(self._slots, k, v)
+            slots, k, v = (x.index_select(0, self._real_tokens) for x in (slots, k, v))
+        store.write((slots // size, slots % size), k, v)
 
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
         # Slots without a token have finite values if the keys of their row are finite.
@@ -249,8 +246,9 @@ class PagedStep(Step):
         return keys, values
 
 
-def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32).to(device)
+def _starts(counts: Tensor) -> Tensor:
+    """Return where each row starts if rows of these lengths follow each other, then their end, int32 `[rows + 1]`."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
 
 class PagedKVCache:
@@ -389,12 +387,13 @@ class PagedKVCache:
     @property
     def rows(self) -> list[int]:
         """Numbers of the current rows, in the order of their creation. Methods use all of them for rows=None."""
-        return list(self._rows.by_number)
+        return list(self._rows.index)
 
     @property
     def length(self) -> Tensor:
         """Number of tokens that all layers have stored, for each row in `rows`, int64 `[rows]`, on the CPU."""
-        return torch.tensor([row.length for row in self._rows.current()], dtype=torch.int64)
+        self._rows.settle()
+        return self._rows.table.length.clone()
 
     @property
     def position(self) -> Tensor:
@@ -402,7 +401,8 @@ class PagedKVCache:
 
         It equals length unless `shift`, or `at` or `positions` of `step`, has changed it.
         """
-        return torch.tensor([row.position for row in self._rows.current()], dtype=torch.int64)
+        self._rows.settle()
+        return self._rows.table.position.clone()
 
     @property
     def free_blocks(self) -> int:
@@ -412,7 +412,7 @@ class PagedKVCache:
 
     def admit(self) -> int:
         """Start an empty row and return its number. Numbers are never reused. `step` allocates the blocks."""
-        return self._rows.add(Row([]))
+        return self._rows.add(Table.empty(1))
 
     def fork(self, row: int, length: int | None = None) -> int:
         """Start a row with the tokens of another row, and return its number. Nothing is copied yet.
@@ -429,17 +429,21 @@ class PagedKVCache:
                 has evicted older keys; or only some layers appended in the previous step (see `rollback`).
         """
         who = f"{_NAME}.fork"
-        numbers = self._rows.select(who, [row])
+        (number,), _ = self._rows.select(who, [row])
         self._rows.check_finished(who)
-        (other,) = self._rows.get(numbers)
-        blocks, kept, position = other.blocks, other.length, other.position
+        index, table = self._rows.index, self._rows.table
+        chosen = torch.tensor([index[number]])
+        other = table.select(chosen)
+        other = other._replace(limit=other.length)  # the last block must be copied before a row writes to it
+        table = table.put(chosen, other)
         if length is not None:
             tokens.check_no_window(who, "length", self.window, "a number", "Fork the whole row.")
-            kept = _checks.integer(who, "length", length, at_least=0, at_most=other.length)
-            blocks = blocks[: self._rows.block_count(kept)]
-            position = max(self._rows.cached_positions(other)[:kept].tolist(), default=-1) + 1
-        self._rows.drop_step()
-        return self._rows.add(Row(blocks, other.skipped, kept, position))
+            kept = _checks.integer(who, "length", length, at_least=0, at_most=int(other.length))
+            places = self._rows.positions_of(other)[:, :kept]
+            position = places.amax(1) + 1 if kept else torch.zeros_like(other.position)
+            other = self._rows.truncated(other, torch.full_like(other.length, kept), position)
+        self._rows.replace(index, table)
+        return self._rows.add(other)
 
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
         """End rows and free their blocks, except for those shared with other rows. Row numbers are not reused.
@@ -450,13 +454,9 @@ class PagedKVCache:
         Raises:
             RopeError: there is no such row; or only some layers appended in the previous step (see `rollback`).
         """
-        chosen = self._rows.select(f"{_NAME}.free", rows)
+        numbers, chosen = self._rows.select(f"{_NAME}.free", rows)
         self._rows.check_finished(f"{_NAME}.free")
-        released = [block for row in self._rows.get(chosen) for block in row.blocks]
-        rows_left = dict(self._rows.by_number)
-        for number in chosen:
-            del rows_left[number]
-        self._rows.replace(rows_left, released=released)
+        self._rows.remove(numbers, chosen)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Drop all tokens of the given rows and free their blocks, except for those shared with other rows.
@@ -469,12 +469,13 @@ class PagedKVCache:
                 `rollback`).
         """
         who = f"{_NAME}.reset"
-        chosen = self._rows.select(who, rows)
+        numbers, chosen = self._rows.select(who, rows)
         if rows is not None:
             self._rows.check_finished(who)
         self._rows.settle()
-        released = [block for row in self._rows.get(chosen) for block in row.blocks]
-        self._rows.replace({**self._rows.by_number, **{number: Row([]) for number in chosen}}, released=released)
+        table = self._rows.table
+        released = table.select(chosen).held()
+        self._rows.replace(self._rows.index, table.put(chosen, Table.empty(len(numbers))), released=released)
 
     def step(
         self,
@@ -504,39 +505,30 @@ class PagedKVCache:
                 not enough free blocks. Nothing has changed then. All of these are detected on every device.
         """
         who = f"{_NAME}.step"
-        numbers = self._rows.select(who, rows)
+        numbers, chosen = self._rows.select(who, rows)
         if not numbers:
             raise _checks.error(who, "the cache must have a row", "none", "Call cache.admit() for each request.")
-        previous, batch = self._rows.check_finished(who), self._rows.get(numbers)
+        previous = self._rows.check_finished(who)
+        before = kept = self._rows.table.select(chosen)
         attention_mask, at, positions = (
             x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, at, positions)
         )
-        length, position = torch.tensor([row.length for row in batch]), torch.tensor([row.position for row in batch])
-        real = tokens.real_tokens(who, seq, attention_mask, length)
-        real = torch.ones(len(batch), seq, dtype=torch.bool) if real is None else real
-        given = tokens.check_given_positions(who, positions, seq, length)
+        real = tokens.real_tokens(who, seq, attention_mask, before.length)
+        if real is not None and real.all():
+            real = None
+        given = tokens.check_given_positions(who, positions, seq, before.length)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
             tokens.check_no_window(who, "at", self.window, "a number", fix)
-            tokens.check_per_row(who, "at", at, length)
+            tokens.check_per_row(who, "at", at, before.length)
             tokens.check_positions(who, at)
-            starts: list[int] = at.tolist()
-            kept = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
-            length, position = torch.tensor(kept), at
-        added = real.sum(1)
-        new = tokens.place_tokens(real, seq, length, position, given)
-        planned = self._rows.extend(
-            who,
-            numbers,
-            lengths=length.tolist(),
-            starts=position.tolist(),
-            added=added.tolist(),
-            following=new.position.tolist(),
-        )
-        last = previous.step if previous is not None and list(previous.rows) == numbers else None
+            kept = self._rows.truncated_at(before, at)
+        new = tokens.place_tokens(real, seq, kept.length, kept.position, given)
+        plan = self._rows.extend(who, numbers, chosen, before, kept, new)
+        last = previous.step if previous is not None and previous.numbers == numbers else None
         if last is not None and not (last._advances and at is None and positions is None):
             last = None
-        step = PagedStep(self, numbers, planned, new, real, advances=attention_mask is None, previous=last)
+        step = PagedStep(self, plan, new, real, advances=attention_mask is None, previous=last)
         self._rows.attach(step)
         return step
 
@@ -562,25 +554,22 @@ class PagedKVCache:
                 only some layers appended in the previous step (see `rollback`). Nothing has changed then.
         """
         who = f"{_NAME}.shift"
-        numbers = self._rows.select(who, rows)
+        _, chosen = self._rows.select(who, rows)
         self._rows.check_finished(who)
         ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        held = self._rows.table.select(chosen)
         if isinstance(delta, Tensor):
-            tokens.check_per_row(who, "delta", delta, torch.zeros(len(numbers)))
-            by: list[int] = delta.tolist()
+            tokens.check_per_row(who, "delta", delta, held.length)
+            by = delta.cpu()
         else:
-            by = [_checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31)] * len(numbers)
-        for row, distance in zip(self._rows.get(numbers), by, strict=True):
-            places = torch.cat([self._rows.cached_positions(row), torch.tensor([row.position])])
-            tokens.check_positions(who, places + distance)
-        deltas = dict(zip(numbers, by, strict=True))
-        moves = self._rows.plan_moves(who, deltas)
-        distances: int | Tensor = delta
-        if isinstance(delta, Tensor):
-            each = torch.tensor([move.delta for move in moves], dtype=torch.int64)
-            distances = each[:, None].expand(-1, self.block_size)
+            by = torch.full_like(held.length, _checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31))
+        places = self._rows.positions_of(held) + by[:, None]
+        is_token = torch.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
+        tokens.check_positions(who, torch.cat([places[is_token], held.position + by]))
+        moves = self._rows.plan_moves(who, held, by)
+        distances = moves.deltas[:, None].expand(-1, self.block_size) if isinstance(delta, Tensor) else delta
         rotations = tokens.shift_rotations(ropes, distances, self._stores[0].dtype, self._device)  # before any change
-        blocks = self._rows.move(deltas, moves).to(self._device)
+        blocks = self._rows.move(chosen, moves).to(self._device)
         for store, rotation in zip(self._stores, rotations, strict=True):
             if rotation is not None:
                 store.rotate(rotation, blocks)

@@ -42,7 +42,6 @@ class Step(ABC):
         heads: num_kv_heads and head_dim of the cache.
         window: number of tokens that each token attends to. None means no limit.
         positions, order: as in `CacheStep`.
-        slots: block, and slot in the block, of each token that is stored.
         flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
         causal: as in `CacheStep`.
         filled: the keys that some token attends to, a slice of those of `mask`.
@@ -65,7 +64,6 @@ class Step(ABC):
         *,
         positions: Tensor,
         order: Tensor,
-        slots: tuple[Tensor, Tensor],
         flat_slots: Tensor,
         causal: bool,
         filled: slice,
@@ -77,7 +75,7 @@ class Step(ABC):
     ) -> None:
         self.positions, self.order, self.causal = positions, order, causal
         self._stores, self._heads, self._window = stores, heads, window
-        self._slots, self._flat_slots, self._filled, self._keys = slots, flat_slots, filled, keys
+        self._flat_slots, self._filled, self._keys = flat_slots, filled, keys
         self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
         # Whether each layer has stored its tokens. Each has a list, so code compiled for one layer serves every layer.
@@ -224,9 +222,9 @@ class Step(ABC):
     @abstractmethod
     def _build_mask(self, *, every: bool) -> Tensor: ...
 
+    @abstractmethod
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
         """Store the new keys and values of a layer."""
-        store.write(self._slots, k, v)
 
     @abstractmethod
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:

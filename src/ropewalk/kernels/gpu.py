@@ -5,12 +5,11 @@ Triton is imported, and kernels are compiled, only when a GPU is used.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from operator import or_
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +18,51 @@ from ropewalk._layout import AXES, Layout, Options
 
 device_name = "GPU"
 
-_T = TypeVar("_T")
 
-# Four warps per program. Each thread holds this many bytes of rotated channels, in loads of 16 bytes. More bytes make
-# address arithmetic cheaper; fewer leave registers for more concurrent programs.
-_WARPS = 4
-_BYTES_PER_THREAD = 64
-_VECTOR = 16
-# Half as many in the fused step, because its squares are float64.
+class Tile(NamedTuple):
+    """How many bytes of rotated channels each thread holds, in loads of 16 bytes, and the warps of a program.
+
+    More bytes make address arithmetic cheaper; fewer leave registers for more concurrent programs.
+    """
+
+    bytes: int
+    warps: int
+
+
+TILES = {
+    (2, False): Tile(64, 4),
+    (2, True): Tile(64, 4),
+    (4, False): Tile(64, 4),
+    (4, True): Tile(64, 4),
+    (8, False): Tile(64, 4),
+    (8, True): Tile(64, 4),
+}
+"""The tiles of `rotate` and `table_gradient`, by the bytes of an element and whether pairs are interleaved.
+
+Whoever changes them must clear the caches of the plans. benchmarks/gpu_tiles.py measures others.
+"""
+
+# Half as many bytes in the fused step, because its squares are float64.
 _BYTES_PER_THREAD_OF_STEP = 32
+_VECTOR = 16
+
+
+class Division(NamedTuple):
+    """Into how many parts the keys of a row are divided.
+
+    There are so many programs for each processor, unless each would have too few keys. The result of a program must be
+    small in comparison with its keys.
+    """
+
+    programs: int
+    least_keys: int
+
+
+division = Division(4, 256)
+"""How `attend` divides keys."""
 
 # Products are rounded before they are added, as in the reference. Triton's default would fuse them.
 _OPTIONS = {"enable_fp_fusion": False}
-
-# The keys of a cache are divided until there are so many programs for each processor. Each has at least so many keys
-# that its result is small in comparison.
-_PROGRAMS_PER_PROCESSOR = 4
-_LEAST_KEYS = 256
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
@@ -89,7 +116,7 @@ def rotate(
     options: Options,
 ) -> None:
     """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
-    _launch("rotate", *rotation_launch(tensors, outputs, cos, sin, options))
+    _launch(*rotation_launch(tensors, outputs, cos, sin, options))
 
 
 def table_gradient(
@@ -103,9 +130,9 @@ def table_gradient(
     x = tensors[0]
     batch, tokens, heads = _counts(x.shape, options.layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    shape = (batch, *((heads,) if per_head else ()), tokens, pairs)
-    d_cos, d_sin = (torch.empty(shape, dtype=dtype, device=x.device) for _ in range(2))
-    _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, options))
+    shape = (batch, heads, tokens, pairs) if per_head else (batch, tokens, pairs)
+    d_cos, d_sin = torch.empty(shape, dtype=dtype, device=x.device), torch.empty(shape, dtype=dtype, device=x.device)
+    _launch(*gradient_launch(tensors, grads, d_cos, d_sin, options))
     return d_cos, d_sin
 
 
@@ -114,9 +141,10 @@ def angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.contiguous()
-    shape = positions.shape if axis is None else positions.shape[1:]
-    cos, sin = (torch.empty((*shape, len(phase_steps)), dtype=dtype, device=positions.device) for _ in range(2))
-    _launch("angles", *angles_launch(positions, phase_steps, cos, sin, factor, axis))
+    tokens, device = positions.shape if axis is None else positions.shape[1:], positions.device
+    shape = (*tokens, phase_steps.shape[0])
+    cos, sin = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    _launch(*angles_launch(positions, phase_steps, cos, sin, factor, axis))
     return cos, sin
 
 
@@ -130,7 +158,7 @@ def step(
     store: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
     """Normalize, rotate and store, as `backend.FusedStep` specifies."""
-    _launch("step", *step_launch(tensors, outputs, cos, sin, options, norm, store))
+    _launch(*step_launch(tensors, outputs, cos, sin, options, norm, store))
 
 
 def attend(
@@ -154,8 +182,8 @@ def attend(
     launches = attention_launches(
         q, far_q, keys, values, blocks, count, order, first, counts, out, window, sinks, scale
     )
-    for kernel, programs, arguments, warps in launches:
-        _launch(kernel, programs, arguments, warps, options={})
+    for launch in launches:
+        _launch(*launch)
     return out
 
 
@@ -166,56 +194,107 @@ def kernels() -> ModuleType:
     return triton_kernels
 
 
-def _launch(
-    kernel: str, programs: int, arguments: dict[str, Any], warps: int, options: dict[str, Any] = _OPTIONS
-) -> None:
-    if programs:
-        device = next(iter(arguments.values())).device
+class Plan(NamedTuple):
+    """A launch without its tensors.
+
+    It follows from the dtypes, shapes and strides of the tensors, and is the same at every layer and decoded token.
+
+    Attributes:
+        kernel: the name of the kernel.
+        programs: how many programs are launched.
+        numbers: the kernel's arguments after the tensors, by name.
+        warps: number of warps for each program.
+        kept: what launches the compiled kernel on each device.
+        options: Triton's options.
+    """
+
+    kernel: str
+    programs: int
+    numbers: dict[str, Any]
+    warps: int
+    kept: dict[int, tuple[Any, ...]]
+    options: dict[str, Any] = _OPTIONS
+
+
+Launch = tuple[Plan, tuple[Tensor, ...]]
+"""A plan and the tensors, which are the kernel's first arguments."""
+
+_Forms = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+def _forms(tensors: tuple[Tensor, ...]) -> _Forms:
+    """Return the dtype and the strides of each tensor."""
+    return tuple([(x.dtype, x.stride()) for x in tensors])
+
+
+def _launch(plan: Plan, tensors: tuple[Tensor, ...]) -> None:
+    """Launch a kernel on the device of the tensors.
+
+    Triton's own launch takes longer than a kernel for one token, because it asks for the properties of each argument by
+    which it chooses the compiled kernel: the dtype and alignment of tensors, the type of numbers, the value of
+    constants. All but the alignment follow from the plan. So for aligned tensors, the plan keeps the compiled kernel of
+    each device. Settings of Triton that change afterwards, such as TRITON_DEBUG, have no effect on it.
+    """
+    if not plan.programs:
+        return
+    device = tensors[0].get_device()
+    if _has_several_gpus() and device != torch.cuda.current_device():
         # Triton launches kernels on the current device, even if the tensors are on another one.
-        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-        with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **options)
+        with torch.cuda.device(device):
+            _launch(plan, tensors)
+        return
+    pointers = [x.data_ptr() for x in tensors]
+    aligned = functools.reduce(or_, pointers) % 16 == 0
+    if aligned and device in plan.kept:
+        run, function, metadata, stream, knobs, numbers = plan.kept[device]
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):  # such as Triton's profiler
+            run(plan.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers)
+            return
+    import triton
+
+    kernel = getattr(kernels(), plan.kernel)
+    numbers = tuple([plan.numbers[name] for name in kernel.arg_names[len(tensors) :]])
+    compiled = kernel[(plan.programs,)](*tensors, *numbers, num_warps=plan.warps, **plan.options)
+    # What is called above is not documented. It is the same in these versions. On AMD GPUs, the compiled kernel also
+    # depends on the sizes of the tensors. The interpreter returns None.
+    seen = torch.version.hip is None and triton.__version__.startswith(("3.5.", "3.6.", "3.7.", "3.8.", "3.9."))
+    if aligned and seen and compiled is not None:
+        stream = triton.runtime.driver.active.get_current_stream
+        kept = compiled.run, compiled.function, compiled.packed_metadata, stream, triton.knobs.runtime, numbers
+        plan.kept[device] = kept
 
 
-def rotation_launch(
-    tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, sin: Tensor, options: Options
-) -> tuple[int, dict[str, Any], int]:
-    """Return the number of programs, the arguments and the warps for a launch of `rotate`."""
-    x = tensors[0]
-    programs, numbers, warps = _rotation_plan(
-        tuple(z.shape for z in tensors),
-        tuple(z.stride() for z in tensors),
-        tuple(z.stride() for z in outputs),
-        (cos.shape, cos.stride(), sin.stride(), cos.element_size()),
-        x.element_size(),
-        options,
-        (outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
-    )
-    return programs, {**_name_arguments("qpkr", tensors, outputs), "cos": cos, "sin": sin, **numbers}, warps
+@functools.cache
+def _has_several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
 
 
-@functools.lru_cache(1024)  # the plan is the same at every layer and at every decoded token
-def _rotation_plan(
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    out_strides: tuple[tuple[int, ...], ...],
-    tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
-    element_size: int,
-    options: Options,
-    others: tuple[bool, int, int],
-) -> tuple[int, dict[str, int], int]:
+def rotation_launch(tensors: list[Tensor], outputs: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -> Launch:
+    """Return the launch of `rotate`."""
+    # Without k, q is passed twice.
+    q, p, k, r = tensors[0], outputs[0], tensors[-1], outputs[-1]
+    arguments, shapes = (q, p, k, r, cos, sin), (q.shape, k.shape, cos.shape)
+    return _rotation_plan(shapes, _forms(arguments), options, len(tensors), p is q), arguments
+
+
+@functools.lru_cache(1024)
+def _rotation_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int, in_place: bool) -> Plan:
+    q_shape, k_shape, table = shapes
+    (dtype, _), _, _, _, (of_table, cos_strides), (_, sin_strides) = forms
     layout, interleaved, offset, inverse = options
-    in_place, *_ = others
-    pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
-    k_heads = _counts(shapes[1], layout)[2] if len(shapes) == 2 else 0
+    pairs, (batch, tokens, q_heads) = table[-1], _counts(q_shape, layout)
+    k_heads = _counts(k_shape, layout)[2] if count == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(element_size, block_p)
+    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
     q_t, q_h = _tile(q_heads, block_p, warps, per_thread)
     k_t, k_h = _tile(k_heads, block_p, warps, per_thread)
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
     k_programs = batch * _blocks(tokens, k_t) * _blocks(k_heads, k_h)
-    of_tensors, dense, unit = _strides(strides, out_strides, layout, _VECTOR // element_size)
-    of_tables, table_dense, table_unit = _table_strides(*tables, element_size, interleaved)
+    of_tensors, dense, unit = _strides(forms[:4], layout, _VECTOR // dtype.itemsize)
+    of_tables, table_dense, table_unit = _table_strides(
+        table, cos_strides, sin_strides, of_table.itemsize, dtype.itemsize, interleaved
+    )
     numbers = {
         "tokens": tokens,
         "q_heads": q_heads,
@@ -228,7 +307,7 @@ def _rotation_plan(
         "K_BLOCK_T": k_t,
         "K_BLOCK_H": k_h,
         "BLOCK_P": block_p,
-        "HEAD_DIM": shapes[0][-1],
+        "HEAD_DIM": q_shape[-1],
         "PAIRS": pairs,
         "OFFSET": offset,
         "INTERLEAVED": interleaved,
@@ -238,28 +317,32 @@ def _rotation_plan(
         "ALIGN": unit,
         "TABLE_DENSE": table_dense,
         "TABLE_ALIGN": table_unit,
-        "PER_HEAD": len(tables[0]) == 4,
+        "PER_HEAD": len(table) == 4,
     }
-    return q_programs + k_programs, numbers, warps
+    return Plan("rotate", q_programs + k_programs, numbers, warps, {})
 
 
 def gradient_launch(
     tensors: list[Tensor], grads: list[Tensor], d_cos: Tensor, d_sin: Tensor, options: Options
-) -> tuple[int, dict[str, Any], int]:
-    """Return the number of programs, the arguments and the warps for a launch of `table_gradient`."""
+) -> Launch:
+    """Return the launch of `table_gradient`."""
+    q, p, k, r = tensors[0], grads[0], tensors[-1], grads[-1]
+    arguments, shapes = (q, p, k, r, d_cos, d_sin), (q.shape, k.shape, d_cos.shape)
+    return _gradient_plan(shapes, _forms(arguments), options, len(tensors)), arguments
+
+
+@functools.lru_cache(1024)
+def _gradient_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Options, count: int) -> Plan:
+    (q_shape, k_shape, table), dtype = shapes, forms[0][0]
     layout, interleaved, offset, _ = options
-    pairs, size, per_head = d_cos.shape[-1], tensors[0].element_size(), d_cos.ndim == 4
-    batch, tokens, q_heads = _counts(tensors[0].shape, layout)
-    k_heads = _counts(tensors[1].shape, layout)[2] if len(tensors) == 2 else 0
+    pairs, per_head = table[-1], len(table) == 4
+    batch, tokens, q_heads = _counts(q_shape, layout)
+    k_heads = _counts(k_shape, layout)[2] if count == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(size, block_p)
+    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
     block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
-    strides, grad_strides = tuple(x.stride() for x in tensors), tuple(x.stride() for x in grads)
-    of_tensors, dense, unit = _strides(strides, grad_strides, layout, _VECTOR // size)
-    arguments = {
-        **_name_arguments("qpkr", tensors, grads),
-        "d_cos": d_cos,
-        "d_sin": d_sin,
+    of_tensors, dense, unit = _strides(forms[:4], layout, _VECTOR // dtype.itemsize)
+    numbers = {
         "tokens": tokens,
         "q_heads": q_heads,
         "k_heads": k_heads,
@@ -277,7 +360,7 @@ def gradient_launch(
         "PER_HEAD": per_head,
     }
     programs = batch * _blocks(tokens, block_t) * (_blocks(q_heads, block_h) if per_head else 1)
-    return programs, arguments, warps
+    return Plan("table_gradient", programs, numbers, warps, {})
 
 
 def step_launch(
@@ -288,50 +371,64 @@ def step_launch(
     options: Options,
     norm: tuple[Tensor, Tensor, float, bool] | None,
     store: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[int, dict[str, Any], int]:
-    """Return the number of programs, the arguments and the warps for a launch of `step`."""
-    layout, interleaved, offset, _ = options
-    (q, k), (p, r), (at_batch, at_tokens, at_heads, _) = tensors, outputs, AXES[layout]
+) -> Launch:
+    """Return the launch of `step`."""
+    (q, k), (p, r) = tensors, outputs
     q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
     v, w, slots = (k, r, k) if store is None else store
-    batch, tokens, q_heads = 1 if at_batch is None else q.shape[at_batch], q.shape[at_tokens], q.shape[at_heads]
-    k_heads, pairs, size = k.shape[at_heads], cos.shape[-1], q.element_size()
-    block_p, block_d = _power_of_two(pairs), _power_of_two(q.shape[-1])
-    per_thread = _BYTES_PER_THREAD_OF_STEP // 2 // size
+    arguments = q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots
+    shapes, flags = (q.shape, k.shape, v.shape, r.shape, cos.shape), (norm is not None, add_one, store is not None)
+    return _step_plan(shapes, _forms(arguments), options, eps, *flags), arguments
+
+
+@functools.lru_cache(1024)
+def _step_plan(
+    shapes: tuple[torch.Size, ...],
+    forms: _Forms,
+    options: Options,
+    eps: float,
+    has_norm: bool,
+    add_one: bool,
+    stores: bool,
+) -> Plan:
+    q_shape, k_shape, v_shape, cache, table = shapes
+    dtypes, (q, p, k, r, v, w, cos, sin, _, _, slots) = zip(*forms, strict=True)
+    dtype, of_table = dtypes[0], dtypes[6]
+    layout, interleaved, offset, _ = options
+    at_batch, at_tokens, at_heads, _ = AXES[layout]
+    batch, tokens, q_heads = _counts(q_shape, layout)
+    k_heads, pairs = k_shape[at_heads], table[-1]
+    block_p, block_d = _power_of_two(pairs), _power_of_two(q_shape[-1])
+    per_thread = _BYTES_PER_THREAD_OF_STEP // 2 // dtype.itemsize
     warps = min(32, max(4, block_p // per_thread // 32))
     (q_t, q_h), (k_t, k_h) = (_tile(heads, block_p, warps, per_thread) for heads in (q_heads, k_heads))
     q_programs, k_programs = (
         batch * _blocks(tokens, t) * _blocks(heads, h) for heads, t, h in ((q_heads, q_t, q_h), (k_heads, k_t, k_h))
     )
     in_layout: dict[str, int | None] = dict(zip("bth", (at_batch, at_tokens, at_heads), strict=True))
-    in_cache: dict[str, int | None] = {"b": 0, "t": 1, "h": 2}
+    in_cache: dict[str, int | None] = {"b": 0, "t": 1, "h": 2} if stores else in_layout
     axes = {"q": (q, in_layout), "p": (p, in_layout), "k": (k, in_layout), "v": (v, in_layout)}
-    axes |= {name: (x, in_layout if store is None else in_cache) for name, x in (("r", r), ("w", w))}
-    dense = all(x.stride(-1) == 1 for x, _ in axes.values())
-    strides = {
-        f"{name}_{axis}": 0 if at is None else x.stride(at)
-        for name, (x, where) in axes.items()
+    axes |= {"r": (r, in_cache), "w": (w, in_cache)}
+    dense = all(strides[-1] == 1 for strides, _ in axes.values())
+    of_tensors = {
+        f"{name}_{axis}": 0 if at is None else strides[at]
+        for name, (strides, where) in axes.items()
         for axis, at in where.items()
     }
-    unit = _unit(list(strides.values()), _VECTOR // size) if dense else 1
-    of_tables, table_dense, table_unit = _table_strides(
-        cos.shape, cos.stride(), sin.stride(), cos.element_size(), size, interleaved
-    )
-    named = {"q": q, "p": p, "k": k, "r": r, "v": v, "w": w, "cos": cos, "sin": sin}
-    named |= {"q_weight": q_weight, "k_weight": k_weight, "slots": slots}
-    arguments = {
-        **named,
+    unit = _unit(list(of_tensors.values()), _VECTOR // dtype.itemsize) if dense else 1
+    of_tables, table_dense, table_unit = _table_strides(table, cos, sin, of_table.itemsize, dtype.itemsize, interleaved)
+    numbers = {
         "tokens": tokens,
         "q_heads": q_heads,
         "k_heads": k_heads,
         "q_programs": q_programs,
         "k_programs": k_programs,
-        "block_size": r.shape[1] if store else 1,
-        "slot_count": r.shape[0] * r.shape[1] if store else 0,
-        "slots_b": slots.stride(0) if store and slots.ndim == 2 else 0,
-        "slots_t": slots.stride(-1) if store else 0,
-        **{name: stride // unit for name, stride in strides.items()},
-        **{f"{name}_d": x.stride(-1) for name, (x, _) in axes.items()},
+        "block_size": cache[1] if stores else 1,
+        "slot_count": cache[0] * cache[1] if stores else 0,
+        "slots_b": slots[0] if stores and len(slots) == 2 else 0,
+        "slots_t": slots[-1] if stores else 0,
+        **{name: stride // unit for name, stride in of_tensors.items()},
+        **{f"{name}_d": strides[-1] for name, (strides, _) in axes.items()},
         **{name: stride for name, stride in of_tables.items() if not name.endswith("_h")},
         "Q_BLOCK_T": q_t,
         "Q_BLOCK_H": q_h,
@@ -340,8 +437,8 @@ def step_launch(
         "BLOCK_P": block_p,
         "BLOCK_D": block_d,
         "HALVINGS": block_d.bit_length() - 1,
-        "HEAD_DIM": q.shape[-1],
-        "V_DIM": v.shape[-1],
+        "HEAD_DIM": q_shape[-1],
+        "V_DIM": v_shape[-1],
         "PAIRS": pairs,
         "OFFSET": offset,
         "INTERLEAVED": interleaved,
@@ -349,31 +446,36 @@ def step_launch(
         "ALIGN": unit,
         "TABLE_DENSE": table_dense,
         "TABLE_ALIGN": table_unit,
-        "NORM": norm is not None,
+        "NORM": has_norm,
         "ADD_ONE": add_one,
         "EPS": eps,
-        "STORES": store is not None,
+        "STORES": stores,
     }
-    return q_programs + k_programs * (1 if store is None else 2), arguments, warps
+    return Plan("step", q_programs + k_programs * (2 if stores else 1), numbers, warps, {})
 
 
 def angles_launch(
     positions: Tensor, phase_steps: Tensor, cos: Tensor, sin: Tensor, factor: float, axis: Tensor | None = None
-) -> tuple[int, dict[str, Any], int]:
-    """Return the number of programs, the arguments and the warps for a launch of `angles`."""
-    rows, pairs = positions.numel() // (1 if axis is None else positions.shape[0]), len(phase_steps)
+) -> Launch:
+    """Return the launch of `angles`."""
+    arguments = positions, phase_steps if axis is None else axis, phase_steps, cos, sin
+    return _angles_plan(cos.shape, _forms(arguments), factor, axis is not None), arguments
+
+
+@functools.lru_cache(1024)
+def _angles_plan(table: torch.Size, forms: _Forms, factor: float, several: bool) -> Plan:
+    rows, pairs = math.prod(table[:-1]), table[-1]
     block_p = _power_of_two(pairs)
     block_r = max(1, 512 // block_p)
-    several = axis is not None
-    tensors = {
-        "positions": positions,
-        "axis": axis if several else phase_steps,
-        "phase_steps": phase_steps,
-        "cos": cos,
-        "sin": sin,
+    numbers = {
+        "rows": rows,
+        "FACTOR": factor,
+        "PAIRS": pairs,
+        "AXES": several,
+        "BLOCK_R": block_r,
+        "BLOCK_P": block_p,
     }
-    sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "AXES": several, "BLOCK_R": block_r, "BLOCK_P": block_p}
-    return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
+    return Plan("angles", _blocks(rows, block_r), numbers, 4, {})
 
 
 def attention_launches(
@@ -390,38 +492,59 @@ def attention_launches(
     window: int,
     sinks: int,
     scale: float,
-) -> list[tuple[str, int, dict[str, Any], int]]:
-    """Return the launches of `attend` and, if keys are divided, of `combine`: name, programs, arguments and warps."""
+) -> list[Launch]:
+    """Return the launches of `attend` and, if keys are divided, of `combine`."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
-    (batch, tokens, heads, head_dim), kv_heads, size = q.shape, keys.shape[2], q.element_size()
-    group, queries, block_d = heads // kv_heads, batch * tokens * heads, max(16, _power_of_two(head_dim))
-    tile = _attention_tile(tokens * group, block_d, size)
+    optional = far_q, blocks, first, counts
+    # In the place of a tensor that is None, another one is passed.
+    arguments = (
+        *(q, q if far_q is None else far_q, keys, values, order if blocks is None else blocks),
+        *(order, order if first is None else first, order if counts is None else counts, out),
+    )
+    plan, of_combine = _attention_plans(
+        (q.shape, keys.shape),
+        _forms(arguments),
+        tuple([x is not None for x in optional]),
+        (count, window, sinks, scale),
+        _processors(q.device),
+        torch.version.hip is not None,
+        division,
+    )
+    if of_combine is None:
+        return [(plan, (*arguments, out))]
+    floats = of_combine.numbers["queries"] * of_combine.numbers["splits"] * (q.shape[-1] + 2)
+    work = torch.empty(floats, dtype=torch.float32, device=q.device)
+    return [(plan, (*arguments, work)), (of_combine, (work, out))]
+
+
+@functools.lru_cache(1024)
+def _attention_plans(
+    shapes: tuple[torch.Size, ...],
+    forms: _Forms,
+    given: tuple[bool, ...],
+    numbers_of_keys: tuple[int, int, int, float],
+    processors: int,
+    is_amd: bool,
+    division: Division,
+) -> tuple[Plan, Plan | None]:
+    (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
+    has_far, has_blocks, has_first, has_counts = given
+    count, window, sinks, scale = numbers_of_keys
+    dtypes, (q, f, k, v, blocks, order, first, counts, _) = zip(*forms, strict=True)
+    dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
+    block_d = max(16, _power_of_two(head_dim))
+    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, is_amd)
     programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
     # At most so many keys are seen: the tokens of a row follow each other.
     seen = min(count, window + tokens - 1) if window else count
-    wanted = _blocks(_PROGRAMS_PER_PROCESSOR * _processors(q.device), max(1, programs))
-    splits = max(1, min(wanted, _blocks(seen, _LEAST_KEYS)))
-    work = out
-    if splits > 1:
-        work = torch.empty(queries * splits * (head_dim + 2), dtype=torch.float32, device=q.device)
+    wanted = _blocks(division.programs * processors, max(1, programs))
+    splits = max(1, min(wanted, _blocks(seen, division.least_keys)))
     strides = {
-        f"{name}_{axis}": stride
-        for name, x in (("q", q), ("f", far_q), ("k", keys), ("v", values))
-        for axis, stride in zip("bth", (0, 0, 0) if x is None else x.stride(), strict=False)
+        f"{name}_{axis}": x[i] for name, x in zip("qfkv", (q, f, k, v), strict=True) for i, axis in enumerate("bth")
     }
-    unit = _unit(list(strides.values()), _VECTOR // size)
-    arguments = {
-        "q": q,
-        "far_q": q if far_q is None else far_q,
-        "keys": keys,
-        "values": values,
-        "blocks": order if blocks is None else blocks,
-        "order": order,
-        "first": order if first is None else first,
-        "counts": order if counts is None else counts,
-        "out": out,
-        "work": work,
+    unit = _unit(list(strides.values()), _VECTOR // dtype.itemsize)
+    numbers = {
         "kv_heads": kv_heads,
         "group": group,
         "tokens": tokens,
@@ -431,32 +554,30 @@ def attention_launches(
         "splits": splits,
         "queries": queries,
         **{name: stride // unit for name, stride in strides.items()},
-        "blocks_b": 0 if blocks is None else blocks.stride(0),
-        "order_b": order.stride(0),
-        "order_t": order.stride(1),
-        "first_b": 0 if first is None else first.stride(0),
-        "counts_b": 0 if counts is None else counts.stride(0),
+        "blocks_b": blocks[0],
+        "order_b": order[0],
+        "order_t": order[1],
+        "first_b": first[0],
+        "counts_b": counts[0],
         "SCALE": scale * math.log2(math.e),
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "BLOCK_R": tile.queries,
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
-        "PAGE": 0 if blocks is None else keys.shape[1],
-        "FIRST": first is not None,
-        "COUNTS": counts is not None,
-        "FAR": far_q is not None,
+        "PAGE": page if has_blocks else 0,
+        "FIRST": has_first,
+        "COUNTS": has_counts,
+        "FAR": has_far,
         "SPLIT": splits > 1,
         # How many 16-bit numbers a weight is the sum of.
-        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[q.dtype],
+        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype],
         "PRECISION": tile.precision,
         "ALIGN": unit,
     }
-    launches = [("attend", programs * splits, arguments, tile.warps)]
-    if splits > 1:
-        sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
-        launches.append(("combine", queries, {"work": work, "out": out, **sizes}, 4))
-    return launches
+    plan = Plan("attend", programs * splits, numbers, tile.warps, {}, {})
+    sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
+    return plan, Plan("combine", queries, sizes, 4, {}, {}) if splits > 1 else None
 
 
 class _AttentionTile(NamedTuple):
@@ -469,7 +590,7 @@ class _AttentionTile(NamedTuple):
     precision: str = "ieee"
 
 
-def _attention_tile(queries: int, block_d: int, size: int) -> _AttentionTile:
+def _attention_tile(queries: int, block_d: int, size: int, is_amd: bool) -> _AttentionTile:
     """Return the tile for the queries of a key head. In these, code for sm_90 spills no registers.
 
     One query needs no matrix product, and its keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of
@@ -482,7 +603,7 @@ def _attention_tile(queries: int, block_d: int, size: int) -> _AttentionTile:
     if size == 2:
         return _AttentionTile(16, keys, 4, 2) if queries <= 16 else _AttentionTile(32, keys, 8, 2)
     # Three products in TF32 are as exact as one in float32. AMD GPUs have the latter.
-    fits = block_d <= 128 and not torch.version.hip
+    fits = block_d <= 128 and not is_amd
     return _AttentionTile(16, keys, 4, 2, "tf32x3") if fits else _AttentionTile(16, keys, 8, 2)
 
 
@@ -498,20 +619,13 @@ def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
     return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
 
 
-def _name_arguments(names: str, inputs: Sequence[_T], outputs: Sequence[_T]) -> dict[str, _T]:
-    """Map the names of the kernel's arguments to q, its output, k and its output. Without k, q is passed twice."""
-    return dict(zip(names, (inputs[0], outputs[0], inputs[-1], outputs[-1]), strict=True))
-
-
-def _strides(
-    in_strides: tuple[tuple[int, ...], ...], out_strides: tuple[tuple[int, ...], ...], layout: Layout, limit: int
-) -> tuple[dict[str, int], bool, int]:
+def _strides(forms: _Forms, layout: Layout, limit: int) -> tuple[dict[str, int], bool, int]:
     """Return the strides of q, k and their outputs, whether their channels are contiguous, and the unit of the strides.
 
     The unit is a power of two, up to `limit`, in elements. The strides of batch, tokens and heads count units. The
     strides of channels count elements.
     """
-    named = _name_arguments("qpkr", in_strides, out_strides)
+    named = {name: strides for name, (_, strides) in zip("qpkr", forms, strict=True)}
     dense = all(strides[-1] == 1 for strides in named.values())
     rows = {
         f"{name}_{axis}": 0 if at is None else strides[at]
@@ -556,10 +670,11 @@ def _unit(strides: list[int], limit: int) -> int:
     return limit
 
 
-def _threads(element_size: int, block_p: int) -> tuple[int, int]:
+def _threads(element_size: int, block_p: int, interleaved: bool) -> tuple[int, int]:
     """Return the number of warps per program and the number of pairs per thread."""
-    per_thread = _BYTES_PER_THREAD // 2 // element_size
-    return min(32, max(_WARPS, block_p // per_thread // 32)), per_thread
+    tile = TILES[element_size, interleaved]
+    per_thread = max(1, tile.bytes // 2 // element_size)
+    return min(32, max(tile.warps, block_p // per_thread // 32)), per_thread
 
 
 def _tile(heads: int, block_p: int, warps: int, per_thread: int) -> tuple[int, int]:

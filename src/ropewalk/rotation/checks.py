@@ -28,21 +28,22 @@ def check_tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, per
             "Something cast them: .half() or .bfloat16() on a container, or the mixed precision of FSDP or DeepSpeed. "
             "Pass the Rotation without casting it.",
         )
-    if cos.shape != sin.shape or cos.ndim not in (_AXES_PER_HEAD if per_head else _AXES_SHARED) or cos.shape[-1] < 1:
+    shape, axes = cos.shape, _AXES_PER_HEAD if per_head else _AXES_SHARED  # an attribute of a tensor takes 0.1 µs
+    if shape != sin.shape or len(shape) not in axes or shape[-1] < 1:
         shapes = "[heads, seq, pairs] or [batch, heads, seq, pairs]"
         must = f"with per_head=True, cos and sin must have the same shape {shapes}"
         raise error(
             _WHO,
             must if per_head else "cos and sin must have the same shape [seq, pairs], [batch, seq, pairs] or [pairs]",
-            f"shapes {tuple(cos.shape)} and {tuple(sin.shape)}",
+            f"shapes {tuple(shape)} and {tuple(sin.shape)}",
             "Pass tables of half width: one column for each pair, not one for each channel."
             + ("" if per_head else f" For one table per head, {shapes}, pass per_head=True."),
         )
-    if rotary_dim is not None and 2 * cos.shape[-1] != rotary_dim:
+    if rotary_dim is not None and 2 * shape[-1] != rotary_dim:
         raise error(
             _WHO,
             f"cos and sin must have {rotary_dim // 2} columns, one for each pair of rotary_dim={rotary_dim}",
-            f"shape {tuple(cos.shape)}",
+            f"shape {tuple(shape)}",
             "Something changed the tables of a Rotation, such as tree_map. Make a new one with Rope.at(positions).",
         )
     if cos.layout is not torch.strided or sin.layout is not torch.strided:

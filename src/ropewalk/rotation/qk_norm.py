@@ -180,7 +180,7 @@ def _run_kernel(
     """Do the work of `run_fused` with the fused step of a backend. Return None if separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
     inputs = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
-    if observed.has_mode() or not all(type(x) in backend.PLAIN for x in inputs):
+    if observed.has_mode() or not set(map(type, inputs)).issubset(backend.PLAIN):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return None

@@ -10,3 +10,5 @@ from ropewalk.tools.bench.on_gpu import GpuSettings as GpuSettings
 from ropewalk.tools.bench.on_gpu import run_on_gpu as run_on_gpu
 from ropewalk.tools.bench.run import Settings as Settings
 from ropewalk.tools.bench.run import run as run
+from ropewalk.tools.bench.sweep import SweepSettings as SweepSettings
+from ropewalk.tools.bench.sweep import run_sweep as run_sweep

@@ -16,7 +16,6 @@ from torch import Tensor
 BASE, HEAD_DIM, Q_HEADS, KV_HEADS = 500_000.0, 128, 32, 8  # Llama 3 without scaling
 LONGEST = 100_000  # upper bound of the positions of decoded tokens
 FAR = 1_048_576  # the last position of the case that measures cos and sin at large positions
-Layout = Literal["bshd", "bhsd"]
 Passes = Literal["forward", "forward + backward", "backward"]
 """What is timed. "backward" is the backward pass alone, after an untimed forward pass."""
 Effect = Literal["half", "interleaved", "copy", "negate", "tables"]
@@ -31,12 +30,11 @@ _CHUNK = 512  # tokens checked at a time, to limit the memory of float64 tensors
 class Case:
     """A case of the benchmark: the size, dtype and positions of q and k, and what is timed.
 
-    In layout "bshd", q and its gradient are `[batch, tokens, 32, 128]`, k and its gradient `[batch, tokens, 8, 128]`.
-    In "bhsd", the axis of heads precedes that of tokens.
+    q and its gradient are `[batch, tokens, 32, 128]`, k and its gradient `[batch, tokens, 8, 128]`.
 
     Args:
         tokens, batch: the number of tokens in each row, and the number of rows.
-        dtype, layout, device: those of q and k.
+        dtype, device: those of q and k.
         passes: the passes that are timed.
         first: the position of the first token. It is not 0 by default, because a token at position 0 is not rotated.
         decode: whether each token has a random position below LONGEST, as in decoding. `first` then has no effect.
@@ -44,7 +42,6 @@ class Case:
 
     tokens: int
     dtype: torch.dtype
-    layout: Layout = "bshd"
     passes: Passes = "forward"
     batch: int = 1
     first: int = 100
@@ -56,9 +53,8 @@ class Case:
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(heads: int) -> Tensor:
-            axes = (self.tokens, heads) if self.layout == "bshd" else (heads, self.tokens)
             keys: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": self.device}
-            return torch.randn(self.batch, *axes, HEAD_DIM, **keys).to(self.dtype)
+            return torch.randn(self.batch, self.tokens, heads, HEAD_DIM, **keys).to(self.dtype)
 
         heads = (Q_HEADS, KV_HEADS) if self.passes == "forward" else (Q_HEADS, KV_HEADS, Q_HEADS, KV_HEADS)
         return tuple(normal(n) for n in heads)
@@ -99,9 +95,14 @@ class Case:
         elements = self.batch * self.tokens * (Q_HEADS + KV_HEADS) * HEAD_DIM
         return (4 if self.passes == "forward + backward" else 2) * elements * self.dtype.itemsize
 
+    @property
+    def q_bytes(self) -> int:
+        """The number of bytes of q."""
+        return self.batch * self.tokens * Q_HEADS * HEAD_DIM * self.dtype.itemsize
+
     def add_head_axis(self, table: Tensor) -> Tensor:
         """Add an axis for the heads of q and k to a table `[tokens, n]` or `[batch, tokens, n]`."""
-        return table.unsqueeze(-2 if self.layout == "bshd" else -3)
+        return table.unsqueeze(-2)
 
     def tolerance(self, does: Effect, *, own_angles: bool) -> float:
         """Return the largest allowed error, relative to the length of a pair. For tables it is absolute, 2⁻²⁴.
@@ -144,7 +145,7 @@ class Case:
         pairing = does if does in ("half", "interleaved") else "half"
         for start in range(0, self.tokens, _CHUNK):
             length = min(_CHUNK, self.tokens - start)
-            before, after = (t.narrow(self.layout.index("s"), start, length) for t in (x, result))
+            before, after = (t.narrow(1, start, length) for t in (x, result))
             if does == pairing:
                 angle = sign * self.add_head_axis(exact_angle(self.positions[..., start : start + length]))
                 yield rotation_error(before, after, torch.polar(torch.ones_like(angle), angle), pairing)

@@ -25,10 +25,12 @@ class Timed(NamedTuple):
 
     Args:
         sample: a function that returns the seconds of one call.
+        calls: the number of calls that `sample` makes on a CPU. None on a GPU.
         host: the seconds that the host needs for a call, which returns before the GPU has finished. None on a CPU.
     """
 
     sample: Callable[[], float]
+    calls: int | None = None
     host: float | None = None
 
 
@@ -53,7 +55,7 @@ class OnCpu:
         (call,) = calls
         once = min(_sample(call, 1) for _ in range(3))
         repeats = min(_MAX_REPEATS, math.ceil(_SAMPLE / once))
-        return Timed(lambda: _sample(call, repeats))
+        return Timed(lambda: _sample(call, repeats), calls=repeats + 1)
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:
@@ -95,7 +97,7 @@ class OnGpu:
         if self.replay:
             calls = [_graph(calls)]
         _seconds(calls)
-        return Timed(lambda: _seconds(calls)[0] * len(calls) / number, host)
+        return Timed(lambda: _seconds(calls)[0] * len(calls) / number, host=host)
 
 
 def _seconds(calls: Calls) -> tuple[float, float]:

@@ -95,19 +95,19 @@ def _multiply(case: Case) -> Rotate:
 
 
 def _ropewalk(pairing: Pairing, case: Case) -> Rotate:
-    rotation, layout = rope(pairing).at(case.positions), case.layout
-    return lambda q, k: rotation(q, k, layout=layout)
+    rotation = rope(pairing).at(case.positions)
+    return lambda q, k: rotation(q, k, layout="bshd")
 
 
 def _ropewalk_in_place(pairing: Pairing, case: Case, inputs: Inputs) -> Call:
-    rotation, layout = rope(pairing).at(case.positions), case.layout
+    rotation = rope(pairing).at(case.positions)
     q, k = (x.clone() for x in inputs)
-    return Call(lambda: rotation.apply_(q, k, layout=layout), lambda _: (q, k))
+    return Call(lambda: rotation.apply_(q, k, layout="bshd"), lambda _: (q, k))
 
 
 def _ropewalk_with_angles(pairing: Pairing, case: Case) -> Rotate:
-    ropewalk_rope, positions, layout = rope(pairing), case.positions, case.layout
-    return lambda q, k: ropewalk_rope.at(positions)(q, k, layout=layout)
+    ropewalk_rope, positions = rope(pairing), case.positions
+    return lambda q, k: ropewalk_rope.at(positions)(q, k, layout="bshd")
 
 
 def _ropewalk_table(case: Case, inputs: Inputs) -> Call:
@@ -202,9 +202,7 @@ CONTENDERS = (
     Contender(FLOOR, "copy", with_inputs(_copy)),
     Contender("clone", "copy", eager(_clone), backward=False),
     Contender("mul_", "negate", eager(_multiply, in_place=True), backward=False, in_place=True),
-    *_HALF[:2],
-    _INTERLEAVED[0],
-    _HALF[2],
+    *_HALF[:3],
     *_USUAL,
 )
 CONTENDERS_ON_GPU = (Contender(FLOOR, "copy", with_inputs(_copy_at_once)), *_HALF, *_INTERLEAVED, *_USUAL)

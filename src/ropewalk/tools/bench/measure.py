@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ropewalk.tools.bench.case import Case, Inputs, Layout
+from ropewalk.tools.bench.case import Case, Inputs
 from ropewalk.tools.bench.clocks import Clock, Timed
-from ropewalk.tools.bench.contenders import FLOOR, Contender, rope
+from ropewalk.tools.bench.contenders import FLOOR, Contender
+from ropewalk.tools.bench.memory import page_faults
 
 
 def rows(
@@ -35,7 +33,8 @@ def rows(
 
     Returns:
         One row for JSON for each contender. Its state is "timed", "wrong", "failed" or "not installed". Times are in
-        seconds for one call.
+        seconds for one call. A row timed on a CPU has faults: the least and the largest number of page faults of one
+        call in a sample.
     """
     supported = [contender for contender in contenders if contender.backward or case.passes == "forward"]
     if any(contender.compiled for contender in supported):
@@ -46,7 +45,7 @@ def rows(
         row, timed = _check(contender, case, sets, clock)
         results.append(row)
         if timed is not None:
-            samplers[contender.name] = partial(_sample_or_fail, row, timed.sample)
+            samplers[contender.name] = partial(_sample_or_fail, row, timed)
             row.update({} if timed.host is None else {"host": timed.host})
     samples = sample_alternately(samplers, rounds, seconds)
     valid = {row["contender"]: samples[row["contender"]] for row in results if row["state"] == "timed"}
@@ -60,11 +59,20 @@ def rows(
     return results
 
 
-def _sample_or_fail(row: dict[str, Any], sample: Callable[[], float]) -> float:
-    """Take a sample. If it raises, for example because memory runs out, mark the row as failed and return NaN."""
+def _sample_or_fail(row: dict[str, Any], timed: Timed) -> float:
+    """Take a sample, and widen the range of page faults of one call, faults, in the row.
+
+    If it raises, for example because memory runs out, mark the row as failed and return NaN.
+    """
     if row["state"] == "timed":
+        before = page_faults()
         try:
-            return sample()
+            seconds = timed.sample()
+            if timed.calls is not None:
+                each = round((page_faults() - before) / timed.calls)
+                least, most = row.get("faults", (each, each))
+                row["faults"] = [min(least, each), max(most, each)]
+            return seconds
         except Exception as e:
             row.update(_describe_failure(e))
     return math.nan
@@ -81,7 +89,6 @@ def _check(
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "dtype": case.dtype_name,
-        "layout": case.layout,
         "backward": case.passes != "forward",
         "contender": contender.name,
         "does": contender.does,
@@ -142,50 +149,6 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> dict[str, Any]:
-    """Rotate a long sequence out of place, in at least two chunks. The angles of each chunk are computed anew.
-
-    Returns:
-        A row for JSON. first_per_token and last_per_token are the median seconds per token of the first and of the last
-        chunks, up to 16 each. growth_bytes is the largest resident memory of the process after the remaining chunks,
-        minus the largest after these first chunks, or None if it is unknown. error and allowed are those of the last
-        chunk.
-    """
-    case = Case(chunk, dtype, layout)
-    q, k = inputs = case.inputs()
-    starts = range(case.first, case.first + max(tokens, 2 * chunk), chunk)
-    ours = rope("half")
-    times, memory = [], []
-    rotated: tuple[Tensor, ...] = ()
-    for first in starts:
-        rotated = ()
-        began = time.perf_counter()
-        rotated = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
-        times.append((time.perf_counter() - began) / chunk)
-        memory.append(_resident_bytes())
-    last = Case(chunk, dtype, layout, first=starts[-1])
-    some = min(16, len(times) // 2)
-    return {
-        "tokens": chunk * len(starts),
-        "chunk": chunk,
-        "dtype": case.dtype_name,
-        "layout": layout,
-        "first_per_token": statistics.median(times[:some]),
-        "last_per_token": statistics.median(times[-some:]),
-        "growth_bytes": max(memory[some:]) - max(memory[:some]) if memory[0] else None,
-        "error": to_json_number(last.error("half", inputs, rotated)),
-        "allowed": last.tolerance("half", own_angles=False),
-    }
-
-
 def to_json_number(error: float) -> float | str:
     """Convert NaN and infinity, which JSON lacks, to strings that `float` parses."""
     return error if math.isfinite(error) else str(error)
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, or 0 without /proc."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

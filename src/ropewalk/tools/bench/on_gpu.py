@@ -49,7 +49,7 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         json_file: file for the results, or None.
 
     Returns:
-        The content of the JSON file. It has the keys that `run.run` returns, but gpu instead of threads and stream.
+        The content of the JSON file. It has the keys that `run.run` returns, but gpu instead of threads.
         Each row also has case (the title of the case), batch, in_place, and far (whether positions extend to FAR).
         Rows timed on a GPU also have host: the seconds until an eager call returns.
 
@@ -67,7 +67,7 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         raise error("bench", must, got, fix)
     parts: dict[str, Any] = {"gpu": None if settings.rehearse else machine.gpu(), "rows": []}
     out = Report(asdict(settings), parts, say, json_file)
-    out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", f"{HEADS}, layout bshd")
+    out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", HEADS)
     in_place = {contender.name: contender.in_place for contender in contenders}
     for case in cases(settings):
         # At large positions only cos and sin are measured.

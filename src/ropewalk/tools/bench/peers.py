@@ -5,6 +5,7 @@ A library is imported only when its rotation is prepared. The extra `bench` inst
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,10 +21,9 @@ from ropewalk.tools.bench.contenders import Call, Contender, eager, full_width, 
 def _rotary_embedding_torch(case: Case) -> Rotate:
     """Prepare rotary-embedding-torch, used as its README shows. Every call computes positions, angles, cos and sin."""
     module = import_module("rotary_embedding_torch").RotaryEmbedding(HEAD_DIM, theta=BASE)
-    axis = case.layout.index("s") - 4
 
     def rotate(x: Tensor) -> Tensor:
-        rotated: Tensor = module.rotate_queries_or_keys(x, seq_dim=axis, offset=case.first)
+        rotated: Tensor = module.rotate_queries_or_keys(x, seq_dim=-3, offset=case.first)
         return rotated
 
     return lambda q, k: (rotate(q), rotate(k))
@@ -40,8 +40,7 @@ def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = ort.InferenceSession(_onnx_model(case), options, providers=["CPUExecutionProvider"])
-    # Three axes mean [batch, seq, heads · head_dim], four mean [batch, heads, seq, head_dim].
-    q, k = (x.flatten(2) if case.layout == "bshd" else x for x in inputs)
+    q, k = (x.flatten(2) for x in inputs)  # three axes mean [batch, seq, heads · head_dim]
     cos, sin = case.tables
     tensors = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": cos, "sin": sin}
     feeds = {name: ort.OrtValue.ortvalue_from_numpy(x.numpy()) for name, x in tensors.items()}
@@ -55,17 +54,16 @@ def _onnx_model(case: Case) -> bytes:
     onnx = import_module("onnx")
     helper, kinds = onnx.helper, onnx.TensorProto
     kind = {torch.float32: kinds.FLOAT, torch.bfloat16: kinds.BFLOAT16}[case.dtype]
-    axes = 3 if case.layout == "bshd" else 4
     nodes = [
         helper.make_node("RotaryEmbedding", [x, "positions", "cos", "sin"], [f"{x}1"], domain="com.microsoft")
         for x in ("q", "k")
     ]
     inputs = [
-        *(helper.make_tensor_value_info(x, kind, [None] * axes) for x in ("q", "k")),
+        *(helper.make_tensor_value_info(x, kind, [None] * 3) for x in ("q", "k")),
         helper.make_tensor_value_info("positions", kinds.INT64, [None] * 2),
         *(helper.make_tensor_value_info(x, kind, [None] * 2) for x in ("cos", "sin")),
     ]
-    outputs = [helper.make_tensor_value_info(x, kind, [None] * axes) for x in ("q1", "k1")]
+    outputs = [helper.make_tensor_value_info(x, kind, [None] * 3) for x in ("q1", "k1")]
     domains = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph(nodes, "rotate", inputs, outputs), opset_imports=domains, ir_version=8)
     serialized: bytes = model.SerializeToString()
@@ -73,17 +71,14 @@ def _onnx_model(case: Case) -> bytes:
 
 
 def _mlx(case: Case, inputs: Inputs) -> Call:
-    """Prepare mx.fast.rope on the CPU. It needs heads before tokens, so in layout "bshd" these axes are swapped."""
+    """Prepare mx.fast.rope on the CPU. It needs heads before tokens, so these axes are swapped."""
     mx = import_module("mlx.core")
     mx.set_default_device(mx.cpu)
     q, k, *grads = (mx.array(x) for x in inputs)
 
-    def heads_first(x: Any) -> Any:
-        return x.swapaxes(1, 2) if case.layout == "bshd" else x
-
     def rotate_both(*xs: Any) -> list[Any]:
         keys = {"traditional": False, "base": BASE, "scale": 1.0, "offset": case.first}
-        return [heads_first(mx.fast.rope(heads_first(x), HEAD_DIM, **keys)) for x in xs]
+        return [mx.fast.rope(x.swapaxes(1, 2), HEAD_DIM, **keys).swapaxes(1, 2) for x in xs]
 
     def run() -> list[Any]:
         if grads:
@@ -122,11 +117,29 @@ def _jax(case: Case, inputs: Inputs) -> Call:
     )
 
 
+def _hub_kernel(in_place: bool, case: Case, inputs: Inputs) -> Call:
+    """Prepare `apply_rotary` of kernels-community/rotary, loaded from the Hugging Face hub or its local cache.
+
+    It rotates q and k in two calls, in bfloat16 with AVX-512 by a compiled loop, and else by PyTorch. Tables have the
+    dtype of q.
+    """
+    rotate = import_module("kernels").get_kernel("kernels-community/rotary", version=2).apply_rotary
+    heads_first = [x.transpose(1, 2) for x in inputs]
+    sources = [x.clone() for x in heads_first] if in_place else heads_first
+    cos, sin = (t.to(case.dtype)[None, None] for t in case.tables)
+
+    def run() -> tuple[Tensor, ...]:
+        results = sources if in_place else [torch.empty_like(x) for x in sources]
+        for x, result in zip(sources, results, strict=True):
+            rotate(*x.chunk(2, dim=-1), cos, sin, *result.chunk(2, dim=-1), False)
+        return tuple(results)
+
+    return Call(run, lambda out: tuple(x.transpose(1, 2) for x in out))
+
+
 def _vllm(case: Case, inputs: Inputs) -> Call:
     """Prepare vLLM's C++ CPU operator, in place on `[tokens, heads · head_dim]`, with tables in the dtype of q."""
     import_module("vllm._C")
-    if case.layout != "bshd":
-        raise NotImplementedError("it supports only tokens before heads")
     operator = torch.ops._C.rotary_embedding.default
     q, k = (x.clone() for x in inputs)
     flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
@@ -140,5 +153,7 @@ PEERS = (
     Contender("ONNX Runtime", "half", with_inputs(_onnx_runtime), backward=False),
     Contender("MLX", "half", with_inputs(_mlx), own_angles=True),
     Contender("JAX", "half", with_inputs(_jax)),
+    Contender("hub kernel", "half", with_inputs(partial(_hub_kernel, False)), backward=False),
+    Contender("hub kernel, in place", "half", with_inputs(partial(_hub_kernel, True)), backward=False, in_place=True),
     Contender("vLLM, in place", "half", with_inputs(_vllm), backward=False, in_place=True),
 )

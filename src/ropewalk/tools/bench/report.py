@@ -12,6 +12,7 @@ from ropewalk._checks import error, shown
 from ropewalk.tools.bench import machine
 from ropewalk.tools.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
 from ropewalk.tools.bench.contenders import FLOOR, Contender
+from ropewalk.tools.bench.memory import DESCRIBED
 
 Say = Callable[[str], None]
 HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
@@ -73,8 +74,9 @@ class Report:
             self._json_file.write_text(json.dumps(self.found, indent=1, allow_nan=False) + "\n")
 
     def introduce(self, *lines: str) -> None:
-        """Print lines about the run, and a warning if the machine is busy."""
-        for line in lines:
+        """Print lines about the run, the processor, and a warning if the machine is busy."""
+        about = self.found["machine"]
+        for line in (*lines, f"{about['cpu']} ({about['make'] or 'unknown make'}), {about['cores']} cores"):
             self._say(line)
         load = self.found["machine"]["load"] or 0.0
         if load > 0.5:
@@ -86,20 +88,14 @@ class Report:
         _show(case, rows, self._say)
         self.write()
 
-    def add_stream(self, row: dict[str, Any]) -> None:
-        """Add the result of the long sequence in chunks to `found`, print it, and write the JSON file."""
-        self.found["stream"].append(row)
-        _show_stream(row, self._say)
-        self.write()
-
 
 def _show(case: Case, rows: Sequence[dict[str, Any]], say: Say) -> None:
-    host = any("host" in row for row in rows)
     width = max(24, *(len(row["contender"]) for row in rows))
+    last = "host" if any("host" in row for row in rows) else "page faults"
+    memory = DESCRIBED.get(rows[0].get("memory", ""))
     say("")
-    say(f"{case.title}: {case.bytes_moved / 1e6:,.2f} MB read and written")
-    heading = f"  {'':<{width}} {'median':>10}  {'10-90 % of samples':>23}  {'GB/s':>6}  {'x copy_':>7}"
-    say(heading + (f"  {'host':>10}" if host else ""))
+    say(f"{case.title}{', ' if memory else ''}{memory or ''}: {case.bytes_moved / 1e6:,.2f} MB read and written")
+    say(f"  {'':<{width}} {'median':>10}  {'10-90 % of samples':>23}  {'GB/s':>6}  {'x copy_':>7}  {last:>13}")
     for row in rows:
         say(f"  {row['contender']:<{width}} {_line(row)}")
     table, rotated = (
@@ -117,19 +113,9 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['state']}: {row['reason']}"
     spread = f"{describe_time(row['p10'])} - {describe_time(row['p90'])}"
     speed, ratio = ("" if x is None else f"{x:.{n}f}" for x, n in ((row["gb_per_s"], 1), (row["times_copy"], 2)))
-    host = f"  {describe_time(row['host']):>10}" if "host" in row else ""
-    return f"{describe_time(row['median']):>10}  {spread:>23}  {speed:>6}  {ratio:>7}{host}"
-
-
-def _show_stream(row: dict[str, Any], say: Say) -> None:
-    grown = "unknown" if row["growth_bytes"] is None else f"{row['growth_bytes'] / 1e6:+.1f} MB"
-    first, last = row["first_per_token"], row["last_per_token"]
-    times = f"first chunks {describe_time(first)}, last chunks {describe_time(last)} ({last / first:.2f})"
-    say("")
-    say(f"{row['tokens']:,} tokens, {row['dtype']}, in chunks of {row['chunk']:,}, angles included")
-    say(f"  per token: {times}; memory {grown}")
-    if not float(row["error"]) <= row["allowed"]:
-        say(f"  wrong: error {float(row['error']):.1e}, allowed {row['allowed']:.1e}")
+    faults = " - ".join(f"{n:,}" for n in sorted(set(row.get("faults", ()))))
+    last = describe_time(row["host"]) if "host" in row else faults
+    return f"{describe_time(row['median']):>10}  {spread:>23}  {speed:>6}  {ratio:>7}  {last:>13}"
 
 
 def describe_time(seconds: float) -> str:

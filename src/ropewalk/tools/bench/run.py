@@ -1,4 +1,4 @@
-"""The benchmark on a CPU, for several sizes and for a long sequence in chunks. It reports text, JSON and a plot."""
+"""The benchmark on a CPU, for several sizes. It reports text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 
 from ropewalk import plots
 from ropewalk.tools.bench import measure
-from ropewalk.tools.bench.case import Case, Layout, Passes
+from ropewalk.tools.bench.case import Case, Passes
 from ropewalk.tools.bench.clocks import OnCpu
 from ropewalk.tools.bench.contenders import CONTENDERS
+from ropewalk.tools.bench.memory import memories, using
 from ropewalk.tools.bench.peers import PEERS
 from ropewalk.tools.bench.report import HEADS, Report, Say, select_contenders
 
+_LARGE = 16 * 2**20  # bytes: glibc's own rule keeps smaller blocks, and maps larger ones anew sooner or later
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -27,31 +29,31 @@ class Settings:
     Args:
         tokens: the numbers of tokens to measure.
         dtypes: names in DTYPES.
-        layout: "bshd" or "bhsd".
         backward: whether to measure forward + backward as well.
         compiled: whether to include torch.compile.
         only: parts of the names of contenders to measure. Empty means all. copy_ is always measured.
         threads: the number of threads of PyTorch and ONNX Runtime. None means PyTorch's current number.
         rounds, seconds: as in `measure.rows`.
-        stream: the length in tokens of the long sequence that is rotated in chunks. 0 skips it.
     """
 
-    tokens: Sequence[int] = (1, 128, 1024, 4096)
+    tokens: Sequence[int] = (1, 32, 128, 1024, 4096, 16_384)
     dtypes: Sequence[str] = tuple(DTYPES)
-    layout: Layout = "bshd"
     backward: bool = True
     compiled: bool = True
     only: Sequence[str] = ()
     threads: int | None = None
     rounds: int = 30
     seconds: float = 30.0
-    stream: int = 1_000_000
 
 
 def run(
     settings: Settings, say: Say, *, json_file: Path | None = None, plot_file: Path | None = None
 ) -> dict[str, Any]:
     """Run the benchmark and report the results.
+
+    New tensors are in memory that the process has already used. Cases whose q has at least `_LARGE` bytes are also
+    measured with new tensors in new memory from the system, for contenders that return new tensors. Where the C library
+    is not glibc, there is one measurement, in memory of unknown origin.
 
     Args:
         settings: what to measure.
@@ -60,8 +62,8 @@ def run(
             raises before the long run.
 
     Returns:
-        The content of the JSON file: the entries of `machine.describe`, and date, settings, threads, rows
-        (`measure.rows`) and stream (`measure.stream`).
+        The content of the JSON file: the entries of `machine.describe`, and date, settings, threads and rows
+        (`measure.rows`, and memory: "new", "kept" or "unknown").
 
     Raises:
         RopeError: `only` matches no contender but copy_; or plot_file is passed, but cannot be written or matplotlib is
@@ -73,20 +75,21 @@ def run(
         torch.set_num_threads(settings.threads)
     threads = torch.get_num_threads()
     _draw([], plot_file)  # raises now if matplotlib is missing or the file cannot be written, as Report does
-    out = Report(asdict(settings), {"threads": threads, "rows": [], "stream": []}, say, json_file)
-    cpu, torch_version = out.found["machine"], out.found["versions"]["torch"]
+    out = Report(asdict(settings), {"threads": threads, "rows": []}, say, json_file)
     out.introduce(
-        f"{cpu['cpu']}, {cpu['cores']} cores, {threads} threads, torch {torch_version}",
-        f"THP_MEM_ALLOC_ENABLE={out.found['THP_MEM_ALLOC_ENABLE']}, huge pages: {cpu['transparent_hugepage']}",
-        f"batch 1, {HEADS}, layout {settings.layout}",
+        f"torch {torch.__version__}, {threads} threads, huge pages: {out.found['machine']['transparent_hugepage']}",
+        f"batch 1, {HEADS}",
     )
     passes: tuple[Passes, ...] = ("forward", "forward + backward") if settings.backward else ("forward",)
-    for dtype in (DTYPES[name] for name in settings.dtypes):
-        for case in (Case(n, dtype, settings.layout, what) for n in settings.tokens for what in passes):
-            out.add(case, measure.rows(case, contenders, OnCpu(), rounds=settings.rounds, seconds=settings.seconds))
-        if settings.stream:
-            chunk = min(4096, settings.stream)
-            out.add_stream(measure.stream(dtype, settings.layout, tokens=settings.stream, chunk=chunk))
+    cases = [Case(n, DTYPES[name], what) for name in settings.dtypes for n in settings.tokens for what in passes]
+    for memory in memories():
+        with using(memory):
+            for case in cases:
+                if memory == "new" and case.q_bytes < _LARGE:
+                    continue
+                returning = [one for one in contenders if memory != "new" or not (one.in_place or one.does == "tables")]
+                rows = measure.rows(case, returning, OnCpu(), rounds=settings.rounds, seconds=settings.seconds)
+                out.add(case, [{"memory": memory, **row} for row in rows])
     _draw(out.found["rows"], plot_file)
     return out.found
 

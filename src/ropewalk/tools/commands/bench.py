@@ -26,16 +26,13 @@ Examples:
     "--tokens",
     type=Length(1, 2**20),
     multiple=True,
-    help="Number of tokens; 4k is 4,096. May be repeated. [default: 1, 128, 1024, 4096]",
+    help="Number of tokens; 4k is 4,096. May be repeated. [default: 1, 32, 128, 1k, 4k, 16k]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     multiple=True,
     help="The dtype of q and k. May be repeated. [default: both]",
-)
-@click.option(
-    "--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True, help="The layout of q and k."
 )
 @click.option(
     "--backward/--no-backward", default=True, show_default=True, help="Also time forward and backward together."
@@ -64,14 +61,9 @@ Examples:
     help="Time limit of each table: after this many seconds, only the first three rounds still start.",
 )
 @click.option(
-    "--stream",
-    type=Length(min=0),
-    help="Also rotate a sequence of this many tokens in chunks; 0 skips it. [default: 1000000, or 0 with --quick]",
-)
-@click.option(
     "--quick",
     is_flag=True,
-    help="Measure at most 5 rounds and 5 seconds for each table, and no long sequence unless --stream is given.",
+    help="Measure at most 5 rounds and 5 seconds for each table.",
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all results to this file as JSON.")
 @click.option(
@@ -105,6 +97,12 @@ Examples:
     help="With --decode: number of tokens that each row of the caches holds. May be repeated. [default: 1024]",
 )
 @click.option(
+    "--sweep",
+    is_flag=True,
+    help="Instead, time ropewalk with many sizes of heads and layouts of memory. It accepts only --dtype, --threads, "
+    "--rounds, --seconds and --json of the options above, and one --tokens. [default: 1024]",
+)
+@click.option(
     "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
 )
 @click.pass_context
@@ -112,14 +110,12 @@ def bench(
     context: click.Context,
     tokens: tuple[int, ...],
     dtype: tuple[str, ...],
-    layout: Literal["bshd", "bhsd"],
     backward: bool,
     compiled: bool,
     only: tuple[str, ...],
     threads: int | None,
     rounds: int,
     seconds: float,
-    stream: int | None,
     quick: bool,
     json_file: Path | None,
     plot_file: Path | None,
@@ -127,6 +123,7 @@ def bench(
     decode: bool,
     rows: tuple[int, ...],
     held: tuple[int, ...],
+    sweep: bool,
     rehearse: bool,
 ) -> None:
     """Time ropewalk's rotation, and compare it with a plain copy, the code that most projects use, and other libraries.
@@ -134,7 +131,8 @@ def bench(
     Every result is checked before its computation is timed. The benchmark runs on the CPU unless --device cuda
     is given.
     """
-    _refuse_options_without_effect(context, "--decode" if decode else f"--device {device}")
+    mode = "--decode" if decode else "--sweep" if sweep else f"--device {device}"
+    _refuse_options_without_effect(context, mode)
     from ropewalk.tools import bench as the_bench
 
     if decode:
@@ -150,6 +148,19 @@ def bench(
         the_bench.run_decode(decoded, click.echo, json_file=json_file)
         return
 
+    if sweep:
+        if len(tokens) > 1:
+            raise _checks.error("bench", "--tokens must be given at most once with --sweep", str(tokens), "Pass one.")
+        swept = the_bench.SweepSettings(
+            tokens=tokens[0] if tokens else the_bench.SweepSettings.tokens,
+            dtypes=dtype or the_bench.SweepSettings.dtypes,
+            threads=threads,
+            rounds=rounds,
+            seconds=seconds,
+        )
+        the_bench.run_sweep(swept, click.echo, json_file=json_file)
+        return
+
     if device == "cuda":
         on_gpu = the_bench.GpuSettings(
             backward=backward, compiled=compiled, only=only, rounds=rounds, seconds=seconds, rehearse=rehearse
@@ -159,23 +170,23 @@ def bench(
     settings = the_bench.Settings(
         tokens=tokens or the_bench.Settings.tokens,
         dtypes=dtype or the_bench.Settings.dtypes,
-        layout=layout,
         backward=backward,
         compiled=compiled,
         only=only,
         threads=threads,
         rounds=min(rounds, 5) if quick else rounds,
         seconds=min(seconds, 5.0) if quick else seconds,
-        stream=stream if stream is not None else 0 if quick else the_bench.Settings.stream,
     )
     the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
 
 
-_SIZES = ("tokens", "layout", "stream", "quick", "plot_file")
+_SIZES = ("tokens", "quick", "plot_file")
+_CONTENDERS = ("backward", "compiled", "device", "rehearse")
 _NO_EFFECT = {
     "--device cpu": ("rehearse", "rows", "held"),
     "--device cuda": (*_SIZES, "dtype", "threads", "rows", "held"),
-    "--decode": (*_SIZES, "backward", "compiled", "device", "rehearse"),
+    "--decode": (*_SIZES, *_CONTENDERS, "sweep"),
+    "--sweep": (*_SIZES[1:], *_CONTENDERS, "only", "rows", "held"),
 }
 
 

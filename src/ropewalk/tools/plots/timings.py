@@ -16,7 +16,7 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the time of each contender of `ropewalk bench`, divided by the time of copying q and k.
 
     Args:
-        rows: `rows` of the JSON file of the benchmark. Rows without times are omitted.
+        rows: `rows` of the JSON file of the benchmark. Rows without times, and those in new memory, are omitted.
 
     Returns:
         A Figure with one panel for each dtype and each of forward and forward + backward. A panel shows the median
@@ -25,7 +25,7 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     Raises:
         RopeError: matplotlib is not installed.
     """
-    timed = [row for row in rows if row["state"] == "timed"]
+    timed = [row for row in rows if row["state"] == "timed" and row["memory"] != "new"]
     panels = list(dict.fromkeys((row["dtype"], row["backward"]) for row in timed)) or [("", False)]
     names = list(dict.fromkeys(row["contender"] for row in timed))
     columns = min(2, len(panels))
