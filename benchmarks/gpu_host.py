@@ -91,13 +91,12 @@ def main() -> None:
             of_tables, (learned.cos, learned.sin), ones, retain_graph=True
         ),
         "rope.at(positions)": lambda: rope.at(positions),
-        "fused step with norm and cache": torch.no_grad()(
-            lambda: run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
-        ),
+        "fused step with norm and cache": lambda: run_fused(rotation, q, k, layout="bshd", norm=norm, store=store),
         "torch.empty_like(q), for comparison": lambda: torch.empty_like(q),
     }
     print(f"torch {torch.__version__}, Triton {triton.__version__}, Python {sys.version.split()[0]}; µs")
     for name, call in calls.items():
+        torch.set_grad_enabled("gradients" in name or "backward" in name)
         for _ in range(50):
             call()
         launched.clear()

@@ -81,25 +81,37 @@ template <class T>
 struct Channels {
     static constexpr int COUNT = T::is_bfloat ? 2 : 1, STEP = COUNT * LANE;
 
+    // STEP channels, or the last ones of a head, fewer than STEP, followed by zeros.
     static void read_channels(const typename T::Stored *from, Floats *to) {
         if constexpr (T::is_bfloat) {
-            load_neighbours(from, to[0], to[1]);
+            auto both = read<Neighbours<T>>(from);
+            to[0] = first_of<T>(both), to[1] = second_of<T>(both);
         } else {
             to[0] = load<T>(from);
         }
     }
+    static void read_last(const typename T::Stored *from, int64_t count, Floats *to) {
+#if defined(__AVX512BW__)
+        const auto mask = (uint32_t{1} << count) - 1;  // an instruction reads memory only where its mask is set
+        if constexpr (sizeof(*from) == 4) {
+            to[0] = bits<Floats>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from));
+        } else {
+            typename T::Stored buffer[32];
+            write(buffer, _mm512_maskz_loadu_epi16(mask, from));
+            read_channels(buffer, to);
+        }
+#else
+        typename T::Stored buffer[STEP] = {};
+        std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof *from);
+        read_channels(buffer, to);
+#endif
+    }
     static void write_channels(typename T::Stored *to, const Floats *from) {
         if constexpr (T::is_bfloat) {
-            store_neighbours<false>(to, from[0], from[1]);
+            store_neighbours<T, false>(to, from[0], from[1]);
         } else {
             store<T>(to, from[0]);
         }
-    }
-    // The last channels of a head, fewer than STEP, followed by zeros.
-    static void read_last(const typename T::Stored *from, int64_t count, Floats *to, int64_t stride = 1) {
-        typename T::Stored buffer[STEP] = {};
-        for (int64_t i = 0; i < count; ++i) buffer[i] = from[i * stride];
-        read_channels(buffer, to);
     }
 };
 
@@ -190,8 +202,10 @@ struct Attention {
             for (int64_t token = 0; token < a.queries; ++token, to += q_step) {
                 const Stored *x = static_cast<const Stored *>(from) + row * stride[0] + token * stride[1] + head * stride[2];
                 for (int64_t c = 0; c < q_step; c += C::STEP) {
+                    Stored buffer[C::STEP] = {};
+                    for (int64_t i = 0; i < smaller<int64_t>(C::STEP, a.head_dim - c); ++i) buffer[i] = x[(c + i) * stride[3]];
                     Floats parts[C::COUNT];
-                    C::read_last(x + c * stride[3], smaller<int64_t>(C::STEP, a.head_dim - c), parts, stride[3]);
+                    C::read_channels(buffer, parts);
                     for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i] * factor);
                 }
             }

@@ -136,10 +136,13 @@ int64_t elements_of(const ropewalk_rotation &r) {
     return r.batch * r.tokens * heads * r.head_dim;
 }
 
-void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
+void run(ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
     for (int n = 0; n < r.tensor_count; ++n) {
-        const ropewalk_tensor &x = r.tensors[n];
-        if (x.out != x.in) ropewalk::ask_for_large_pages(x.out, r.batch * r.tokens * x.heads * r.head_dim * size);
+        ropewalk_tensor &x = r.tensors[n];
+        const int64_t bytes = r.batch * r.tokens * x.heads * r.head_dim * size;
+        if (x.out == x.in) continue;
+        ropewalk::ask_for_large_pages(x.out, bytes);
+        x.through_caches = elements * size >= ROPEWALK_LARGE && ropewalk::is_better_through_caches(x.out, bytes);
     }
     ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
                          [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });
@@ -206,7 +209,7 @@ bool use_torch(nb::module_ torch_module, nb::dict axes, nb::tuple observers) {
     torch.is_neg = keep(type.attr("is_neg"));
     torch.empty_like = keep(torch_module.attr("empty_like")), torch.num_threads = keep(torch_module.attr("get_num_threads"));
     torch.increment_version = keep(c.attr("_increment_version")), torch.empty = keep(torch_module.attr("empty"));
-    torch.dtype_keyword = keep(nb::make_tuple("dtype"));
+    torch.dtype_keyword = keep(nb::make_tuple("dtype")), torch.float32 = keep(torch_module.attr("float32"));
     torch.requires_grad.find(torch.tensor_type, "requires_grad"), torch.version.find(torch.tensor_type, "_version");
     torch.current_level = PyUnicode_InternFromString("_current_level");
     torch.api = ropewalk::exchange_api_of(torch.tensor_type);
@@ -477,7 +480,7 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
     for (int64_t i = 0; a.axis && i < pairs; ++i) {
         require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
     }
-    a.steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype);
     a.cos = reinterpret_cast<void *>(cos), a.sin = reinterpret_cast<void *>(sin);
     nb::gil_scoped_release release;
@@ -485,16 +488,31 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
                          [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
-// Compute cos and sin as `angles` does, in new tensors. Returns None, without any effect, if the call is left to Python. `steps`
+// Copy positions of up to three axes to contiguous int64 numbers.
+template <class Integer> std::vector<int64_t> copy_positions(const ropewalk::TensorView &x) {
+    int64_t size[3] = {1, 1, 1}, stride[3] = {0, 0, 0};
+    for (int i = 0; i < x.axes; ++i) size[3 - x.axes + i] = x.shape[i], stride[3 - x.axes + i] = x.strides[i];
+    const auto *from = reinterpret_cast<const Integer *>(x.first());
+    std::vector<int64_t> copy;
+    copy.reserve(size[0] * size[1] * size[2]);
+    for (int64_t a = 0; a < size[0]; ++a) {
+        for (int64_t b = 0; b < size[1]; ++b) {
+            for (int64_t c = 0; c < size[2]; ++c) copy.push_back(from[a * stride[0] + b * stride[1] + c * stride[2]]);
+        }
+    }
+    return copy;
+}
+
+// Compute cos and sin as `angles` does, in new tensors, from int32 or int64 positions. Returns None, without any effect, if the call is left to Python. `steps`
 // and `axis` are the bytes of int64 numbers. If tokens have one position, `axis` is empty and `axes` is 0.
 nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype, nb::bytes axis, int64_t axes) {
     ropewalk::TensorView at, to[2];
     const int first = axes > 0 ? 1 : 0;  // the first axis of positions that is an axis of tokens
-    if (torch.is_observed() || !torch.view(positions.ptr(), at) || !at.is_int(64)) return nb::none();
+    if (torch.is_observed() || !torch.view(positions.ptr(), at) || !(at.is_int(64) || at.is_int(32))) return nb::none();
     if (at.axes < first + 1 || at.axes > first + 2 || (first && at.shape[0] != axes)) return nb::none();
     const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), elements = at.elements();
     const int last = at.axes - 1, tokens = at.axes - first;
-    if (elements == 0 || at.strides[last] != 1 || (tokens == 2 && at.strides[first] != at.shape[last])) return nb::none();
+    if (elements == 0) return nb::none();
     const int64_t rows = first ? elements / axes : elements;
     const auto *of_pairs = reinterpret_cast<const int64_t *>(axis.c_str());
     for (int64_t i = 0; first && i < pairs; ++i) {
@@ -507,16 +525,24 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
         arguments[i] = sizes[i].ptr();
     }
     arguments[tokens + 1] = dtype.ptr();
-    for (int i = 0; i < 2; ++i) {
-        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, arguments, tokens + 1, torch.dtype_keyword)
-                                     : ropewalk::call(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
-        if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
-        if (!torch.new_view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
-    }
+    auto create = [&](int i, PyObject *table) {
+        tables[i] = nb::steal(table);
+        if (!table) return PyErr_Clear(), false;  // an invalid dtype, or no memory: Python will raise
+        return torch.new_view(table, to[i]) && (to[i].is_float(32) || to[i].is_float(64));
+    };
+    // Without a dtype, torch.empty is faster. It then creates float32 unless the program has changed the default.
+    const bool is_default = dtype.ptr() == torch.float32 &&
+                            create(0, PyObject_Vectorcall(torch.empty, arguments, tokens + 1, nullptr)) && to[0].is_float(32);
+    if (!is_default && !create(0, PyObject_Vectorcall(torch.empty, arguments, tokens + 1, torch.dtype_keyword))) return nb::none();
+    if (!create(1, ropewalk::call(torch.empty_like, tables[0].ptr()))) return nb::none();  // faster than torch.empty
+    const bool contiguous = at.strides[last] == 1 && (tokens == 1 || at.strides[first] == at.shape[last]);
+    std::vector<int64_t> copy;
+    if (!at.is_int(64)) copy = copy_positions<int32_t>(at);
+    else if (!contiguous) copy = copy_positions<int64_t>(at);
     ropewalk_angles a{};
-    a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
-    if (first) a.axis = of_pairs, a.axis_stride = at.strides[0];  // 0 if positions of text are expanded
-    a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
+    a.positions = copy.empty() ? reinterpret_cast<const int64_t *>(at.first()) : copy.data(), a.position_stride = 1;
+    if (first) a.axis = of_pairs, a.axis_stride = copy.empty() ? at.strides[0] : rows;  // 0 if positions of text are expanded
+    a.phase_steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
     a.cos = to[0].first(), a.sin = to[1].first();
     if (8 * rows * pairs < 2 * GRAIN) {

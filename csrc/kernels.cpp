@@ -18,11 +18,8 @@ constexpr int64_t BLOCK = 64;
 constexpr int64_t HEADS = 8;
 // Pairs per chunk, whose tables fit a buffer on the stack.
 constexpr int64_t CHUNK = 512;
-// The distance of the prefetch in heads, and the bytes of tensors from which on prefetching pays.
-constexpr int64_t AHEAD = 4, PREFETCH_FROM = int64_t{4} << 20;
-
-// Bytes of output from which on it is evicted from the caches before it is read again.
-constexpr int64_t LARGE = int64_t{16} << 20;
+// The distance of the prefetch, and the size of the tensors from which on prefetching pays, in bytes.
+constexpr int64_t AHEAD = 2048, PREFETCH_FROM = int64_t{4} << 20;
 
 // Make non-temporal stores visible to other threads before any later store.
 inline void fence() {
@@ -35,17 +32,20 @@ inline void fence() {
 
 // The heads of one token. `partner` is the distance from a to b of a pair in half pairing. Steps (between heads) and strides
 // (between channels) count elements.
-template <class T>
-struct Run {
-    const typename T::Stored *in;
-    typename T::Stored *out;
+template <class Stored, class Real>
+struct Heads {
+    const Stored *in;
+    Stored *out;
     int64_t in_step, out_step, in_stride, out_stride;
-    const typename T::Real *cos, *sin;
+    const Real *cos, *sin;
     int64_t heads, pairs, partner;
-    bool bypass_caches, prefetches;
+    int64_t ahead;  // the distance of the prefetch in elements, or 0
+    bool inverse, past_caches;
 };
+template <class T>
+using Run = Heads<typename T::Stored, typename T::Real>;
 
-template <class T, bool interleaved, bool inverse>
+template <class T, bool interleaved>
 ROPEWALK_NOINLINE void rotate_strided(const Run<T> &run) {
     using Real = typename T::Real;
     for (int64_t n = 0; n < run.heads; ++n) {
@@ -54,7 +54,7 @@ ROPEWALK_NOINLINE void rotate_strided(const Run<T> &run) {
         for (int64_t i = 0; i < run.pairs; ++i) {
             int64_t at_a = interleaved ? 2 * i : i, at_b = interleaved ? 2 * i + 1 : i + run.partner;
             Real a = T::get(in[at_a * run.in_stride]), b = T::get(in[at_b * run.in_stride]);
-            Real c = run.cos[i], s = inverse ? -run.sin[i] : run.sin[i];
+            Real c = run.cos[i], s = run.inverse ? -run.sin[i] : run.sin[i];
             out[at_a * run.out_stride] = T::put(a * c - b * s);
             out[at_b * run.out_stride] = T::put(a * s + b * c);
         }
@@ -62,174 +62,218 @@ ROPEWALK_NOINLINE void rotate_strided(const Run<T> &run) {
 }
 
 #ifdef ROPEWALK_VECTORS
-// A block is a few vectors of pairs with their tables, which stay in registers while one head after the other is rotated.
-// A block is read completely before it is written, so `out` may be `in`.
+// A block is a few vectors of pairs with their tables, which stay in registers while one head after the other is rotated. `get`
+// reads all that `put` needs, so that `out` may be `in`.
 
-template <class T, bool interleaved, bool inverse>
+template <class T, bool interleaved, bool is_bfloat = T::is_bfloat>
 struct Block {  // half pairing: a and b are in separate vectors of WIDTH pairs
-    static constexpr int PAIRS = WIDTH<T>;
+    static constexpr int PAIRS = WIDTH<T>, TABLES = 2;
+    struct Inputs {
+        Reals<T> a, b;
+    };
     Reals<T> c, s;
 
-    void load_tables(const typename T::Real *cos, const typename T::Real *sin) {
+    void load_tables(const typename T::Real *cos, const typename T::Real *sin, bool inverse) {
         c = read<Reals<T>>(cos), s = read<Reals<T>>(sin);
         if (inverse) s = -s;
     }
-    template <bool bypass_caches>
-    void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t partner) const {
-        Reals<T> a = load<T>(in), b = load<T>(in + partner);
-        store<T, bypass_caches>(out, a * c - b * s), store<T, bypass_caches>(out + partner, a * s + b * c);
+    static Inputs get(const typename T::Stored *in, int64_t partner) { return {load<T>(in), load<T>(in + partner)}; }
+    template <bool past_caches>
+    void put(Inputs in, typename T::Stored *out, int64_t partner) const {
+        store<T, past_caches>(out, in.a * c - in.b * s), store<T, past_caches>(out + partner, in.a * s + in.b * c);
     }
 };
 
-template <class T, bool inverse>
-struct Block<T, true, inverse> {  // interleaved: (a, b, ...) (c, c, ...) + (b, a, ...) (-s, s, ...)
-    static constexpr int PAIRS = WIDTH<T>;
+template <class T>
+struct Block<T, true, false> {  // interleaved: (a, b, ...) (c, c, ...) + (b, a, ...) (-s, s, ...)
+    static constexpr int PAIRS = WIDTH<T>, TABLES = 4;
+    struct Inputs {
+        Reals<T> x, y;
+    };
     Reals<T> c[2], s[2];
 
-    void load_tables(const typename T::Real *cos, const typename T::Real *sin) {
+    void load_tables(const typename T::Real *cos, const typename T::Real *sin, bool inverse) {
         Reals<T> once = read<Reals<T>>(cos), plus = read<Reals<T>>(sin);
         if (inverse) plus = -plus;
         interleave(once, once, c[0], c[1], Places<T>());
         interleave(-plus, plus, s[0], s[1], Places<T>());
     }
-    template <bool bypass_caches>
-    void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t) const {
-        Reals<T> x = load<T>(in), y = load<T>(in + WIDTH<T>);
-        store<T, bypass_caches>(out, x * c[0] + swap_neighbours(x, Places<T>()) * s[0]);
-        store<T, bypass_caches>(out + WIDTH<T>, y * c[1] + swap_neighbours(y, Places<T>()) * s[1]);
+    static Inputs get(const typename T::Stored *in, int64_t) { return {load<T>(in), load<T>(in + WIDTH<T>)}; }
+    template <bool past_caches>
+    void put(Inputs in, typename T::Stored *out, int64_t) const {
+        store<T, past_caches>(out, in.x * c[0] + swap_neighbours(in.x, Places<T>()) * s[0]);
+        store<T, past_caches>(out + WIDTH<T>, in.y * c[1] + swap_neighbours(in.y, Places<T>()) * s[1]);
     }
 };
 
-template <bool inverse>
-struct Block<BF16, true, inverse> {
-    static constexpr int PAIRS = WIDTH<BF16>;
-    Reals<BF16> c, s;
+template <class T>
+struct Block<T, true, true> {
+    static constexpr int PAIRS = WIDTH<T>, TABLES = 2;
+    using Inputs = Neighbours<T>;
+    Reals<T> c, s;
 
-    void load_tables(const float *cos, const float *sin) {
-        c = read<Reals<BF16>>(cos), s = read<Reals<BF16>>(sin);
+    void load_tables(const float *cos, const float *sin, bool inverse) {
+        c = read<Reals<T>>(cos), s = read<Reals<T>>(sin);
         if (inverse) s = -s;
     }
-    template <bool bypass_caches>
-    void rotate(const uint16_t *in, uint16_t *out, int64_t) const {
-        Reals<BF16> a, b;
-        load_neighbours(in, a, b);
-        store_neighbours<bypass_caches>(out, a * c - b * s, a * s + b * c);
+    static Inputs get(const uint16_t *in, int64_t) { return read<Neighbours<T>>(in); }
+    template <bool past_caches>
+    void put(Inputs in, uint16_t *out, int64_t) const {
+        Reals<T> a = first_of<T>(in), b = second_of<T>(in);
+        store_neighbours<T, past_caches>(out, a * c - b * s, a * s + b * c);
     }
 };
 
-template <bool inverse>
-struct Block<BF16, false, inverse> {  // the pairs 0, 2, 4, ... and the pairs 1, 3, 5, ...
-    static constexpr int PAIRS = 2 * WIDTH<BF16>;
-    Reals<BF16> c[2], s[2];
+template <class T>
+struct Block<T, false, true> {  // the pairs 0, 2, 4, ... and the pairs 1, 3, 5, ...
+    static constexpr int PAIRS = 2 * WIDTH<T>, TABLES = 4;
+    struct Inputs {
+        Neighbours<T> a, b;
+    };
+    Reals<T> c[2], s[2];
 
-    void load_tables(const float *cos, const float *sin) {
-        constexpr int W = WIDTH<BF16>;
-        split(read<Reals<BF16>>(cos), read<Reals<BF16>>(cos + W), c[0], c[1], Places<BF16>());
-        split(read<Reals<BF16>>(sin), read<Reals<BF16>>(sin + W), s[0], s[1], Places<BF16>());
+    void load_tables(const float *cos, const float *sin, bool inverse) {
+        constexpr int W = WIDTH<T>;
+        split(read<Reals<T>>(cos), read<Reals<T>>(cos + W), c[0], c[1], Places<T>());
+        split(read<Reals<T>>(sin), read<Reals<T>>(sin + W), s[0], s[1], Places<T>());
         if (inverse) s[0] = -s[0], s[1] = -s[1];
     }
-    template <bool bypass_caches>
-    void rotate(const uint16_t *in, uint16_t *out, int64_t partner) const {
-        Reals<BF16> a[2], b[2];
-        load_neighbours(in, a[0], a[1]), load_neighbours(in + partner, b[0], b[1]);
-        store_neighbours<bypass_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
-        store_neighbours<bypass_caches>(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
+    static Inputs get(const uint16_t *in, int64_t partner) {
+        return {read<Neighbours<T>>(in), read<Neighbours<T>>(in + partner)};
+    }
+    template <bool past_caches>
+    void put(Inputs in, uint16_t *out, int64_t partner) const {
+        Reals<T> a[] = {first_of<T>(in.a), second_of<T>(in.a)}, b[] = {first_of<T>(in.b), second_of<T>(in.b)};
+        store_neighbours<T, past_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
+        store_neighbours<T, past_caches>(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
     }
 };
 
-// Rotate COUNT blocks of every head, from pair `first` on.
-template <class T, bool interleaved, bool inverse, int COUNT, bool bypass_caches>
-ROPEWALK_NOINLINE void rotate_blocks(const Run<T> &run, int64_t first) {
-    using B = Block<T, interleaved, inverse>;
-    constexpr int STEP = interleaved ? 2 * B::PAIRS : B::PAIRS;
-    B blocks[COUNT];
-    for (int i = 0; i < COUNT; ++i) blocks[i].load_tables(run.cos + first + i * B::PAIRS, run.sin + first + i * B::PAIRS);
-    const auto *in = run.in + (interleaved ? 2 * first : first);
-    auto *out = run.out + (interleaved ? 2 * first : first);
-    int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner;
+// Rotate the blocks I... of every head, from pair `first` on, and with `has_last` the last pairs of the head as a block of `Last`.
+// It may include pairs of the block before: they are read before that block is written, and written twice. The folds over I leave
+// no loop over the blocks, so that compilers keep the tables in registers.
+template <class T, class Last, bool interleaved, bool has_last, bool past_caches, int... I>
+ROPEWALK_NOINLINE void rotate_blocks(const Run<T> &run, int64_t first, Indices<I...>) {
+    using B = Block<T, interleaved>;
+    using L = Block<Last, interleaved>;
+    constexpr int CHANNELS = interleaved ? 2 : 1, STEP = CHANNELS * B::PAIRS;
+    const int64_t last_pair = run.pairs - L::PAIRS, at_last = CHANNELS * (last_pair - first);
+    B blocks[sizeof...(I)];
+    L last;
+    (blocks[I].load_tables(run.cos + first + I * B::PAIRS, run.sin + first + I * B::PAIRS, run.inverse), ...);
+    if constexpr (has_last) last.load_tables(run.cos + last_pair, run.sin + last_pair, run.inverse);
+    const auto *in = run.in + CHANNELS * first;
+    auto *out = run.out + CHANNELS * first;
+    const int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner, ahead = run.ahead;
+    auto prefetch = [&](int64_t channel) {
+        __builtin_prefetch(in + ahead + channel);
+        if (!interleaved) __builtin_prefetch(in + ahead + channel + partner);
+    };
     for (int64_t n = run.heads; n > 0; --n, in += in_step, out += out_step) {
-        // The processor's own prefetching stops at page boundaries. This saves a tenth of the time for uncached bfloat16.
-        for (int i = 0; i < (run.prefetches ? COUNT : 0); ++i) {
-            __builtin_prefetch(in + AHEAD * in_step + i * STEP);
-            if (!interleaved) __builtin_prefetch(in + AHEAD * in_step + i * STEP + partner);
+        if (ahead) {
+            (prefetch(I * STEP), ...);
+            if constexpr (has_last) prefetch(at_last);
         }
-        for (int i = 0; i < COUNT; ++i) blocks[i].template rotate<bypass_caches>(in + i * STEP, out + i * STEP, partner);
+        [[maybe_unused]] typename L::Inputs inputs;
+        if constexpr (has_last) inputs = L::get(in + at_last, partner);
+        (blocks[I].template put<past_caches>(B::get(in + I * STEP, partner), out + I * STEP, partner), ...);
+        if constexpr (has_last) last.template put<false>(inputs, out + at_last, partner);
     }
 }
 
-// Rotate the remaining pairs of every head, fewer than a block has, through buffers.
-template <class T, bool interleaved, bool inverse>
-ROPEWALK_NOINLINE void rotate_rest(const Run<T> &run, int64_t first) {
-    using B = Block<T, interleaved, inverse>;
-    typename T::Stored x[2 * B::PAIRS] = {};
-    typename T::Real cos[B::PAIRS] = {}, sin[B::PAIRS] = {};
-    auto left = static_cast<size_t>(run.pairs - first), size = left * sizeof x[0];
-    std::memcpy(cos, run.cos + first, left * sizeof cos[0]);
-    std::memcpy(sin, run.sin + first, left * sizeof sin[0]);
-    B block;
-    block.load_tables(cos, sin);
-    const auto *in = run.in + (interleaved ? 2 * first : first);
-    auto *out = run.out + (interleaved ? 2 * first : first);
-    for (int64_t n = 0; n < run.heads; ++n, in += run.in_step, out += run.out_step) {
-        std::memcpy(x, in, interleaved ? 2 * size : size);
-        if (!interleaved) std::memcpy(x + B::PAIRS, in + run.partner, size);
-        block.template rotate<false>(x, x, B::PAIRS);
-        std::memcpy(out, x, interleaved ? 2 * size : size);
-        if (!interleaved) std::memcpy(out + run.partner, x + B::PAIRS, size);
+// Rotate `count` blocks, at most MOST.
+template <class T, class Last, bool interleaved, bool has_last, bool past_caches, int MOST>
+void rotate_some(const Run<T> &run, int64_t first, int64_t count) {
+    if constexpr (MOST > 1) {
+        if (count < MOST) return rotate_some<T, Last, interleaved, has_last, past_caches, MOST - 1>(run, first, count);
     }
+    rotate_blocks<T, Last, interleaved, has_last, past_caches>(run, first, typename Count<MOST>::type());
 }
 
-template <class T, bool interleaved, bool inverse, bool bypass_caches>
+// Rotate all pairs of every head: whole blocks, and the rest in the narrowest vectors that hold it. The narrowest have 16 bytes.
+template <class T, bool interleaved>
 void rotate_dense(const Run<T> &run) {
-    constexpr int64_t PAIRS = Block<T, interleaved, inverse>::PAIRS;
-    int64_t i = 0;
-    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) rotate_blocks<T, interleaved, inverse, 4, bypass_caches>(run, i);
-    if (i + 2 * PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 2, bypass_caches>(run, i), i += 2 * PAIRS;
-    if (i + PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 1, bypass_caches>(run, i), i += PAIRS;
-    if (i < run.pairs) rotate_rest<T, interleaved, inverse>(run, i);
+    using B = Block<T, interleaved>;
+    if (run.pairs < B::PAIRS) {
+        if constexpr (T::bytes > 16) return rotate_dense<Half<T>, interleaved>(run);
+        return rotate_strided<T, interleaved>(run);
+    }
+    // At most half of the registers hold tables. Heads are processed in as few passes as possible, because the processor recognizes
+    // the order of the accesses only if it has no gaps.
+    constexpr int MOST = T::bytes < BYTES ? 1 : REGISTERS / 2 / B::TABLES, BESIDE = MOST > 4 ? 4 : MOST > 1 ? MOST - 1 : 1;
+    const int64_t rest = run.pairs % B::PAIRS;
+    int64_t first = 0, left = run.pairs / B::PAIRS;
+    for (int64_t count; left > (rest ? BESIDE : MOST); left -= count, first += count * B::PAIRS) {
+        count = smaller<int64_t>(MOST, left - 1);
+        run.past_caches ? rotate_some<T, T, interleaved, false, true, MOST>(run, first, count)
+                        : rotate_some<T, T, interleaved, false, false, MOST>(run, first, count);
+    }
+    if (rest) {
+        if constexpr (T::bytes > 16) {
+            if (2 * rest <= B::PAIRS) return rotate_some<T, Half<T>, interleaved, true, false, BESIDE>(run, first, left);
+        }
+        return rotate_some<T, T, interleaved, true, false, BESIDE>(run, first, left);
+    }
+    run.past_caches ? rotate_some<T, T, interleaved, false, true, MOST>(run, first, left)
+                    : rotate_some<T, T, interleaved, false, false, MOST>(run, first, left);
 }
 
-template <class T, bool interleaved, bool inverse>
+template <class T, bool interleaved>
 void rotate_run(const Run<T> &run) {
-    if (run.in_stride != 1 || run.out_stride != 1) return rotate_strided<T, interleaved, inverse>(run);
-    run.bypass_caches ? rotate_dense<T, interleaved, inverse, true>(run) : rotate_dense<T, interleaved, inverse, false>(run);
+    run.in_stride == 1 && run.out_stride == 1 ? rotate_dense<T, interleaved>(run) : rotate_strided<T, interleaved>(run);
 }
 #else
-template <class T, bool interleaved, bool inverse>
+template <class T, bool interleaved>
 void rotate_run(const Run<T> &run) {
-    rotate_strided<T, interleaved, inverse>(run);
+    rotate_strided<T, interleaved>(run);
 }
 #endif
 
-// Copy the channels that are not rotated.
+// Copy the channels that are not rotated: those before `first` and from `end` on.
 template <class T>
-ROPEWALK_NOINLINE void copy_unrotated(const Run<T> &run, int64_t from, int64_t to) {
+ROPEWALK_NOINLINE void copy_unrotated(const Run<T> &run, int64_t first, int64_t end, int64_t channels) {
+    bool dense = run.in_stride == 1 && run.out_stride == 1, adjacent = run.in_step == channels && run.out_step == channels;
+    // One long copy is faster than several short ones, although the rotated channels are then written twice: in memory outside of
+    // the caches and, inside, for less than half of the channels.
+    if (dense && adjacent && !run.past_caches && (run.ahead || 2 * (end - first) < channels)) {
+        return copy<false>(run.out, run.in, run.heads * channels);
+    }
     for (int64_t n = 0; n < run.heads; ++n) {
         const auto *in = run.in + n * run.in_step;
         auto *out = run.out + n * run.out_step;
-        if (run.in_stride == 1 && run.out_stride == 1) {
-            std::memcpy(out + from, in + from, static_cast<size_t>(to - from) * sizeof *in);
+        if (run.past_caches) {
+            copy<true>(out, in, first), copy<true>(out + end, in + end, channels - end);
+        } else if (dense) {
+            copy<false>(out, in, first), copy<false>(out + end, in + end, channels - end);
         } else {
-            for (int64_t i = from; i < to; ++i) out[i * run.out_stride] = in[i * run.in_stride];
+            for (int64_t i = 0; i < first; ++i) out[i * run.out_stride] = in[i * run.in_stride];
+            for (int64_t i = end; i < channels; ++i) out[i * run.out_stride] = in[i * run.in_stride];
         }
     }
 }
 
 // Rotate some tokens and heads of one tensor. If the tokens of a head are adjacent in memory, process a few heads at a time, so
 // that memory is read in few streams and each row of the tables is used for several heads.
-template <class T, bool interleaved, bool inverse>
-void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token,
-                   int64_t tokens, int64_t first_head, int64_t end_head, int64_t first_pair, bool bypass_caches) {
+template <class T, bool interleaved>
+void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token, int64_t tokens,
+                   int64_t first_head, int64_t end_head, int64_t first_pair) {
     const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
     auto *out = static_cast<typename T::Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
     run.in_step = x.in_stride[2], run.out_step = x.out_stride[2], run.in_stride = x.in_stride[3], run.out_stride = x.out_stride[3];
     int64_t first = r.offset + (interleaved ? 2 * first_pair : first_pair), end = r.offset + 2 * r.pairs;
-    bool copies = in != out && first_pair == 0;
+    bool copies = in != out && first_pair == 0 && 2 * r.pairs < r.head_dim;
+    bool tokens_adjacent = tokens > 1 && x.in_stride[1] < x.in_stride[2];
     // Non-temporal stores need vectors that begin at multiples of their size.
     auto aligned = [](int64_t elements) { return elements * int64_t(sizeof *out) % BYTES == 0; };
-    run.bypass_caches = bypass_caches && in != out && aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) &&
-                      aligned(run.partner) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
-    int64_t group = tokens > 1 && x.in_stride[1] < x.in_stride[2] ? HEADS : x.heads;
+    run.past_caches = run.past_caches && !x.through_caches && in != out && run.in_stride == 1 && run.out_stride == 1 &&
+                      aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) && aligned(run.partner) &&
+                      aligned(r.head_dim) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
+    int64_t group = tokens_adjacent ? HEADS : x.heads;
+    if (run.ahead) {
+        // The processor's own prefetching stops at page boundaries.
+        int64_t step = x.in_stride[tokens_adjacent ? 1 : 2], bytes = step * int64_t(sizeof *in);
+        run.ahead = bytes > AHEAD ? step : bytes > 0 ? AHEAD / bytes * step : 0;
+    }
     const auto *cos = run.cos, *sin = run.sin;
     int64_t cos_step = r.tables.cos_stride[1], sin_step = r.tables.sin_stride[1];
     for (int64_t head = first_head; head < end_head; head += group) {
@@ -237,10 +281,9 @@ void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> 
         for (int64_t n = 0; n < tokens; ++n) {
             run.in = in + n * x.in_stride[1] + head * run.in_step, run.out = out + n * x.out_stride[1] + head * run.out_step;
             run.cos = cos + n * cos_step, run.sin = sin + n * sin_step;
-            if (copies && r.offset) copy_unrotated(run, 0, r.offset);
-            if (copies && end < r.head_dim) copy_unrotated(run, end, r.head_dim);
+            if (copies) copy_unrotated<T>(run, r.offset, end, r.head_dim);
             run.in += first * run.in_stride, run.out += first * run.out_stride;
-            rotate_run<T, interleaved, inverse>(run);
+            rotate_run<T, interleaved>(run);
         }
     }
 }
@@ -254,7 +297,7 @@ void convert(const void *from, ropewalk_dtype dtype, int64_t at, int64_t stride,
     }
 }
 
-template <class T, bool interleaved, bool inverse>
+template <class T, bool interleaved>
 void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     using Real = typename T::Real;
     const ropewalk_tables &t = r.tables;
@@ -263,11 +306,9 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     int64_t heads = r.tensors[0].heads + (r.tensor_count > 1 ? r.tensors[1].heads : 0);
     int64_t tables = t.cos_stride[2] || t.sin_stride[2] ? r.tensors[0].heads : 1;  // tables of a token: one per head, or one
     int64_t size = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored));
-    bool bypass_caches = size >= LARGE;
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
-    // Wider dtypes are limited by bandwidth, so prefetching does not help them.
-    run.partner = r.pairs, run.prefetches = size >= PREFETCH_FROM && sizeof(typename T::Stored) == 2;
+    run.partner = r.pairs, run.ahead = size >= PREFETCH_FROM, run.inverse = r.inverse, run.past_caches = size >= ROPEWALK_LARGE;
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
         count = smaller(smaller(end - row, r.tokens - token), direct ? BLOCK : 1);
@@ -286,22 +327,17 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
                 }
                 for (int n = 0; n < r.tensor_count; ++n) {
                     int64_t end_head = tables == 1 ? r.tensors[n].heads : table + 1;
-                    rotate_tensor<T, interleaved, inverse>(r, r.tensors[n], run, batch, token, count, table, end_head, pair,
-                                                           bypass_caches);
+                    rotate_tensor<T, interleaved>(r, r.tensors[n], run, batch, token, count, table, end_head, pair);
                 }
             }
         }
     }
-    if (bypass_caches) fence();
+    if (run.past_caches) fence();
 }
 
 template <class T>
 void rotate_dtype(const ropewalk_rotation &r, int64_t begin, int64_t end) {
-    if (r.interleaved) {
-        r.inverse ? rotate_rows<T, true, true>(r, begin, end) : rotate_rows<T, true, false>(r, begin, end);
-    } else {
-        r.inverse ? rotate_rows<T, false, true>(r, begin, end) : rotate_rows<T, false, false>(r, begin, end);
-    }
+    r.interleaved ? rotate_rows<T, true>(r, begin, end) : rotate_rows<T, false>(r, begin, end);
 }
 
 void rotate(const ropewalk_rotation *r, int64_t begin, int64_t end) {
@@ -372,7 +408,7 @@ void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
             }
             x.out = to, x.out_stride[0] = x.out_stride[1] = 0;
         }
-        rotate_rows<T, interleaved, false>(of_token, row, row + 1);
+        rotate_rows<T, interleaved>(of_token, row, row + 1);
         if (s.slots && slot >= 0) {
             void *to = static_cast<Stored *>(s.v.out) + block * s.v.out_stride[0] + inside * s.v.out_stride[1];
             copy_token<Stored>(s.v, s.v_dim, batch, token, to);
@@ -485,7 +521,7 @@ inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t 
     auto to_doubles = [](Vector<int64_t, W> x) { return __builtin_convertvector(x, Doubles); };
     for (; i + W <= end; i += W) {
         Doubles c, s;
-        Phases phase = read<Phases>(args.steps + i);
+        Phases phase = read<Phases>(args.phase_steps + i);
         if constexpr (several) {
             phase *= read<Phases>(position + (i - first));
         } else {
@@ -498,7 +534,7 @@ inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t 
 #endif
     for (; i < end; ++i) {
         double c, s;
-        auto phase = static_cast<uint64_t>(args.steps[i]);
+        auto phase = static_cast<uint64_t>(args.phase_steps[i]);
         if constexpr (several) {
             phase *= position[i - first];
         } else {

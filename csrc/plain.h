@@ -36,7 +36,8 @@ struct Torch {
     const ExchangeAPI *api = nullptr;
     PyObject *tensor_type = nullptr, *parameter_type = nullptr, *forward_ad = nullptr, *observers = nullptr, *grad_enabled = nullptr,
              *inference_enabled = nullptr, *is_neg = nullptr, *empty_like = nullptr, *empty = nullptr,
-             *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *current_level = nullptr;
+             *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *float32 = nullptr,
+             *current_level = nullptr;
     Attribute requires_grad, version;
 
     // Get a view of a tensor. Returns false unless it is plain: a torch.Tensor on the CPU whose memory has its values.

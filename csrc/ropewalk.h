@@ -13,12 +13,16 @@ typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX51
 
 typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16 } ropewalk_dtype;
 
+/* Outputs of together this many bytes and more are written past the caches, since they do not stay there until they are read. */
+#define ROPEWALK_LARGE (INT64_C(16) << 20)
+
 /* Queries or keys, [batch, token, head, channel]. Strides count elements, in this order of axes. */
 typedef struct {
     const void *in;
     void *out; /* a separate tensor, or `in` itself with the same strides */
     int64_t heads;
     int64_t in_stride[4], out_stride[4];
+    int through_caches; /* write `out` through the caches at any size */
 } ropewalk_tensor;
 
 /* cos and sin, [batch, token, head, pair]: float32 or float64. Stride 0 repeats a table along an axis. If the head stride is 0,
@@ -76,15 +80,16 @@ typedef struct {
     int64_t v_dim;     /* channels of a head of v */
 } ropewalk_step;
 
-/* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn. The wraparound of the product is the
- * exact reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. If tokens have several
- * positions, pair i uses the one that is `axis[i] * axis_stride` elements further. If `axis` is NULL, all pairs use the same. */
+/* cos and sin of position * phase step, times factor. A phase step is a 64-bit fraction of a turn. The wraparound of the
+ * product is the exact reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. If tokens
+ * have several positions, pair i uses the one that is `axis[i] * axis_stride` elements further. If `axis` is NULL, all pairs
+ * use the same. */
 typedef struct {
     const int64_t *positions;
     int64_t position_stride;
     const int64_t *axis;
     int64_t axis_stride;
-    const int64_t *steps;
+    const int64_t *phase_steps;
     int64_t pairs;
     double factor;
     ropewalk_dtype dtype;

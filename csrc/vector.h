@@ -38,11 +38,11 @@ inline T smaller(T a, T b) {
 }
 
 #if defined(__AVX512F__)
-constexpr int BYTES = 64;
+constexpr int BYTES = 64, REGISTERS = 32;
 #elif defined(__AVX2__)
-constexpr int BYTES = 32;
+constexpr int BYTES = 32, REGISTERS = 16;
 #else
-constexpr int BYTES = 16;
+constexpr int BYTES = 16, REGISTERS = 16;
 #endif
 
 template <class To, class From>
@@ -53,10 +53,11 @@ inline To bits(From from) {
     return to;
 }
 
-// The dtype of an element: Stored is its type in memory, Real its type in computations.
+// The dtype of an element: Stored is its type in memory, Real its type in computations, and `bytes` the size of a vector of Reals.
 
 struct F32 {
     static constexpr bool is_bfloat = false;
+    static constexpr int bytes = BYTES;
     using Stored = float;
     using Real = float;
     static float get(float x) { return x; }
@@ -65,6 +66,7 @@ struct F32 {
 
 struct F64 {
     static constexpr bool is_bfloat = false;
+    static constexpr int bytes = BYTES;
     using Stored = double;
     using Real = double;
     static double get(double x) { return x; }
@@ -73,6 +75,7 @@ struct F64 {
 
 struct BF16 {
     static constexpr bool is_bfloat = true;
+    static constexpr int bytes = BYTES;
     using Stored = uint16_t;
     using Real = float;
     static float get(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
@@ -85,6 +88,7 @@ struct BF16 {
 
 struct F16 {
     static constexpr bool is_bfloat = false;
+    static constexpr int bytes = BYTES;
     using Stored = uint16_t;
     using Real = float;
     static float get(uint16_t x) {
@@ -110,8 +114,14 @@ struct F16 {
 template <class T, int N>
 using Vector __attribute__((vector_size(N * sizeof(T)))) = T;
 
+// The same dtype in vectors of half the size.
 template <class T>
-constexpr int WIDTH = BYTES / int(sizeof(typename T::Real));
+struct Half : T {
+    static constexpr int bytes = T::bytes / 2;
+};
+
+template <class T>
+constexpr int WIDTH = T::bytes / int(sizeof(typename T::Real));
 
 // A vector of the type in which a dtype is computed.
 template <class T>
@@ -129,17 +139,25 @@ inline void write(T *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// With bypass_caches, store with a non-temporal instruction, for outputs too large to stay in a cache. `to` must then be aligned
-// to the size of the vector.
-template <bool bypass_caches, class T, class V>
+// Write a whole vector; if `past_caches`, with a non-temporal store, for outputs too large to stay in a cache. `to` must then be
+// aligned to the size of the vector.
+template <bool past_caches, class T, class V>
 inline void put(T *to, V v) {
 #if defined(__AVX512F__)
-    if constexpr (bypass_caches && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), bits<__m512i>(v));
+    if constexpr (past_caches && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), bits<__m512i>(v));
 #endif
 #if defined(__AVX2__)
-    if constexpr (bypass_caches && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), bits<__m256i>(v));
+    if constexpr (past_caches && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), bits<__m256i>(v));
 #endif
     write(to, v);
+}
+
+template <bool past_caches, class T>
+inline void copy(T *to, const T *from, int64_t count) {
+    constexpr int N = BYTES / int(sizeof(T));
+    int64_t i = 0;
+    for (; i + N <= count; i += N) put<past_caches>(to + i, read<Vector<T, N>>(from + i));
+    if (i < count) std::memcpy(to + i, from + i, static_cast<size_t>(count - i) * sizeof *to);
 }
 
 template <int... I>
@@ -187,12 +205,12 @@ inline Vector<uint32_t, WORDS> widen(const uint16_t *from) {
 #endif
 }
 
-template <bool bypass_caches>
+template <bool past_caches>
 inline void store_narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #if defined(__AVX512F__)
-    put<bypass_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
+    put<past_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
 #else
-    put<bypass_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
+    put<past_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
 #endif
 }
 
@@ -204,70 +222,95 @@ inline Reals<T> load(const typename T::Stored *from) {
         return read<Reals<T>>(from);
     } else if constexpr (T::is_bfloat) {
         return bits<Reals<T>>(widen(from) << 16);
-    } else {
 #if defined(__AVX512F__)
+    } else if constexpr (T::bytes == 64) {
         return bits<Reals<T>>(_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(from)));
-#elif defined(__F16C__)
+#endif
+#if defined(__F16C__)
+    } else if constexpr (T::bytes == 32) {
         return bits<Reals<T>>(_mm256_cvtph_ps(read<__m128i>(from)));
-#else
+    } else if constexpr (T::bytes == 16) {
+        return bits<Reals<T>>(_mm_cvtph_ps(_mm_cvtsi64_si128(read<int64_t>(from))));
+#endif
+    } else {
         Reals<T> v;
         for (int i = 0; i < WIDTH<T>; ++i) v[i] = T::get(from[i]);
         return v;
-#endif
     }
 }
 
 // Round to bfloat16 numbers, which are in the upper halves of the results.
-inline Vector<uint32_t, WIDTH<BF16>> round_to_bfloat16(Reals<BF16> x) {
-    auto u = bits<Vector<uint32_t, WIDTH<BF16>>>(x);
+template <class T>
+inline Vector<uint32_t, WIDTH<T>> round_to_bfloat16(Reals<T> x) {
+    auto u = bits<Vector<uint32_t, WIDTH<T>>>(x);
     auto nearest = u + 0x7fff + (u >> 16 & 1);
     return x != x ? (u | 0x400000) : nearest;
 }
 
-template <class T, bool bypass_caches = false>
+template <class T, bool past_caches = false>
 inline void store(typename T::Stored *to, Reals<T> x) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
-        put<bypass_caches>(to, x);
+        put<past_caches>(to, x);
     } else if constexpr (T::is_bfloat) {
 #if defined(__AVX512BF16__)
-        put<bypass_caches>(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
+        put<past_caches>(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
 #else
-        store_narrowed<bypass_caches>(to, round_to_bfloat16(x) >> 16);
+        store_narrowed<past_caches>(to, round_to_bfloat16<T>(x) >> 16);
+#endif
+#if defined(__AVX512F__)
+    } else if constexpr (T::bytes == 64) {
+        put<past_caches>(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__F16C__)
+    } else if constexpr (T::bytes == 32) {
+        put<past_caches>(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+    } else if constexpr (T::bytes == 16) {
+        put<past_caches>(to, _mm_cvtsi128_si64(_mm_cvtps_ph(bits<__m128>(x), _MM_FROUND_TO_NEAREST_INT)));
 #endif
     } else {
-#if defined(__AVX512F__)
-        put<bypass_caches>(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-        put<bypass_caches>(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
-#else
         for (int i = 0; i < WIDTH<T>; ++i) to[i] = T::put(x[i]);
-#endif
     }
 }
 
 // Pairs of neighbouring bfloat16 numbers: two in each 32 bits, the first in the lower half.
 
-inline void load_neighbours(const uint16_t *from, Reals<BF16> &first, Reals<BF16> &second) {
-    auto both = read<Vector<uint32_t, WORDS>>(from);
-    first = bits<Reals<BF16>>(both << 16);
-    second = bits<Reals<BF16>>(both & 0xffff0000);
+template <class T>
+using Neighbours = Vector<uint32_t, WIDTH<T>>;
+
+template <class T>
+inline Reals<T> first_of(Neighbours<T> both) {
+    return bits<Reals<T>>(both << 16);
+}
+
+template <class T>
+inline Reals<T> second_of(Neighbours<T> both) {
+    return bits<Reals<T>>(both & 0xffff0000);
 }
 
 #if defined(__AVX512BF16__)
+inline auto to_bfloat16(__m512 low, __m512 high) { return _mm512_cvtne2ps_pbh(high, low); }
+inline auto to_bfloat16(__m256 low, __m256 high) { return _mm256_cvtne2ps_pbh(high, low); }
+inline auto to_bfloat16(__m128 low, __m128 high) { return _mm_cvtne2ps_pbh(high, low); }
+
 template <class V, int... I>
 inline V interleave_halves(V x, Indices<I...>) {
     return __builtin_shufflevector(x, x, (I / 2 + int(sizeof...(I)) / 2 * (I % 2))...);
 }
 #endif
 
-template <bool bypass_caches>
-inline void store_neighbours(uint16_t *to, Reals<BF16> first, Reals<BF16> second) {
+template <class T, bool past_caches>
+inline void store_neighbours(uint16_t *to, Reals<T> first, Reals<T> second) {
 #if defined(__AVX512BF16__)
-    auto halves = bits<Vector<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
-    put<bypass_caches>(to, interleave_halves(halves, Count<32>::type()));
+    constexpr int N = 2 * WIDTH<T>;
+    put<past_caches>(to, interleave_halves(bits<Vector<uint16_t, N>>(to_bfloat16(first, second)), typename Count<N>::type()));
 #else
-    put<bypass_caches>(to, round_to_bfloat16(first) >> 16 | (round_to_bfloat16(second) & 0xffff0000));
+    put<past_caches>(to, round_to_bfloat16<T>(first) >> 16 | (round_to_bfloat16<T>(second) & 0xffff0000));
 #endif
+}
+#else
+template <bool, class T>
+inline void copy(T *to, const T *from, int64_t count) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
 }
 #endif  // ROPEWALK_VECTORS
 

@@ -40,12 +40,12 @@ int main(int argc, char **argv) {
 
     /* Frequencies as 64-bit fractions of a turn. A long double may have only 53 bits, while the Python package rounds exact
      * fractions once. */
-    int64_t steps[PAIRS];
-    for (int i = 0; i < PAIRS; ++i) steps[i] = llroundl(ldexpl(powl(BASE, -2.0L * i / HEAD_DIM) / TWO_PI, 64));
+    int64_t phase_steps[PAIRS];
+    for (int i = 0; i < PAIRS; ++i) phase_steps[i] = llroundl(ldexpl(powl(BASE, -2.0L * i / HEAD_DIM) / TWO_PI, 64));
 
     float q[HEADS * HEAD_DIM], k[KV_HEADS * HEAD_DIM], key_cache[TOKENS][KV_HEADS * HEAD_DIM], cos[PAIRS], sin[PAIRS];
     int64_t position;
-    const ropewalk_angles angles = {.positions = &position, .steps = steps, .pairs = PAIRS, .factor = 1.0,
+    const ropewalk_angles angles = {.positions = &position, .phase_steps = phase_steps, .pairs = PAIRS, .factor = 1.0,
                                     .dtype = ROPEWALK_F32, .cos = cos, .sin = sin};
     const ropewalk_rotation rotation = {
         .tensors = {in_place(q, HEADS), in_place(k, KV_HEADS)}, .tensor_count = 2, .dtype = ROPEWALK_F32,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_cases import Case, check, draw, long_rows
+from attention_cases import Case, check, define, draw, long_rows
+from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
 from ropewalk.attention.cached import VisibleKeys, attend_cached
-from ropewalk.kernels import backend
+from ropewalk.kernels import backend, cpu
 
 if not backend.FAST_PATH:
     pytest.skip("no compiled kernel", allow_module_level=True)
@@ -94,3 +98,52 @@ class TestLeftToPython:
 
         torch.func.vmap(one)(case.q[None])
         assert seen == [None]
+
+
+class TestOperator:
+    """Under torch.compile the kernel is an operator. Its plain PyTorch is used where the kernel may not run."""
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_reference_equals_the_definition(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu, "attend_plain", lambda *arguments: None)
+        case = draw(seed)
+        arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
+        attended = torch.ops.ropewalk.attend_cached(*arguments)
+        expected, bound = define(case)
+        rounding = expected.abs() * torch.finfo(case.q.dtype).eps / 2 + torch.finfo(case.q.dtype).tiny
+        assert bool(((attended.double() - expected).abs() <= 2 * bound + rounding).all())
+
+    def test_opcheck(self) -> None:
+        case = draw(3)
+        arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
+        torch.library.opcheck(
+            torch.ops.ropewalk.attend_cached.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages"])
+    def test_a_compiled_layer_uses_it(self, kind: str) -> None:
+        torch._dynamo.reset()
+        size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * (kind == "sinks")}
+        layer, rope = RotaryAttention(64, 4, num_kv_heads=2).eval(), Rope(16, 1e4, "half")
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        outputs: list[list[Tensor]] = []
+        graphs: list[int] = []
+        for way in (layer, compiled):
+            cache = PagedKVCache(1, 2, 16, blocks=19, block_size=4) if kind == "pages" else KVCache(1, 2, 2, 16, **size)
+            if isinstance(cache, PagedKVCache):
+                cache.fork(cache.admit())
+            generator = torch.Generator().manual_seed(0)
+            outputs.append([])
+            with torch.no_grad():
+                for _ in range(24):
+                    graphs.append(counter.frame_count)
+                    step = cache.step(1)
+                    x = torch.randn(2, 1, 64, generator=generator)
+                    outputs[-1].append(way(x, step.rotation(rope), cache=step.layer(0)))
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-6)
+        assert any(
+            node.target is torch.ops.ropewalk.attend_cached.default for g in counter.graphs for node in g.graph.nodes
+        )
+        assert graphs[-1] == graphs[-12]  # no graph belongs to a number of cached tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -320,6 +321,26 @@ def test_a_window_frees_blocks() -> None:
     out = torch.cat([run(cache, x[:, i : i + 3], ROPE) for i in range(0, 60, 3)], dim=1)
     torch.testing.assert_close(out[0], run_whole_row(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
     assert cache.length.tolist() == [60]
+
+
+@torch.no_grad()
+def test_a_step_runs_as_many_functions_for_many_rows_and_blocks_as_for_few() -> None:
+    counts = []
+    for rows, tokens in ((2, 7), (2, 7), (40, 159)):  # the first time, modules may be imported
+        cache, called = PagedKVCache(1, 1, 2, blocks=rows * 41, block_size=4), []
+        for _ in range(rows):
+            cache.admit()
+        for seq in (tokens, 1, 1):  # then a token in the last block of each row, and a token in a new block
+            k = torch.zeros(rows, seq, 1, 2)
+            sys.setprofile(lambda _, event, function, called=called: called.append((event, function)))  # type: ignore[misc]
+            try:
+                step = cache.step(seq)
+            finally:
+                sys.setprofile(None)
+            step.layer(0).write(k, k)
+        counts.append(sum(event in ("call", "c_call") for event, _ in called))
+        assert cache.length.tolist() == [tokens + 2] * rows
+    assert counts[1] == counts[2]
 
 
 def test_append_returns_new_tensors() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 from toolchain import CXX, configure, need, output
 
@@ -27,6 +30,21 @@ set(CMAKE_CXX_COMPILE_FEATURES cxx_std_17)
 set(CMAKE_AR @PROGRAM@)
 set(CMAKE_LINKER @PROGRAM@)
 set(CMAKE_MT @PROGRAM@)
+"""
+
+PAGES = """
+#include "pages.h"
+#include <cstdio>
+
+int main() {
+    const long page = sysconf(_SC_PAGESIZE);
+    void *memory = mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return 1;
+    char *at = static_cast<char *>(memory);
+    at[page + 7] = 1;
+    for (int i = 0; i < 3; ++i, at += page) std::printf("%d", ropewalk::is_resident(at + 5));
+    if (ropewalk::is_better_through_caches(memory, 2 * page + 2)) return 1;  // its middle is resident
+}
 """
 
 
@@ -79,3 +97,11 @@ def test_clang_cl_fuses_no_products(tmp_path: Path) -> None:
     assert len(compiled) == 2
     for line in compiled:
         assert "/clang:-ffp-contract=off" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports which pages are in memory")
+def test_pages_in_memory(tmp_path: Path) -> None:
+    """Only the middle one of three pages was written. How large outputs are stored depends on it."""
+    (tmp_path / "pages.cpp").write_text(PAGES)
+    output(need(CXX), "-std=c++17", f"-I{CSRC}", tmp_path / "pages.cpp", "-o", tmp_path / "pages")
+    assert output(tmp_path / "pages") == "010"

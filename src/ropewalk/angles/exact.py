@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from ropewalk import _checks
 from ropewalk.angles.phase_steps import device_copy, ensure_on_device
@@ -126,7 +127,7 @@ def fast_path(
         axes: number of positions of each token, or 0 if positions have no such axis.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
-    if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
+    if not backend.FAST_PATH or elsewhere or is_dynamo_compiling():
         return None
     table_dtype = torch.float32 if dtype is None else dtype
     tables: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, phase_steps, factor, table_dtype, axis, axes)

@@ -1,20 +1,24 @@
 """The blocks of a paged cache: which rows (requests) hold them, the changes that a step plans, and copies on write.
 
-The state is in tensors on the CPU, and no loop in Python runs over rows or blocks, so a step costs by what it changes.
+The state is in NumPy arrays, and no loop in Python runs over rows or blocks, so a step costs by what it changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import Store
 from ropewalk.attention.tokens import NewTokens
+
+Array = NDArray[Any]
 
 
 class Blocks:
@@ -28,7 +32,7 @@ class Blocks:
     """
 
     def __init__(self, count: int) -> None:
-        self.holders = torch.zeros(count, dtype=torch.int64)
+        self.holders = np.zeros(count, np.int64)
         self._free = list(reversed(range(count)))
 
     @property
@@ -36,34 +40,34 @@ class Blocks:
         """Number of blocks that no row holds."""
         return len(self._free)
 
-    def allocate(self, count: int) -> Tensor:
+    def allocate(self, count: int) -> Array:
         """Allocate `count` blocks with one holder each. The caller must check that enough blocks are free."""
         first = len(self._free) - count
-        allocated = torch.tensor(self._free[first:][::-1], dtype=torch.int32)
+        allocated = np.array(self._free[first:][::-1], np.int32)
         del self._free[first:]
         self.holders[allocated] = 1
         return allocated
 
-    def add_holder(self, blocks: Tensor) -> None:
+    def add_holder(self, blocks: Array) -> None:
         """Add a holder to each block, int32 `[n]`, once for each time that it occurs."""
-        self.holders.index_add_(0, blocks, torch.ones(len(blocks), dtype=torch.int64))
+        np.add.at(self.holders, blocks, 1)
 
-    def release(self, blocks: Tensor) -> None:
+    def release(self, blocks: Array) -> None:
         """Remove a holder from each block, int32 `[n]`. A block without holders becomes free."""
         if len(blocks):
-            self.holders.index_add_(0, blocks, torch.full((len(blocks),), -1))
-            released = torch.unique(blocks)
+            np.subtract.at(self.holders, blocks, 1)
+            released = np.unique(blocks)
             self._free.extend(released[self.holders[released] == 0].tolist())
 
-    def recount(self, held: Tensor) -> None:
+    def recount(self, held: Array) -> None:
         """Count the holders of all blocks again, given the blocks of all holders, int32 `[n]`."""
-        self.holders.zero_()
+        self.holders[:] = 0
         self.add_holder(held)
-        self._free = (self.holders == 0).nonzero()[:, 0].flip(0).tolist()
+        self._free = np.flatnonzero(self.holders == 0)[::-1].tolist()
 
 
 class Table(NamedTuple):
-    """The cached tokens of some rows. No tensor is ever changed in place, so steps and states of the cache share them.
+    """The cached tokens of some rows. No array is ever changed in place, so steps and states of the cache share them.
 
     Attributes:
         blocks: numbers of the blocks with the tokens of each row, in order, int32 `[rows, width]`. After its blocks, a
@@ -78,34 +82,37 @@ class Table(NamedTuple):
             known, int64 `[rows]`.
     """
 
-    blocks: Tensor
-    counts: Tensor
-    skipped: Tensor
-    length: Tensor
-    position: Tensor
-    written: Tensor
-    limit: Tensor
+    blocks: Array
+    counts: Array
+    skipped: Array
+    length: Array
+    position: Array
+    written: Array
+    limit: Array
 
     @staticmethod
     def empty(rows: int) -> Table:
         """Return rows without tokens."""
-        return Table(torch.zeros(rows, 1, dtype=torch.int32), *torch.zeros(6, rows, dtype=torch.int64).unbind())
+        return Table(np.zeros((rows, 1), np.int32), *np.zeros((6, rows), np.int64))
 
-    def is_held(self) -> Tensor:
+    def is_held(self) -> Array:
         """Return where `blocks` are blocks of the row and not repeated, bool `[rows, width]`."""
-        return torch.arange(self.blocks.shape[1]) < self.counts[:, None]
+        held: Array = np.arange(self.blocks.shape[1]) < self.counts[:, None]
+        return held
 
-    def held(self) -> Tensor:
+    def held(self) -> Array:
         """Return the blocks of all rows, row by row, int32 `[blocks]`."""
-        return self.blocks[self.is_held()]
+        held: Array = self.blocks[self.is_held()]
+        return held
 
-    def last(self) -> Tensor:
+    def last(self) -> Array:
         """Return the last block of each row, int32 `[rows]`, and any number for a row without blocks."""
-        return self.blocks.gather(1, (self.counts - 1).clamp(min=0)[:, None])[:, 0]
+        last: Array = self.blocks[np.arange(len(self.counts)), np.maximum(self.counts - 1, 0)]
+        return last
 
     def filled(self) -> Table:
         """Return the table with the last block of each row repeated after its blocks."""
-        return self._replace(blocks=torch.where(self.is_held(), self.blocks, self.last()[:, None]))
+        return self._replace(blocks=np.where(self.is_held(), self.blocks, self.last()[:, None]))
 
     def resized(self, width: int) -> Table:
         """Return the table with this width, at least the largest count."""
@@ -113,25 +120,27 @@ class Table(NamedTuple):
         if not missing:
             return self
         if missing < 0:
-            return self._replace(blocks=self.blocks[:, :width].contiguous())
-        return self._replace(blocks=torch.cat([self.blocks, self.blocks[:, -1:].expand(-1, missing)], dim=1))
+            return self._replace(blocks=np.ascontiguousarray(self.blocks[:, :width]))
+        return self._replace(blocks=np.pad(self.blocks, ((0, 0), (0, missing)), "edge"))
 
-    def select(self, chosen: Tensor | None) -> Table:
-        """Return rows by their indices, int64 `[n]`. None means all rows."""
-        return self if chosen is None else Table(*(x.index_select(0, chosen) for x in self))
+    def select(self, chosen: Array | None) -> Table:
+        """Return rows by their indices `[n]`. None means all rows."""
+        return self if chosen is None else Table(*(x[chosen] for x in self))
 
-    def put(self, chosen: Tensor | None, rows: Table) -> Table:
+    def put(self, chosen: Array | None, rows: Table) -> Table:
         """Return the table with other rows at these indices. None means all rows."""
         if chosen is None:
             return rows
         width = max(self.blocks.shape[1], rows.blocks.shape[1])
-        both = zip(self.resized(width), rows.resized(width), strict=True)
-        return Table(*(x.index_copy(0, chosen, y) for x, y in both))
+        table = Table(*(x.copy() for x in self.resized(width)))
+        for x, y in zip(table, rows.resized(width), strict=True):
+            x[chosen] = y
+        return table
 
     def append(self, row: Table) -> Table:
         """Return the table with one more row."""
         width = max(self.blocks.shape[1], row.blocks.shape[1])
-        return Table(*(torch.cat(both) for both in zip(self.resized(width), row.resized(width), strict=True)))
+        return Table(*(np.concatenate(both) for both in zip(self.resized(width), row.resized(width), strict=True)))
 
 
 class Plan(NamedTuple):
@@ -148,10 +157,10 @@ class Plan(NamedTuple):
 
     step: Step | None
     numbers: list[int]
-    chosen: Tensor | None
+    chosen: Array | None
     table: Table
-    allocated: Tensor
-    replaced: Tensor
+    allocated: Array
+    replaced: Array
 
 
 class Moves(NamedTuple):
@@ -165,12 +174,12 @@ class Moves(NamedTuple):
         which: for each block of these rows (`Table.held`) the index of its move, and −1 if it does not move.
     """
 
-    blocks: Tensor
-    deltas: Tensor
-    copied: Tensor
-    times: Tensor
+    blocks: Array
+    deltas: Array
+    copied: Array
+    times: Array
     moved: Table
-    which: Tensor
+    which: Array
 
 
 class Rows:
@@ -192,7 +201,7 @@ class Rows:
         self.block_size, self.window = block_size, window
         self.blocks = Blocks(count)
         self.next_number = 0
-        self.key_positions = torch.zeros(count, self.block_size, dtype=torch.int64)
+        self.key_positions = np.zeros((count, self.block_size), np.int64)
         self._stores = stores
         # The index of each row in the table by its number, the table, the plan, and whether its tokens have been
         # counted. A change replaces them in one assignment. During the change, `_changing` is True, because the counts
@@ -221,7 +230,7 @@ class Rows:
         _, _, plan, counted = self._state
         return None if counted else plan
 
-    def replace(self, index: dict[int, int], table: Table, *, released: Tensor | None = None) -> None:
+    def replace(self, index: dict[int, int], table: Table, *, released: Array | None = None) -> None:
         """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
         self._changing = True
         self._release_plan()
@@ -240,21 +249,21 @@ class Rows:
         self._changing = True
         index, table, plan, counted = self._state
         if plan is not None and plan.chosen is None:  # its rows are no longer all rows
-            plan = plan._replace(chosen=torch.arange(len(index)))
+            plan = plan._replace(chosen=np.arange(len(index)))
         self._state = {**index, number: len(index)}, table.append(row), plan, counted
         self.blocks.add_holder(row.held())
         self._changing = False
         return number
 
-    def remove(self, numbers: list[int], chosen: Tensor | None) -> None:
+    def remove(self, numbers: list[int], chosen: Array | None) -> None:
         """Remove rows, and drop the newest step."""
         left = [number for number in self.index if number not in set(numbers)]
-        kept = torch.tensor([self.index[number] for number in left], dtype=torch.int64)
+        kept = np.array([self.index[number] for number in left], np.int64)
         released = self.table.select(chosen).held()
         index = {number: i for i, number in enumerate(left)}
         self.replace(index, self.table.select(kept), released=released)
 
-    def plan_moves(self, who: str, rows: Table, deltas: Tensor) -> Moves:
+    def plan_moves(self, who: str, rows: Table, deltas: Array) -> Moves:
         """Group the moves of rows by block and distance, given the distance of each row, int64 `[rows]`.
 
         A block is copied if it also belongs to a row that moves by another distance or not at all.
@@ -263,19 +272,20 @@ class Rows:
             RopeError: there are not enough free blocks for the copies.
         """
         is_held, holders = rows.is_held(), self.blocks.holders
-        pairs = torch.stack([rows.blocks.long()[is_held], deltas[:, None].expand_as(is_held)[is_held]])
-        (blocks, distances), which, times = torch.unique(pairs, dim=1, return_inverse=True, return_counts=True)
+        pairs = np.stack([rows.held().astype(np.int64), np.broadcast_to(deltas[:, None], is_held.shape)[is_held]])
+        (blocks, distances), which, times = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
         is_move = distances != 0
-        which = torch.where(is_move, is_move.cumsum(0) - 1, -1)[which]
+        which = np.where(is_move, is_move.cumsum() - 1, -1)[which.ravel()]
         blocks, distances, times = blocks[is_move], distances[is_move], times[is_move]
-        moving = torch.zeros_like(holders).index_add_(0, blocks, times)
+        moving = np.zeros_like(holders)
+        np.add.at(moving, blocks, times)
         copied = moving[blocks] < holders[blocks]
         copied[1:] |= blocks[1:] == blocks[:-1]  # only the first distance of a block may move it in place
         self._check_free(who, int(copied.sum()), holders)
         moved = rows._replace(position=rows.position + deltas, limit=rows.length)  # rows may share the copies
-        return Moves(blocks.int(), distances, copied, times, moved, which)
+        return Moves(blocks.astype(np.int32), distances, copied, times, moved, which)
 
-    def move(self, chosen: Tensor | None, moves: Moves) -> Tensor:
+    def move(self, chosen: Array | None, moves: Moves) -> Array:
         """Change the positions of rows and of their tokens. The newest step is dropped.
 
         Args:
@@ -283,25 +293,25 @@ class Rows:
             moves: from `plan_moves`.
 
         Returns:
-            The block of each move, int64 `[moves]`. Its keys must then be rotated.
+            The block of each move, int32 `[moves]`. Its keys must then be rotated.
         """
         source, rows, is_held = moves.blocks[moves.copied], moves.moved, moves.moved.is_held()
         self._changing = True
         self._release_plan()
         copies, times = self.blocks.allocate(len(source)), moves.times[moves.copied]
         self.blocks.holders[copies] = times
-        self.blocks.release(source.repeat_interleave(times))
-        targets = moves.blocks.masked_scatter(moves.copied, copies)
-        blocks = rows.blocks.clone()
-        held = blocks[is_held]
-        blocks[is_held] = torch.where(moves.which < 0, held, targets[moves.which]) if len(targets) else held
+        self.blocks.release(source.repeat(times))
+        targets, blocks = moves.blocks.copy(), rows.blocks.copy()
+        targets[moves.copied] = copies
+        is_held[is_held] = moves.which >= 0
+        blocks[is_held] = targets[moves.which[moves.which >= 0]]
         self._state = self.index, self.table.put(chosen, rows._replace(blocks=blocks).filled()), None, False
         self._changing = False
         self._copy(source, copies)
         self.key_positions[targets] += moves.deltas[:, None]
-        return targets.long()
+        return targets
 
-    def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> tuple[list[int], Tensor | None]:
+    def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> tuple[list[int], Array | None]:
         """Check row numbers. None means all rows.
 
         Returns:
@@ -331,27 +341,29 @@ class Rows:
         listed = [int(row) for row in listed]
         if listed == everything:
             return listed, None
-        return listed, torch.tensor([self.index[row] for row in listed], dtype=torch.int64)
+        index = self.index
+        return listed, np.array([index[row] for row in listed], np.int64)
 
-    def positions_of(self, rows: Table) -> Tensor:
+    def positions_of(self, rows: Table) -> Array:
         """Return the positions of all slots of rows, int64 `[rows, slots]`. See `Table.blocks` for the last ones."""
-        return self.key_positions[rows.blocks].flatten(1)
+        return self.key_positions[rows.blocks].reshape(len(rows.blocks), -1)
 
-    def in_blocks(self, rows: Table) -> Tensor:
+    def in_blocks(self, rows: Table) -> Array:
         """Return the number of tokens that each row has in its blocks, int64 `[rows]`."""
-        return rows.length - rows.skipped * self.block_size
+        counts: Array = rows.length - rows.skipped * self.block_size
+        return counts
 
-    def truncated(self, rows: Table, length: Tensor, position: Tensor) -> Table:
+    def truncated(self, rows: Table, length: Array, position: Array) -> Table:
         """Return rows with their first tokens only, in a cache without a window."""
         count = (length + self.block_size - 1) // self.block_size
         return rows._replace(counts=count, length=length, position=position, limit=length).filled()
 
-    def truncated_at(self, rows: Table, at: Tensor) -> Table:
+    def truncated_at(self, rows: Table, at: Array) -> Table:
         """Return rows with the tokens before the first one at position `at` or later, in a cache without a window."""
         places, length = self.positions_of(rows), rows.length[:, None]
-        slot = torch.arange(places.shape[1])
+        slot = np.arange(places.shape[1])
         is_later = (places >= at[:, None]) & (slot < length)
-        return self.truncated(rows, torch.where(is_later, slot, length).amin(1), at.clone())
+        return self.truncated(rows, np.where(is_later, slot, length).min(1), at.copy())
 
     def available(self) -> int:
         """Return the number of blocks that are free once the newest step is dropped."""
@@ -367,18 +379,18 @@ class Rows:
         plan, size = self.open_plan, self.block_size
         if self._changing:
             held = self.table.held()
-            self.blocks.recount(held if plan is None else torch.cat([held, plan.allocated]))
+            self.blocks.recount(held if plan is None else np.concatenate([held, plan.allocated]))
             self._changing = False
         if plan is None or plan.step is None or not plan.step._is_complete():
             return
         rows, released = plan.table, plan.replaced
         if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
-            unseen = (rows.length - self.window + 1).clamp(min=0) // size - rows.skipped
+            unseen = np.maximum(rows.length - self.window + 1, 0) // size - rows.skipped
             if unseen.any():
                 width = rows.blocks.shape[1]
-                column = torch.arange(width)
-                released = torch.cat([released, rows.blocks[column < unseen[:, None]]])
-                blocks = rows.blocks.gather(1, (column + unseen[:, None]).clamp(max=width - 1))
+                column = np.arange(width)
+                released = np.concatenate([released, rows.blocks[column < unseen[:, None]]])
+                blocks = np.take_along_axis(rows.blocks, np.minimum(column + unseen[:, None], width - 1), 1)
                 rows = rows._replace(blocks=blocks, counts=rows.counts - unseen, skipped=rows.skipped + unseen)
         self._changing = True
         self._state = self.index, self.table.put(plan.chosen, rows), plan, True
@@ -394,7 +406,7 @@ class Rows:
         return plan if counted else None
 
     def extend(
-        self, who: str, numbers: list[int], chosen: Tensor | None, before: Table, kept: Table, new: NewTokens
+        self, who: str, numbers: list[int], chosen: Array | None, before: Table, kept: Table, new: NewTokens
     ) -> Plan:
         """Truncate rows immediately, and plan their new tokens. The previous step is dropped.
 
@@ -408,20 +420,23 @@ class Rows:
             RopeError: there are not enough free blocks. Nothing has changed then.
         """
         size, pool, holders = self.block_size, self.blocks, self.blocks.holders
+        length, position = new.length.numpy(), new.position.numpy()
         dropped = none = before.blocks[:0, 0]
         if kept is not before:
             dropped = before.blocks[before.is_held() & ~kept.is_held()]
-            holders = holders.index_add(0, dropped, torch.full((len(dropped),), -1))
-        written = torch.maximum(kept.written, new.length)  # also if the step is dropped
-        rows = kept._replace(length=new.length, position=new.position, written=written)
+            holders = holders.copy()
+            np.subtract.at(holders, dropped, 1)
+        written = np.maximum(kept.written, length)  # also if the step is dropped
+        rows = kept._replace(length=length, position=position, written=written)
         table = self.table
         if chosen is None:
             table = kept._replace(written=written)
         elif kept is before:
-            table = table._replace(written=table.written.index_copy(0, chosen, written))
+            table = table._replace(written=table.written.copy())
+            table.written[chosen] = written
         else:
             table = table.put(chosen, kept._replace(written=written))
-        is_changed = (new.length > kept.limit) | (kept.written > new.length)
+        is_changed = (length > kept.limit) | (kept.written > length)
         if not is_changed.any():
             rows = rows.resized(max(1, int(rows.counts.max())))
             self._changing = True
@@ -431,7 +446,7 @@ class Rows:
             self._state = self.index, table, plan, False
             self._changing = False
             return plan
-        which = None if is_changed.all() else is_changed.nonzero()[:, 0]
+        which = None if is_changed.all() else np.flatnonzero(is_changed)
         old, now = kept.select(which), rows.select(which)
         counts, last = (now.length + size - 1) // size - old.skipped, old.last()
         shared = (old.length % size > 0) & (holders[last] > 1)  # whether the last block is partial and shared
@@ -445,15 +460,13 @@ class Rows:
         allocated, copies = pool.allocate(needed), none
         now = now.resized(max(old.blocks.shape[1], int(counts.max())))._replace(counts=counts)
         if needed:
-            row, first = torch.arange(len(more)).repeat_interleave(more), more.cumsum(0) - more
-            column = torch.arange(needed) + (old.counts - copied.long() - first)[row]
-            now = now._replace(blocks=now.blocks.index_put((row, column), allocated)).filled()
-            copies = allocated[first[copied]]
+            row, first = np.arange(len(more)).repeat(more), more.cumsum() - more
+            blocks = now.blocks.copy()
+            blocks[row, np.arange(needed) + (old.counts - copied - first)[row]] = allocated
+            now, copies = now._replace(blocks=blocks).filled(), allocated[first[copied]]
         end, is_kept = (counts + old.skipped) * size, shared & ~copied
-        dirty = torch.where(more > 0, end, torch.where(is_kept, now.length, torch.minimum(old.written, end)))
-        now = now._replace(
-            written=torch.where(is_kept, now.written, now.length), limit=torch.where(is_kept, now.length, end)
-        )
+        dirty = np.where(more > 0, end, np.where(is_kept, now.length, np.minimum(old.written, end)))
+        now = now._replace(written=np.where(is_kept, now.written, now.length), limit=np.where(is_kept, now.length, end))
         rows = rows.put(which, now)
         rows = rows.resized(max(1, int(rows.counts.max())))
         plan = Plan(None, numbers, chosen, rows, allocated, last[copied])
@@ -468,28 +481,31 @@ class Rows:
         index, table, plan, counted = self._state
         self._state = index, table, plan and plan._replace(step=step), counted
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
+    def _on_device(self, *numbers: Array) -> list[Tensor]:
+        return list(torch.from_numpy(np.stack(numbers).astype(np.int64)).to(self._stores[0].keys.device))
+
+    def _copy(self, source: Array, target: Array) -> None:
         """Copy each block in `source` to the block at the same index in `target`, in all layers."""
         if len(source):
             self.key_positions[target] = self.key_positions[source]
-            source, target = torch.stack([source, target]).long().to(self._stores[0].keys.device)
+            sources, targets = self._on_device(source, target)
             for store in self._stores:
-                store.copy(source, target, self.block_size)
+                store.copy(sources, targets, self.block_size)
 
-    def _clear(self, blocks: Tensor, begin: Tensor, end: Tensor) -> None:
+    def _clear(self, blocks: Array, begin: Array, end: Array) -> None:
         """Clear slots of blocks from begin up to end, int64 `[blocks]`, which hold no token of the row that reads them.
 
         A token that was dropped, or a previous row, may have left NaN there. A mask would not help: the attention
         weight of such a key is 0, and 0 · NaN is NaN.
         """
-        place = torch.arange(self.block_size)
-        which, place = ((place >= begin[:, None]) & (place < end[:, None])).nonzero(as_tuple=True)
+        place = np.arange(self.block_size)
+        which, place = ((place >= begin[:, None]) & (place < end[:, None])).nonzero()
         if len(which):
-            block, place = torch.stack([blocks.long()[which], place]).to(self._stores[0].keys.device)
+            block, slot = self._on_device(blocks[which], place)
             for store in self._stores:
-                store.clear((block, place))
+                store.clear((block, slot))
 
-    def _check_free(self, who: str, needed: int, holders: Tensor) -> None:
+    def _check_free(self, who: str, needed: int, holders: Array) -> None:
         """Raise unless this number of blocks is free once the newest step is dropped.
 
         Args:

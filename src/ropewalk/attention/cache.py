@@ -168,10 +168,11 @@ class CacheStep(Step):
         return self._ring.order(self._new.length) if self._key_order is None else self._key_order
 
     def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        # A compiled layer has one graph for any number of cached tokens.
+        count = self._ring.count if torch.compiler.is_compiling() else self._filled.stop
         if self._ring.evicts:  # the slots of a ring are not in the order of their tokens, but all of them are visible
-            whole = VisibleKeys(self.order, self._filled.stop, sinks=self._sinks)
-            return whole if window == self._window else None
-        return VisibleKeys(self.order, self._filled.stop, window=window)
+            return VisibleKeys(self.order, count, sinks=self._sinks) if window == self._window else None
+        return VisibleKeys(self.order, count, window=window)
 
     def _find_key_positions(self) -> Tensor:
         return self._state[0].scatter(1, self._slots[1], self._new.place)[:, : self._ring.count]

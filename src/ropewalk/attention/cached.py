@@ -64,11 +64,16 @@ def attend_cached(
         PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, or a transform, mode or
         compilation is active.
     """
-    arguments: tuple[Any, ...] = (
-        *(q, far_q, keys, values, visible.blocks, visible.keys, visible.order, visible.first, visible.counts),
-        *(visible.window or 0, visible.sinks, scale),
-    )
+    if torch.compiler.is_compiling():
+        return _call_operator(q, far_q, keys, values, visible, scale=scale)
+    return _run(q, far_q, keys, values, *visible, scale)
+
+
+def _run(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor | None:
+    """Call a kernel with the fields of `VisibleKeys` and the scale."""
+    order, count, blocks, first, counts, window, sinks, scale = arguments
     profiled = observed.is_profiled()
+    arguments = (q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale)
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
         attended: Tensor | None
         on_cpu = backend.FAST_PATH and q.is_cpu
@@ -89,3 +94,61 @@ def _run_kernel(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *
     if keys.stride(-1) != 1 or values.stride(-1) != 1 or backend.kernel_for(*inputs) is not kernels:
         return None
     return kernels.attend(q, far_q, keys, values, *others)
+
+
+# Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.
+_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "attend_cached(Tensor q, Tensor? far_q, Tensor keys, Tensor values, Tensor order, SymInt count, Tensor? blocks, "
+    "Tensor? first, Tensor? counts, SymInt? window, SymInt sinks, float scale) -> Tensor"
+)
+
+
+def _call_operator(
+    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, *, scale: float
+) -> Tensor | None:
+    tensors = (q, keys, values) if far_q is None else (q, far_q, keys, values)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    same = keys.dtype == values.dtype == q.dtype and keys.shape == values.shape
+    if not backend.FAST_PATH or torch.compiler.is_exporting() or not q.is_cpu or recorded or not same:
+        return None
+    if q.dtype == torch.float64 or not keys.stride(3) == values.stride(3) == 1:
+        return None
+    attended: Tensor = torch.ops.ropewalk.attend_cached.default(q, far_q, keys, values, *visible, scale)
+    return attended
+
+
+def _operator(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor:
+    with torch.no_grad():
+        attended = _run(q, far_q, keys, values, *arguments)
+        return _reference(q, far_q, keys, values, *arguments) if attended is None else attended
+
+
+def _reference(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor:
+    """Do the same in plain PyTorch, for an operator whose kernel may not run, as under a mode."""
+    order, count, blocks, first, counts, window, sinks, scale = arguments
+    batch, _, heads, _ = q.shape
+    if blocks is None:
+        keys, values = keys[:batch], values[:batch]
+    else:
+        keys, values = (x.index_select(0, blocks.flatten()).view(batch, -1, *x.shape[2:]) for x in (keys, values))
+    index = torch.arange(count, device=q.device)
+    key_order = index if first is None else first[:, None] + index  # [batch, keys] or [keys]
+    distance = order[:, :, None] - (key_order if first is None else key_order[:, None])
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen = seen if counts is None else seen & (index < counts[:, None, None])
+    unseen = ~seen.any(1)[:, :, None, None]  # slots that nobody sees may hold NaN
+    k, v = (
+        x[:, :count].float().masked_fill(unseen, 0).repeat_interleave(heads // x.shape[2], 2) for x in (keys, values)
+    )
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k)
+    if far_q is not None:
+        is_sink = (key_order < sinks).expand(batch, count)[:, None, None]
+        scores = torch.where(is_sink, torch.einsum("bqhd,bkhd->bhqk", far_q.float(), k), scores)
+    scores = (scale * scores).masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~seen.any(-1)[:, None, :, None], 0)
+    return torch.empty_like(q).copy_(torch.einsum("bhqk,bkhd->bqhd", weights, v))
+
+
+_library.impl("attend_cached", _operator, "CPU")
+_library.impl("attend_cached", lambda q, *arguments: torch.empty_like(q), "Meta")

@@ -4,7 +4,7 @@ Each request is a row of the cache. A row allocates a block when its tokens need
 grows with the number of tokens. Keys are cached after rotation, as in `KVCache`. Rows with a common prefix may share
 blocks. A row copies a shared block before writing to it or shifting its keys (copy on write).
 
-Block tables, lengths and positions are planned on the host, in CPU tensors. Nothing synchronizes with a GPU if the
+Block tables, lengths and positions are planned on the host, in NumPy arrays. Nothing synchronizes with a GPU if the
 arguments of `step` are on the CPU.
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
-from ropewalk.attention.blocks import Plan, Rows, Table
+from ropewalk.attention.blocks import Array, Plan, Rows, Table
 from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import PlainStore, Store, create_stores
@@ -74,7 +75,8 @@ class PagedStep(Step):
         slot_mapping: slot of each new token, block · block_size + offset in the block, and −1 for padding: int64
             `[batch · seq]`, row by row.
         block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
-            row. With a window, it omits blocks that no token of this step attends to.
+            row. With a window, it omits blocks that no token of this step attends to. Do not change it: on a CPU, its
+            memory is that of the cache.
         block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
@@ -92,22 +94,22 @@ class PagedStep(Step):
     ) -> None:
         device, size, window, table = cache._device, cache.block_size, cache.window, plan.table
         skipped, most = table.skipped * size, table.blocks.shape[1]
-        counts = new.length - skipped  # of the tokens that each row has in its blocks
-        shortest, longest = (max(1, int(count)) for count in torch.aminmax(counts))
-        place = new.order - skipped[:, None]
-        block = table.blocks.gather(1, (place // size).clamp(max=most - 1))
-        slots = torch.add(place % size, block, alpha=size)
-        cache._rows.key_positions.view(-1).index_put_(
-            *((slots,), new.place) if real is None else ((slots[real],), new.place[real])
-        )
-        self.slot_mapping = (slots if real is None else torch.where(real, slots, -1)).flatten().to(device)
+        counts = cache._rows.in_blocks(table)
+        shortest, longest = max(1, int(counts.min())), max(1, int(counts.max()))
+        index, place = np.divmod(new.order.numpy() - skipped[:, None], size)
+        slots = place + np.take_along_axis(table.blocks, np.minimum(index, most - 1), 1) * np.int64(size)
+        positions, is_real = cache._rows.key_positions, ... if real is None else real.numpy()
+        positions.reshape(-1)[slots[is_real]] = new.place.numpy()[is_real]
+        if real is not None:
+            slots = np.where(real.numpy(), slots, -1)
+        self.slot_mapping = torch.from_numpy(slots).flatten().to(device)
         super().__init__(
             cache._stores,
             cache._heads,
             window,
             positions=new.positions.to(device),
             order=new.order.to(device),
-            flat_slots=self.slot_mapping.view(slots.shape),
+            flat_slots=self.slot_mapping.view(new.order.shape),
             # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
             causal=real is None and shortest == longest <= (window or longest),
             filled=slice(0, longest),
@@ -116,14 +118,14 @@ class PagedStep(Step):
             advances=advances,
             previous=previous,
         )
-        self.rows, self.block_table = plan.numbers, table.blocks.to(device)
-        self._counts, self._skipped = counts.to(device), skipped.to(device)
+        self.rows, self.block_table = list(plan.numbers), torch.from_numpy(table.blocks).to(device)
+        self._counts, self._skipped = torch.from_numpy(counts).to(device), torch.from_numpy(skipped).to(device)
         self._real = self._real_tokens = self._empty = None
         if real is not None:
-            empty = (table.counts == 0).nonzero()[:, 0]
-            self._empty = empty.to(device) if len(empty) else None
+            empty = np.flatnonzero(table.counts == 0)
+            self._empty = torch.from_numpy(empty).to(device) if len(empty) else None
             self._real, self._real_tokens = real.to(device), real.flatten().nonzero()[:, 0].to(device)
-        self._scratch, self._table, self._positions_of_slots = cache._scratch, table, cache._rows.key_positions
+        self._scratch, self._table, self._positions_of_slots = cache._scratch, table, positions
         if cache.flex:
             self.block_mask = self._build_block_mask(cache.keys[0].shape[0])
 
@@ -143,12 +145,12 @@ class PagedStep(Step):
 
         The name is FlashInfer's.
         """
-        return _starts(self._table.counts).to(self.order.device)
+        return _on_device(np.append(0, self._table.counts.cumsum()), self.order.device)
 
     @property
     def kv_indices(self) -> Tensor:
         """Numbers of the blocks of all rows, row by row, int32 `[blocks of all rows]`. The name is FlashInfer's."""
-        return self._table.held().to(self.order.device)
+        return _on_device(self._table.held(), self.order.device)
 
     @property
     def kv_last_page_len(self) -> Tensor:
@@ -163,7 +165,7 @@ class PagedStep(Step):
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
         """
-        return _starts((self._flat_slots >= 0).sum(1))
+        return torch.nn.functional.pad((self._flat_slots >= 0).sum(1).cumsum(0), (1, 0)).int()
 
     def mark_written(self) -> None:
         """Record that another kernel has stored the keys and values of all layers.
@@ -183,7 +185,7 @@ class PagedStep(Step):
             flag[0] = True
 
     def _find_key_positions(self) -> Tensor:
-        places = self._positions_of_slots[self._table.blocks].flatten(1).to(self.order.device)
+        places = torch.from_numpy(self._positions_of_slots[self._table.blocks]).flatten(1).to(self.order.device)
         return torch.where(self.key_order == EMPTY, EMPTY, places)
 
     def _build_mask(self, *, every: bool) -> Tensor:
@@ -198,11 +200,11 @@ class PagedStep(Step):
         (batch, seq), device, size = self.order.shape, self.order.device, self._positions_of_slots.shape[1]
         table, most, tiles = self._table, self._table.blocks.shape[1], -(-seq // _QUERIES)
         block_numbers = torch.zeros(batch, blocks, dtype=torch.int32)  # FlexAttention requires the width of the pool
-        block_numbers[:, :most] = table.blocks
-        row, column = table.is_held().nonzero(as_tuple=True)
-        number = torch.full((batch, blocks), -1)  # index of a block in its row, from 0
-        number[row, table.held()] = column
-        number, first, order = number.to(device), self._skipped, self.order
+        block_numbers[:, :most] = torch.from_numpy(table.blocks)
+        row, column = table.is_held().nonzero()
+        numbers = np.full((batch, blocks), -1)  # index of a block in its row, from 0
+        numbers[row, table.held()] = column
+        number, first, order = torch.from_numpy(numbers).to(device), self._skipped, self.order
         real = torch.ones_like(order, dtype=torch.bool) if self._real is None else self._real
         window = self._window
 
@@ -213,7 +215,7 @@ class PagedStep(Step):
             return (block >= 0) & (in_window | ~real[row, query])
 
         return BlockMask.from_kv_blocks(
-            table.counts.int()[:, None, None].expand(-1, 1, tiles).to(device),
+            _on_device(table.counts, device)[:, None, None].expand(-1, 1, tiles),
             block_numbers[:, None, None].expand(-1, 1, tiles, -1).to(device),
             BLOCK_SIZE=(_QUERIES, size),
             mask_mod=attends,
@@ -224,7 +226,7 @@ class PagedStep(Step):
     def _visible_keys(self, window: int | None) -> VisibleKeys | None:
         return VisibleKeys(
             self.order,
-            self._filled.stop,
+            self._keys,
             blocks=self.block_table,
             first=self._skipped,
             counts=self._counts,
@@ -246,9 +248,8 @@ class PagedStep(Step):
         return keys, values
 
 
-def _starts(counts: Tensor) -> Tensor:
-    """Return where each row starts if rows of these lengths follow each other, then their end, int32 `[rows + 1]`."""
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+def _on_device(numbers: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int32)).to(device)
 
 
 class PagedKVCache:
@@ -393,7 +394,7 @@ class PagedKVCache:
     def length(self) -> Tensor:
         """Number of tokens that all layers have stored, for each row in `rows`, int64 `[rows]`, on the CPU."""
         self._rows.settle()
-        return self._rows.table.length.clone()
+        return torch.from_numpy(self._rows.table.length.copy())
 
     @property
     def position(self) -> Tensor:
@@ -402,7 +403,7 @@ class PagedKVCache:
         It equals length unless `shift`, or `at` or `positions` of `step`, has changed it.
         """
         self._rows.settle()
-        return self._rows.table.position.clone()
+        return torch.from_numpy(self._rows.table.position.copy())
 
     @property
     def free_blocks(self) -> int:
@@ -432,16 +433,16 @@ class PagedKVCache:
         (number,), _ = self._rows.select(who, [row])
         self._rows.check_finished(who)
         index, table = self._rows.index, self._rows.table
-        chosen = torch.tensor([index[number]])
+        chosen = np.array([index[number]])
         other = table.select(chosen)
         other = other._replace(limit=other.length)  # the last block must be copied before a row writes to it
         table = table.put(chosen, other)
         if length is not None:
             tokens.check_no_window(who, "length", self.window, "a number", "Fork the whole row.")
-            kept = _checks.integer(who, "length", length, at_least=0, at_most=int(other.length))
+            kept = _checks.integer(who, "length", length, at_least=0, at_most=int(other.length[0]))
             places = self._rows.positions_of(other)[:, :kept]
-            position = places.amax(1) + 1 if kept else torch.zeros_like(other.position)
-            other = self._rows.truncated(other, torch.full_like(other.length, kept), position)
+            position = places.max(1) + 1 if kept else np.zeros_like(other.position)
+            other = self._rows.truncated(other, np.array([kept]), position)
         self._rows.replace(index, table)
         return self._rows.add(other)
 
@@ -513,17 +514,18 @@ class PagedKVCache:
         attention_mask, at, positions = (
             x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, at, positions)
         )
-        real = tokens.real_tokens(who, seq, attention_mask, before.length)
+        length = torch.from_numpy(before.length)
+        real = tokens.real_tokens(who, seq, attention_mask, length)
         if real is not None and real.all():
             real = None
-        given = tokens.check_given_positions(who, positions, seq, before.length)
+        given = tokens.check_given_positions(who, positions, seq, length)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
             tokens.check_no_window(who, "at", self.window, "a number", fix)
-            tokens.check_per_row(who, "at", at, before.length)
+            tokens.check_per_row(who, "at", at, length)
             tokens.check_positions(who, at)
-            kept = self._rows.truncated_at(before, at)
-        new = tokens.place_tokens(real, seq, kept.length, kept.position, given)
+            kept = self._rows.truncated_at(before, at.numpy())
+        new = tokens.place_tokens(real, seq, torch.from_numpy(kept.length), torch.from_numpy(kept.position), given)
         plan = self._rows.extend(who, numbers, chosen, before, kept, new)
         last = previous.step if previous is not None and previous.numbers == numbers else None
         if last is not None and not (last._advances and at is None and positions is None):
@@ -559,17 +561,19 @@ class PagedKVCache:
         ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
         held = self._rows.table.select(chosen)
         if isinstance(delta, Tensor):
-            tokens.check_per_row(who, "delta", delta, held.length)
-            by = delta.cpu()
+            tokens.check_per_row(who, "delta", delta, torch.from_numpy(held.length))
+            by = delta.cpu().numpy()
         else:
-            by = torch.full_like(held.length, _checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31))
+            by = np.full_like(held.length, _checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31))
         places = self._rows.positions_of(held) + by[:, None]
-        is_token = torch.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
-        tokens.check_positions(who, torch.cat([places[is_token], held.position + by]))
+        is_token = np.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
+        tokens.check_positions(who, torch.from_numpy(np.append(places[is_token], held.position + by)))
         moves = self._rows.plan_moves(who, held, by)
-        distances = moves.deltas[:, None].expand(-1, self.block_size) if isinstance(delta, Tensor) else delta
+        distances = delta
+        if isinstance(delta, Tensor):
+            distances = torch.from_numpy(moves.deltas)[:, None].expand(-1, self.block_size)
         rotations = tokens.shift_rotations(ropes, distances, self._stores[0].dtype, self._device)  # before any change
-        blocks = self._rows.move(chosen, moves).to(self._device)
+        blocks = torch.from_numpy(self._rows.move(chosen, moves)).long().to(self._device)
         for store, rotation in zip(self._stores, rotations, strict=True):
             if rotation is not None:
                 store.rotate(rotation, blocks)

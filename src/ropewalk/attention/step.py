@@ -137,10 +137,10 @@ class Step(ABC):
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
-    def _check_window(self, window: int | None) -> int | None:
-        """Return the window of a layer, None for that of the cache. Raise if the cache has a shorter one."""
-        if window is None or self._window is None or window <= self._window:
-            return self._window if window is None else window
+    def _check_window(self, window: int) -> int:
+        """Return the window of a layer. Raise if the cache has a shorter one."""
+        if self._window is None or window <= self._window:
+            return window
         raise _checks.error(
             self._who,
             f"the window of a cache must not be shorter than that of the layer, {window}",
@@ -151,10 +151,13 @@ class Step(ABC):
     def _mask_within(self, window: int | None, mask: Tensor | None) -> Tensor | None:
         """Combine the user's mask with those of the step and of the layer's window, for the keys of `filled`.
 
-        None stands for a plain causal mask.
+        None stands for a plain causal mask. A compiled layer has one graph for any number of cached tokens, so its mask
+        is for all keys.
         """
         within = None if window is None else self.within(window)
         mask = mask if within is None else restrict(mask, within)
+        if torch.compiler.is_compiling():
+            return restrict(mask, self.mask)
         if mask is not None:
             return restrict(mask, self.mask)[..., self._filled]
         return None if self.causal else self._get_mask(every=False)
@@ -394,27 +397,27 @@ class LayerCache:
             check_mask(step._who, mask, q, step._keys)
         scale = head_dim**-0.5 if scale is None else scale
         one_pass = rotation is None or rotation.passes == 1
-        if compiling or step._concatenates:
-            visible: Tensor | BlockMask | None = None
+        if step._concatenates:
+            visible = step._mask_within(window, mask)
             append = self._append_filled
-            if compiling and window is not None and (within := step.within(window)) is not None:
-                mask = restrict(mask, within)
-            if compiling and step.block_mask is not None and mask is None and one_pass:
-                visible, append = step.block_mask, self._append_to_blocks
-            elif compiling:  # a compiled layer has one graph for any number of cached tokens
-                visible = restrict(mask, step.mask)
-            else:
-                visible = step._mask_within(window, mask)
             return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
-        keys = step._visible_keys(step._check_window(window)) if mask is None and seq <= MAX_TOKENS else None
+        flex = (
+            compiling and step.block_mask is not None and mask is None and one_pass and window in (None, step._window)
+        )
+        keys = None
+        # A graph for a dynamic number of tokens must not depend on it.
+        if mask is None and not flex and isinstance(seq, int) and seq <= MAX_TOKENS:
+            keys = step._visible_keys(step._window if window is None else step._check_window(window))
         q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
         if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
             near, far = (q, None) if one_pass else q.chunk(2, dim=1)
             attended = self._store.attend(near, far, keys, scale=scale)
             if attended is not None:
                 return attended
+        if flex:
+            return attend(q, *self._all_blocks(), mask=step.block_mask, scale=scale)
         by = attend if rotation is None or rotation.passes == 1 else rotation.attend
-        kept = step._read(self._store, every=False)
+        kept = step._read(self._store, every=compiling)
         return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
 
     def _rotate_and_write(
@@ -475,9 +478,8 @@ class LayerCache:
     def _append_filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self._append(k, v, every=torch.compiler.is_compiling())
 
-    def _append_to_blocks(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values, and return all blocks as one row, `[1, tokens, kv_heads, head_dim]`."""
-        self.write(k, v)
+    def _all_blocks(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all blocks as one row, `[1, tokens, kv_heads, head_dim]`."""
         blocks, size, heads, channels = self._store.keys.shape
         shape = (1, blocks * size, heads, channels)
         keys, values = self._store.keys, self._store.values

@@ -138,7 +138,7 @@ def attend_plain(
     """
 
 def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:
-    """Return cos and sin of int64 positions and steps, or None if the call must be left to Python.
+    """Return cos and sin of int32 or int64 positions and int64 steps, or None if the call must be left to Python.
 
     `steps` and `axis` are the bytes of int64 numbers. `axis` holds the row of positions for each step, one of `axes`
     rows; it is b"", and `axes` 0, if positions have no rows.

@@ -13,6 +13,7 @@ from ropewalk import _checks
 from ropewalk._layout import Numerics as Numerics
 from ropewalk._layout import Pairing as Pairing
 from ropewalk.angles import fixed_point
+from ropewalk.rope import _torch
 from ropewalk.rope.axes import Axes, check_axes, frequencies
 from ropewalk.schemes import Scaling, check_scaling
 
@@ -199,17 +200,15 @@ class Rope:
             integer position p (both terms times the attention factor, the first with the factor rounded up to a power
             of two), or 1e-7 on devices without float64. Angles of fractional positions are float64 products.
         """
-        from ropewalk.angles import exact
-
         axes = None if self.axes is None else self.axes.count
         factor = self.attention_factor
         tables = None
         if numerics == "exact":
             phase_steps, axis = self._packed_phase_steps, self._packed_axis
-            tables = exact.fast_path(positions, phase_steps, factor, device, dtype, axis, axes or 0)
+            tables = _torch.exact.fast_path(positions, phase_steps, factor, device, dtype, axis, axes or 0)
         if tables is None:
             _checks.check_numerics("Rope.at", numerics)
-            exact.check_positions(positions, axes)
+            _torch.exact.check_positions(positions, axes)
             tables = self._cos_sin(positions, factor, device, dtype, numerics)
         return self._rotation(tables, factor)
 
@@ -281,9 +280,7 @@ class Rope:
             >>> torch.allclose(moved, rope.at(torch.tensor([2]))(key, layout="thd"))
             True
         """
-        from ropewalk.angles import exact
-
-        shifts = exact.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
+        shifts = _torch.exact.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
         return self._rotation(self._cos_sin(shifts, 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
@@ -351,7 +348,7 @@ class Rope:
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
         """Create a Rotation from cos, sin, the attention factor that they include, and the fields of this rope."""
-        from ropewalk.rotation import api
-
         cos, sin = tables
-        return api.create_unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)
+        return _torch.api.create_unchecked(
+            cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor, False
+        )

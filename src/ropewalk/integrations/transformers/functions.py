@@ -318,7 +318,7 @@ def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
         return rotation
     offset = head_dim - rotary_dim if form.whole == "last" else 0
     return create_unchecked(
-        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, rotation.attention_factor
+        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, rotation.attention_factor, False
     )
 
 

@@ -96,7 +96,7 @@ class Angles(nn.Module):
         elif cos.shape[0] == 1:
             cos, sin = cos[0], sin[0]
         pairing, size = next(iter(made.forms.values())).pairing, 2 * cos.shape[-1]
-        rotation = create_unchecked(cos.contiguous(), sin.contiguous(), pairing, size, size, 0, 1.0)
+        rotation = create_unchecked(cos.contiguous(), sin.contiguous(), pairing, size, size, 0, 1.0, False)
         if not isinstance(returned, Tensor):
             returned = returned[0].to(dtype), returned[1].to(dtype)
         return attach(returned, rotation, made.forms)
