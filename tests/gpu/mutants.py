@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # Without a GPU: in Triton's interpreter, then what was compiled, what asks for it, and what is launched.
 SUITES = [
     ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"),
+    ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_attend.py"),
     ({}, "tests/gpu/test_compiled.py"),
     ({}, "tests/gpu/test_launch.py"),
 ]
@@ -118,6 +119,35 @@ MUTANTS = [
         "_unit([c * (n > 1) for n, c in zip(shape, cos[:-1])], min",
     ),
     Mutant("nothing copied", GPU, '"COPY": not in_place', '"COPY": False'),
+    Mutant("attention to the next token", KERNELS, "key[None, :] <= last_key", "key[None, :] <= last_key + 1"),
+    Mutant("attention of one query to the next token", KERNELS, "(key <= last_key)", "(key <= last_key + 1)"),
+    Mutant("attention one token before the window", KERNELS, "last - window + 1, 0)", "last - window, 0)"),
+    Mutant("attention without the factor of earlier keys", KERNELS, "sums *= factor[:, None]", "pass"),
+    Mutant("attention of parts with other maxima", KERNELS, "new_sums * new_factor[:, None]", "new_sums"),
+    Mutant(
+        "attention of lanes with other maxima", KERNELS, "tl.sum(weights * factor, axis=0", "tl.sum(weights, axis=0"
+    ),
+    Mutant(
+        "attention reads values behind the last key",
+        KERNELS,
+        "v_rows[:, None] + channel, mask=here[:, None] & inside",
+        "v_rows[:, None] + channel, mask=inside",
+    ),
+    Mutant("attention of sinks by near queries", KERNELS, "f_rows = far_q", "f_rows = q"),
+    Mutant(
+        "attention over a part of the parts", KERNELS, "for start in range(0, splits, BLOCK_S)", "for start in range(1)"
+    ),
+    Mutant(
+        "attention counts keys that are not there", KERNELS, "end = tl.minimum(end, tl.load(counts", "(tl.load(counts"
+    ),
+    Mutant("attention in 32 bits", KERNELS, "key.to(tl.int64)\n        k_rows", "key\n        k_rows"),
+    Mutant(
+        "attention with weights of 16 bits",
+        GPU,
+        "torch.float16: 2, torch.bfloat16: 3",
+        "torch.float16: 1, torch.bfloat16: 1",
+    ),
+    Mutant("attention in TF32", GPU, '4, 2, "tf32x3")', '4, 2, "tf32")'),
     Mutant("kept for any address", GPU, "reduce(or_, pointers) % 16 == 0", "reduce(or_, pointers) >= 0"),
     Mutant("kept for any dtype", GPU, "[(x.dtype, x.stride()) for", "[(tensors[0].dtype, x.stride()) for"),
     Mutant("small tiles", GPU, "tile.bytes // 2 // element_size", "16 // element_size // 2"),

@@ -1,4 +1,4 @@
-"""Compile the kernels for NVIDIA's sm_90 and AMD's gfx942, without a GPU, and inspect the machine code.
+"""Compile the kernels for NVIDIA's sm_90 and sm_80 and AMD's gfx942, without a GPU, and inspect the machine code.
 
 The arguments and options are those of the launcher.
 """
@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ropewalk.kernels.gpu import Launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
-SM_90, GFX942 = ("cuda", 90, 32), ("hip", "gfx942", 64)
+SM_80, SM_90, GFX942 = ("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)
 NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -57,7 +58,7 @@ def compiled(launch: Launch, target: tuple[str, Any, int], *known: Any) -> Any:
         else:
             signature[name] = "i32"
     source = triton.compiler.ASTSource(function, signature, constants, attributes)
-    options = {**gpu._OPTIONS, "num_warps": launch[0].warps}
+    options = {**launch[0].options, "num_warps": launch[0].warps}
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
 
@@ -140,6 +141,49 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     assert not named(found, "FFMA2", *([] if norm else ["DFMA", "FFMA"]))
     assert found["FFMA"] <= 4
     assert found["DADD"] <= 200  # halves are added once, not by every thread
+
+
+def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **how: Any) -> dict[str, Launch]:
+    """Return the launches for 8 key heads, a group and a number of tokens, and many keys or few."""
+    keys, (group, tokens), meta = 32768 if how.get("many", True) else 64, rows, {"device": "meta"}
+    q = torch.empty(2, tokens, 8 * group, head_dim, dtype=dtype, **meta)
+    paged = how.get("paged", False)
+    pool = torch.empty(2 * keys // 16 if paged else 2, 16 if paged else keys, 8, head_dim, dtype=dtype, **meta)
+    blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
+    of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
+    first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
+    far_q = torch.empty_like(q) if how.get("far") else None
+    launches = gpu.attention_launches(
+        q, far_q, pool, pool, blocks, keys, order, first, counts, torch.empty_like(q), 0, 4, 0.1
+    )
+    return {launch[0].kernel: launch for launch in launches}
+
+
+# One query of a key head, 4 that share it, and 8 tokens of each of these 4.
+QUERIES = [(1, 1), (4, 1), (4, 8)]
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["", "paged"])
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: bool, tmp_path: Path) -> None:
+    """Keys and values are read in whole vectors, asynchronously for tensor cores. No registers are spilled."""
+    launches = attention(dtype, rows, paged=paged)
+    compiled(launches["attend"], SM_80)
+    program = compiled(launches["attend"], SM_90)
+    found = sass(program, tmp_path)
+    assert not named(found, *SPILLS)
+    if rows == (1, 1):
+        assert found["LDG.E.128"] >= 8
+        assert not named(found, "LDGSTS", "HMMA")
+    else:
+        assert named(found, "LDGSTS") == {"LDGSTS.E.BYPASS.128"}
+        # Scores in one product, and values times weights that are sums of three; both are three products in float32.
+        plan, float32 = launches["attend"][0], dtype == torch.float32
+        one = plan.numbers["BLOCK_R"] * plan.numbers["BLOCK_N"] * 128 // (16 * 8 * (8 if float32 else 16)) // plan.warps
+        assert sum(found[name] for name in named(found, "HMMA")) == (6 if float32 else 4) * one
+    assert program.metadata.shared <= 64 * 1024
+    assert not named(sass(compiled(launches["combine"], SM_90), tmp_path), *SPILLS)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -256,6 +300,16 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
 
 
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_for_amd(dtype: torch.dtype, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for launch in attention(dtype, rows, paged=True).values():
+        program = compiled(launch, GFX942)
+        assert program.metadata.shared <= 64 * 1024
+        assert re.search(r"\.private_segment_fixed_size:\s+0\b", program.asm["amdgcn"])
+
+
 def strided(size: tuple[int, ...], dtype: torch.dtype, step: int) -> Tensor:
     return torch.empty((*size[:-1], step * size[-1]), dtype=dtype, device="meta")[..., ::step]
 
@@ -302,26 +356,38 @@ def fused_steps() -> Iterator[Launch]:
         yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
+def attentions(kernel: str) -> Iterator[Launch]:
+    for dtype, rows, paged, first, counts, far, many in product(
+        (torch.float16, torch.bfloat16, torch.float32), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
+    ):
+        how = {"paged": paged, "first": first, "counts": counts, "far": far, "many": many or kernel == "combine"}
+        yield attention(dtype, rows, 200 if first else 64, **how)[kernel]
+
+
 # Each kernel, with the launches that its launcher can make.
 LAUNCHES = {
     "rotate": rotations,
     "table_gradient": gradients,
     "angles": tables_of_positions,
     "step": fused_steps,
+    "attend": partial(attentions, "attend"),
+    "combine": partial(attentions, "combine"),
 }
 
 
 def variants(launches: Iterable[Launch]) -> list[Launch]:
     """Choose launches such that any three choices that one launch can combine are combined in one of these.
 
-    A choice is the dtype of a tensor, a flag, or whether channels before the rotated ones are copied.
+    A choice is the dtype of a tensor, a flag, whether channels before the rotated ones are copied, or how attention is
+    computed: whether the cache has pages, and for one query, a few, or several tokens.
     """
     combined: dict[frozenset[Any], Launch] = {}
     for launch in launches:
         named = arguments(launch)
         choices = {name: value for name, value in named.items() if isinstance(value, bool)}
         choices |= {name: value.dtype for name, value in named.items() if isinstance(value, Tensor)}
-        choices |= {"OFFSET": named.get("OFFSET", 0) > 0}
+        choices |= {name: named.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
+        choices |= {name: named.get(name) for name in ("BLOCK_R", "PRECISION")}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
     left, chosen = frozenset().union(*combined), []
     while left:

@@ -20,7 +20,7 @@ from ropewalk.kernels import gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-PLANS = (gpu._rotation_plan, gpu._gradient_plan, gpu._angles_plan, gpu._step_plan)
+PLANS = (gpu._rotation_plan, gpu._gradient_plan, gpu._angles_plan, gpu._step_plan, gpu._attention_plans)
 
 
 class Compiled:
@@ -75,7 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     machine, kernels = Machine(), gpu.kernels()
     monkeypatch.setattr(triton.runtime.driver, "_active", machine)
     monkeypatch.setattr(triton.JITFunction, "_do_compile", lambda *arguments: machine.compile(*arguments))
-    for name in ("rotate", "table_gradient", "angles", "step"):
+    for name in ("rotate", "table_gradient", "angles", "step", "attend"):
         kernel = getattr(kernels, name)
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
@@ -132,7 +132,9 @@ def some_launch(draw: random.Random) -> Make:
     y = x if in_place else [some_tensor(draw, shape, of_x) for shape in (q, k)]
     table = (batch, tokens, pairs)
     cos, sin = (some_tensor(draw, table, of_table) for _ in range(2))
-    kind = draw.choice((gpu.rotation_launch, gpu.gradient_launch, gpu.angles_launch, gpu.step_launch))
+    kind = draw.choice(
+        (gpu.rotation_launch, gpu.gradient_launch, gpu.angles_launch, gpu.step_launch, gpu.attention_launches)
+    )
     if kind == gpu.rotation_launch:
         return lambda: gpu.rotation_launch(x[:count], y[:count], cos, sin, options)
     if kind == gpu.gradient_launch:
@@ -143,6 +145,15 @@ def some_launch(draw: random.Random) -> Make:
         positions, steps = torch.empty(table[:2], dtype=dtype), some_tensor(draw, (pairs,), torch.int64)
         axis = draw.choice((None, steps))
         return lambda: gpu.angles_launch(positions, steps, cos, sin, factor, axis)
+    if kind == gpu.attention_launches:
+        pool = torch.empty(batch, 64, *k[2:], dtype=of_x)
+        x[0] = x[0] if x[0].stride(-1) == 1 else x[0].contiguous()  # otherwise, each launch would do it
+        far_q, order = draw.choice((None, x[0])), torch.empty(table[:2], dtype=torch.int64)
+        blocks = draw.choice((None, torch.empty(batch, 1, dtype=torch.int32)))
+        first, counts = (draw.choice((None, order[:, 0])) for _ in range(2))
+        window, sinks, scale = draw.choice((0, 8)), draw.choice((0, 4)), draw.choice((1.0, 0.25))
+        others = (blocks, draw.choice((63, 64)), order, first, counts, torch.empty_like(x[0]), window, sinks, scale)
+        return lambda: gpu.attention_launches(x[0], far_q, pool, pool, *others)[0]
     weight = torch.empty(q[-1], dtype=draw.choice((torch.bfloat16, torch.float32)))
     pages, slots = torch.empty(draw.choice((1, 5)), 16, *k[2:], dtype=of_x), torch.empty(table[:2], dtype=torch.int64)
     norm = draw.choice(

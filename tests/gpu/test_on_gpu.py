@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import attention_cases
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, record_calls, same, shape
-from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, backends, rotate_and_store
+from ropewalk import Axes, KVCache, Llama3, PagedKVCache, QKNorm, Rope, Rotation, backends, rotate_and_store
 from ropewalk.angles import phase_steps
+from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import gpu as kernels
 
 pytestmark = [
@@ -276,3 +279,75 @@ def test_fused_step() -> None:
     assert torch.equal(made, exact[0])
     for cache, x in zip(caches, (exact[1], v), strict=True):
         assert torch.equal(cache.flatten(0, 1)[[9, 0, 4, 5, 11]], x.flatten(0, 1)[[0, 2, 3, 4, 5]])
+
+
+def cases_of_attention() -> list[attention_cases.Case]:
+    """A cache with one block for each row, and one with pages, whose lengths change in place."""
+    return [attention_cases.long_rows([1000, 3000]), *map(attention_cases.draw, (0, 2, 3, 5, 11))]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_attention_over_a_cache_in_a_graph(index: int, forbid_synchronization: None) -> None:
+    """The kernel is used, waits for nothing, and a captured graph reads queries, keys, orders and lengths again."""
+    case = cases_of_attention()[index]
+    moved = dataclasses.replace(
+        case, **{name: on_gpu(getattr(case, name)) for name in ("q", "far_q", "keys", "values")}
+    )
+    moved.visible = case.visible._replace(
+        **{name: on_gpu(x) for name, x in case.visible._asdict().items() if isinstance(x, Tensor)}
+    )
+
+    def attend() -> Tensor:
+        attended = attend_cached(moved.q, moved.far_q, moved.keys, moved.values, moved.visible, scale=moved.scale)
+        assert attended is not None
+        return attended
+
+    with torch.no_grad():
+        attention_cases.check(case, attend().cpu())
+        torch.cuda.set_sync_debug_mode("error")
+        attend()
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attend()
+        changed = [(case.q, moved.q, case.q.flip(0))]
+        if case.visible.window is None:  # otherwise, a key before the window is NaN
+            order = case.visible.order
+            changed.append((order, moved.visible.order, (order - 1).clamp(min=0)))
+        for x, here, new in changed:
+            x.copy_(new)
+            here.copy_(new)
+        graph.replay()
+        attention_cases.check(case, captured.cpu())
+
+
+def on_gpu(x: Tensor | None) -> Tensor | None:
+    """Copy a tensor to the GPU, with its strides."""
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decode_calls_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight layers of a step each attend in one call, and gather nothing."""
+    calls: list[int] = []
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *arguments: (calls.append(1), attend(*arguments))[1])
+    size: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    if paged:
+        cache: Any = PagedKVCache(8, 2, 64, blocks=9, **size)
+        cache.admit(), cache.admit()
+    else:
+        cache = KVCache(8, 2, 2, 64, capacity=40, **size)
+    with torch.no_grad():
+        for seq in (20, 1, 3):
+            step = cache.step(seq)
+            kept = [(queries(2, seq, 4, 64), queries(2, seq, 2, 64), queries(2, seq, 2, 64)) for _ in range(8)]
+            for i, tensors in enumerate(kept):
+                with monkeypatch.context() as patch:
+                    if seq <= 8:
+                        patch.setattr(step, "_read", None)
+                    step.layer(i).attend(*(x.to(torch.bfloat16) for x in tensors), rotation=step.rotation(ROPE_64))
+    assert len(calls) == 16
+
+
+ROPE_64 = Rope(64, 1e4, "half")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import attention_cases
 import oracle
+from attention_cases import Case
 from kernel_cases import check, expected
-from ropewalk import QKNorm, Rope, Rotation
+from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, Rotation
 from ropewalk._layout import Options
+from ropewalk.attention.cached import VisibleKeys, attend_cached
 from ropewalk.kernels import backend
 
 
@@ -65,6 +69,12 @@ class MadeUp:
             self.rotate([torch.from_numpy(exact.astype(np.float64))], [y], cos, sin, options)
         del self.calls[-2:]  # of the two rotations inside
 
+    def attend(self, q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+        self.calls.append("attend")
+        blocks, count, order, first, counts, window, sinks, scale = others
+        visible = VisibleKeys(order, count, blocks, first, counts, window, sinks)
+        return attention_cases.define(Case(q, far_q, keys, values, visible, scale))[0].to(q.dtype)
+
 
 def test_a_backend_from_outside_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Angles, rotations, their operator, gradients to q, k and the tables, and the fused step go to the backend."""
@@ -101,3 +111,56 @@ def test_a_backend_from_outside_is_one_entry(monkeypatch: pytest.MonkeyPatch) ->
         normed = torch.from_numpy(exact.astype(np.float64))
         check(y, *expected(normed, *tables, "bshd", "half", 0, False), "bshd", "step")
     assert made.calls[7:] == ["step"]
+
+
+class TestAttention:
+    """Attention over a cache goes to the backend, unless PyTorch must see the operators or the tensors do not fit."""
+
+    @pytest.fixture
+    def made(self, monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+        made = MadeUp()
+        monkeypatch.setitem(backend.KERNELS, "cpu", made)
+        monkeypatch.setattr(backend, "FAST_PATH", False)
+        monkeypatch.setattr(backend, "BACKEND", "auto")
+        return made
+
+    @pytest.mark.parametrize("seed", [0, 3, 5])
+    def test_goes_to_the_backend(self, made: MadeUp, seed: int) -> None:
+        case = attention_cases.draw(seed)
+        attention_cases.check(case, attend(case))
+        assert made.calls == ["attend"]
+
+    def test_of_caches(self, made: MadeUp) -> None:
+        q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
+        whole = VisibleKeys(torch.arange(3).expand(2, 3), 3, window=2)
+        exact, _ = attention_cases.define(Case(q, None, k, v, whole, 8**-0.5))
+        paged = PagedKVCache(1, 2, 8, blocks=9, block_size=2)
+        rows = [paged.admit(), paged.admit()]
+        for step in (KVCache(1, 2, 2, 8, capacity=5).step(3), paged.step(3, rows=rows)):
+            attended = step.layer(0).attend(q, k, v, window=2)
+            torch.testing.assert_close(attended, exact.float())
+        assert made.calls == ["attend", "attend"]
+
+    def test_is_left_to_pytorch(self, made: MadeUp) -> None:
+        case = attention_cases.long_rows([10])
+        with torch.overrides.BaseTorchFunctionMode():
+            assert attend(case) is None
+        assert torch.func.vmap(lambda q: (attend(dataclasses.replace(case, q=q)), q)[1])(case.q[None]).ndim == 5
+        for q, keys in (
+            (case.q.double(), case.keys),
+            (case.q.double(), case.keys.double()),
+            (case.q, case.keys.transpose(1, 3).contiguous().transpose(1, 3)),
+            (case.q.clone().requires_grad_(), case.keys),
+            (case.q, torch._neg_view(case.keys)),
+            (case.q.as_subclass(Special), case.keys),
+        ):
+            assert attend(dataclasses.replace(case, q=q, keys=keys, values=keys)) is None
+        assert made.calls == []
+
+
+class Special(Tensor):
+    """A tensor that may store its elements differently."""
+
+
+def attend(case: Case) -> Tensor | None:
+    return attend_cached(case.q, case.far_q, case.keys, case.values, case.visible, scale=case.scale)

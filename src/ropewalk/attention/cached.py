@@ -14,6 +14,8 @@ MAX_TOKENS = 8
 """New tokens of a row, such as a token and the drafts after it, up to which this kernel is used. For more tokens, the
 blocked products of PyTorch's attention are faster."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class VisibleKeys(NamedTuple):
     """Where the keys of each row are in a cache, and which of them its new tokens attend to.
@@ -64,19 +66,34 @@ def attend_cached(
     """
     if torch.compiler.is_compiling():
         return _call_operator(q, far_q, keys, values, visible, scale=scale)
-    if not backend.FAST_PATH or not q.is_cpu:
-        return None
     return _run(q, far_q, keys, values, *visible, scale)
 
 
 def _run(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor | None:
-    """Call the kernel with the fields of `VisibleKeys` and the scale."""
+    """Call a kernel with the fields of `VisibleKeys` and the scale."""
     order, count, blocks, first, counts, window, sinks, scale = arguments
     profiled = observed.is_profiled()
-    arguments = (*(q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale), profiled)
+    arguments = (q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale)
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
-        attended: Tensor | None = cpu.attend_plain(*arguments)
+        attended: Tensor | None
+        on_cpu = backend.FAST_PATH and q.is_cpu
+        attended = cpu.attend_plain(*(*arguments, profiled)) if on_cpu else _run_kernel(*arguments)
     return attended
+
+
+def _run_kernel(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *others: Any) -> Tensor | None:
+    """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
+    kernels = backend.KERNELS.get(q.device.type)
+    if kernels is None or kernels.attend is None or observed.has_mode():
+        return None
+    inputs = [x for x in (q, far_q, keys, values, *others) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return None
+    if q.dtype not in _DTYPES or not q.dtype == keys.dtype == values.dtype:
+        return None
+    if keys.stride(-1) != 1 or values.stride(-1) != 1 or backend.kernel_for(*inputs) is not kernels:
+        return None
+    return kernels.attend(q, far_q, keys, values, *others)
 
 
 # Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.

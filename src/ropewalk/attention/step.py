@@ -357,10 +357,10 @@ class LayerCache:
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        On the CPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the keys and values
-        where they are, each once. In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention reads the blocks
-        directly if mask is None and rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks
-        first.
+        On the CPU and on a GPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the
+        keys and values where they are, each once. In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention
+        reads the blocks directly if mask is None and rotation is not a `TwoPass`. Otherwise keys and values are
+        gathered from the blocks first.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.

@@ -106,6 +106,10 @@ class Kernels(Protocol):
     def step(self) -> FusedStep | None:
         """The fused step, or None if these kernels have none that can be called like `FusedStep`."""
 
+    @property
+    def attend(self) -> CachedAttention | None:
+        """Attention over a cache, or None if these kernels have none that can be called like `CachedAttention`."""
+
 
 class FusedStep(Protocol):
     """Normalize and rotate q and k into new tensors, and write k and v to a cache, in one kernel."""
@@ -130,6 +134,35 @@ class FusedStep(Protocol):
             options: with `inverse` False.
             norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
             store: v, the cache of values, and one int64 slot for each token. None writes to no cache.
+        """
+
+
+class CachedAttention(Protocol):
+    """Attend over the visible keys of a cache, without reading other keys and without waiting for the device."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        far_q: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        blocks: Tensor | None,
+        count: int,
+        order: Tensor,
+        first: Tensor | None,
+        counts: Tensor | None,
+        window: int,
+        sinks: int,
+        scale: float,
+    ) -> Tensor | None:
+        """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
+
+        Args:
+            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`; all of one dtype, float32, bfloat16
+                or float16, with keys and values whose channels are adjacent.
+            blocks, order, first, counts, sinks: as in `attention.cached.VisibleKeys`. Every block exists.
+            count: `keys` there, at most the number of slots of a row.
+            window: as there; 0 means no limit.
         """
 
 

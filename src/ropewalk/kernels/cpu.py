@@ -16,7 +16,9 @@ from ropewalk._layout import AXES, Options
 from ropewalk.kernels import observed
 
 device_name = "CPU"
-step = None  # `step_plain` normalizes, rotates and stores, and checks its arguments itself
+# `step_plain` and `attend_plain` do the same, and check their arguments themselves.
+step = None
+attend = None
 
 _unavailable_reason: str | None = None
 try:

@@ -46,6 +46,21 @@ Whoever changes them must clear the caches of the plans. benchmarks/gpu_tiles.py
 _BYTES_PER_THREAD_OF_STEP = 32
 _VECTOR = 16
 
+
+class Division(NamedTuple):
+    """Into how many parts the keys of a row are divided.
+
+    There are so many programs for each processor, unless each would have too few keys. The result of a program must be
+    small in comparison with its keys.
+    """
+
+    programs: int
+    least_keys: int
+
+
+division = Division(4, 256)
+"""How `attend` divides keys."""
+
 # Products are rounded before they are added, as in the reference. Triton's default would fuse them.
 _OPTIONS = {"enable_fp_fusion": False}
 
@@ -146,6 +161,32 @@ def step(
     _launch(*step_launch(tensors, outputs, cos, sin, options, norm, store))
 
 
+def attend(
+    q: Tensor,
+    far_q: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor | None,
+    count: int,
+    order: Tensor,
+    first: Tensor | None,
+    counts: Tensor | None,
+    window: int,
+    sinks: int,
+    scale: float,
+) -> Tensor | None:
+    """Attend over the keys of a cache, as `backend.CachedAttention` specifies, with heads of up to 1 KiB."""
+    if _power_of_two(q.shape[-1]) * q.element_size() > 1024:
+        return None  # some GPUs have too little shared memory
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launches = attention_launches(
+        q, far_q, keys, values, blocks, count, order, first, counts, out, window, sinks, scale
+    )
+    for launch in launches:
+        _launch(*launch)
+    return out
+
+
 def kernels() -> ModuleType:
     """Import the module of the kernels, and with it Triton. Return the module."""
     from ropewalk.kernels import triton_kernels
@@ -164,6 +205,7 @@ class Plan(NamedTuple):
         numbers: the kernel's arguments after the tensors, by name.
         warps: number of warps for each program.
         kept: what launches the compiled kernel on each device.
+        options: Triton's options.
     """
 
     kernel: str
@@ -171,6 +213,7 @@ class Plan(NamedTuple):
     numbers: dict[str, Any]
     warps: int
     kept: dict[int, tuple[Any, ...]]
+    options: dict[str, Any] = _OPTIONS
 
 
 Launch = tuple[Plan, tuple[Tensor, ...]]
@@ -212,7 +255,7 @@ def _launch(plan: Plan, tensors: tuple[Tensor, ...]) -> None:
 
     kernel = getattr(kernels(), plan.kernel)
     numbers = tuple([plan.numbers[name] for name in kernel.arg_names[len(tensors) :]])
-    compiled = kernel[(plan.programs,)](*tensors, *numbers, num_warps=plan.warps, **_OPTIONS)
+    compiled = kernel[(plan.programs,)](*tensors, *numbers, num_warps=plan.warps, **plan.options)
     # What is called above is not documented. It is the same in these versions. On AMD GPUs, the compiled kernel also
     # depends on the sizes of the tensors. The interpreter returns None.
     seen = torch.version.hip is None and triton.__version__.startswith(("3.5.", "3.6.", "3.7.", "3.8.", "3.9."))
@@ -433,6 +476,141 @@ def _angles_plan(table: torch.Size, forms: _Forms, factor: float, several: bool)
         "BLOCK_P": block_p,
     }
     return Plan("angles", _blocks(rows, block_r), numbers, 4, {})
+
+
+def attention_launches(
+    q: Tensor,
+    far_q: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor | None,
+    count: int,
+    order: Tensor,
+    first: Tensor | None,
+    counts: Tensor | None,
+    out: Tensor,
+    window: int,
+    sinks: int,
+    scale: float,
+) -> list[Launch]:
+    """Return the launches of `attend` and, if keys are divided, of `combine`."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
+    optional = far_q, blocks, first, counts
+    # In the place of a tensor that is None, another one is passed.
+    arguments = (
+        *(q, q if far_q is None else far_q, keys, values, order if blocks is None else blocks),
+        *(order, order if first is None else first, order if counts is None else counts, out),
+    )
+    plan, of_combine = _attention_plans(
+        (q.shape, keys.shape),
+        _forms(arguments),
+        tuple([x is not None for x in optional]),
+        (count, window, sinks, scale),
+        _processors(q.device),
+        torch.version.hip is not None,
+        division,
+    )
+    if of_combine is None:
+        return [(plan, (*arguments, out))]
+    floats = of_combine.numbers["queries"] * of_combine.numbers["splits"] * (q.shape[-1] + 2)
+    work = torch.empty(floats, dtype=torch.float32, device=q.device)
+    return [(plan, (*arguments, work)), (of_combine, (work, out))]
+
+
+@functools.lru_cache(1024)
+def _attention_plans(
+    shapes: tuple[torch.Size, ...],
+    forms: _Forms,
+    given: tuple[bool, ...],
+    numbers_of_keys: tuple[int, int, int, float],
+    processors: int,
+    is_amd: bool,
+    division: Division,
+) -> tuple[Plan, Plan | None]:
+    (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
+    has_far, has_blocks, has_first, has_counts = given
+    count, window, sinks, scale = numbers_of_keys
+    dtypes, (q, f, k, v, blocks, order, first, counts, _) = zip(*forms, strict=True)
+    dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
+    block_d = max(16, _power_of_two(head_dim))
+    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, is_amd)
+    programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
+    # At most so many keys are seen: the tokens of a row follow each other.
+    seen = min(count, window + tokens - 1) if window else count
+    wanted = _blocks(division.programs * processors, max(1, programs))
+    splits = max(1, min(wanted, _blocks(seen, division.least_keys)))
+    strides = {
+        f"{name}_{axis}": x[i] for name, x in zip("qfkv", (q, f, k, v), strict=True) for i, axis in enumerate("bth")
+    }
+    unit = _unit(list(strides.values()), _VECTOR // dtype.itemsize)
+    numbers = {
+        "kv_heads": kv_heads,
+        "group": group,
+        "tokens": tokens,
+        "count": count,
+        "window": window or 2**31 - 1,
+        "sinks": sinks,
+        "splits": splits,
+        "queries": queries,
+        **{name: stride // unit for name, stride in strides.items()},
+        "blocks_b": blocks[0],
+        "order_b": order[0],
+        "order_t": order[1],
+        "first_b": first[0],
+        "counts_b": counts[0],
+        "SCALE": scale * math.log2(math.e),
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_R": tile.queries,
+        "BLOCK_N": tile.keys,
+        "STAGES": tile.stages,
+        "PAGE": page if has_blocks else 0,
+        "FIRST": has_first,
+        "COUNTS": has_counts,
+        "FAR": has_far,
+        "SPLIT": splits > 1,
+        # How many 16-bit numbers a weight is the sum of.
+        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype],
+        "PRECISION": tile.precision,
+        "ALIGN": unit,
+    }
+    plan = Plan("attend", programs * splits, numbers, tile.warps, {}, {})
+    sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
+    return plan, Plan("combine", queries, sizes, 4, {}, {}) if splits > 1 else None
+
+
+class _AttentionTile(NamedTuple):
+    """The queries of a program, the keys that it reads at a time, and how."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str = "ieee"
+
+
+def _attention_tile(queries: int, block_d: int, size: int, is_amd: bool) -> _AttentionTile:
+    """Return the tile for the queries of a key head. In these, code for sm_90 spills no registers.
+
+    One query needs no matrix product, and its keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of
+    each pass through shared memory, which suffices for two programs. A matrix product has at least 16 queries and keys.
+    """
+    row = block_d * size
+    if queries == 1:
+        return _AttentionTile(1, max(1, min(128, 8192 // row)), 4, 1)
+    keys = max(16, min(128, 16384 // row))
+    if size == 2:
+        return _AttentionTile(16, keys, 4, 2) if queries <= 16 else _AttentionTile(32, keys, 8, 2)
+    # Three products in TF32 are as exact as one in float32. AMD GPUs have the latter.
+    fits = block_d <= 128 and not is_amd
+    return _AttentionTile(16, keys, 4, 2, "tf32x3") if fits else _AttentionTile(16, keys, 8, 2)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Return the number of processors of a GPU. In Triton's interpreter, there are as many as in an H100."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The GPU kernels in Triton: rotation, gradients with respect to cos and sin, angles, and the fused step.
+"""The GPU kernels in Triton: rotation, gradients with respect to cos and sin, angles, the fused step, and attention.
 
 `gpu.py` launches them, and is the only module that imports this one.
 
@@ -416,3 +416,192 @@ def step(
             ALIGN, STORES,
         )  # fmt: skip
         _copy(_rows(v, batch, token, head, v_b, v_t, v_h, ALIGN), rows, v_d, w_d, there, 0, V_DIM, BLOCK_P, DENSE)
+
+
+_NOT_SPECIALIZED_OF_ATTENTION = [
+    *("kv_heads", "group", "tokens", "count", "window", "sinks", "splits", "queries"),
+    *(f"{x}_{axis}" for x in ("q", "f", "k", "v") for axis in "bth"),
+    *("blocks_b", "order_b", "order_t", "first_b", "counts_b"),
+]
+
+
+@triton.jit
+def _base(most):
+    """Return the exponent that is subtracted from scores: 0 as long as no key was seen, so that all weights are 0."""
+    return tl.where(most == -float("inf"), 0.0, most)
+
+
+@triton.jit
+def _attend_keys(
+    begin, end, most, weights, sums, q, keys, values, blocks, row, first_key, last_key, k_b, k_t, v_b, v_t,
+    SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [begin, end) of a row to the maximum score, the sum of weights and the weighted values.
+
+    No query sees a key behind them: last_key < end.
+
+    With DOT, these have one row for each query. Otherwise there is one query, and each of BLOCK_N lanes has its own, so
+    that lanes exchange nothing in the loop.
+    """
+    inside = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_N)
+        here = key < end
+        if PAGE:
+            block = tl.load(blocks + key // PAGE, mask=here, other=0).to(tl.int64)
+            slot = (key % PAGE).to(tl.int64)
+        else:
+            block, slot = row, key.to(tl.int64)
+        k_rows = keys + (block * k_b + slot * k_t) * ALIGN
+        v_rows = values + (block * v_b + slot * v_t) * ALIGN
+        k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
+        v = tl.load(v_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
+        if DOT:
+            score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
+            seen = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
+            score = tl.where(seen, score, -float("inf"))
+            now = tl.maximum(most, tl.max(score, axis=1))
+            weight = tl.exp2(score - _base(now)[:, None])
+            factor = tl.exp2(most - _base(now))
+            weights = weights * factor + tl.sum(weight, axis=1)
+            sums *= factor[:, None]
+            # The weights are float32. As a sum of 16-bit numbers, they can be multiplied by values of 16 bits.
+            for _ in tl.static_range(PARTS):
+                part = weight.to(v.dtype)
+                sums = tl.dot(part, v, sums, input_precision=PRECISION)
+                weight -= part.to(tl.float32)
+        else:
+            score = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1) * SCALE
+            score = tl.where((key >= first_key) & (key <= last_key), score, -float("inf"))
+            now = tl.maximum(most, score)
+            weight = tl.exp2(score - _base(now))
+            factor = tl.exp2(most - _base(now))
+            weights = weights * factor + weight
+            sums = sums * factor[:, None] + weight[:, None] * v.to(tl.float32)
+        most = now
+    return most, weights, sums
+
+
+@triton.jit
+def _join(most, weights, sums):
+    """Add up independent parts of the keys. Return a block with one row."""
+    total = tl.max(most, axis=0, keep_dims=True)
+    factor = tl.exp2(most - _base(total))
+    return (
+        total,
+        tl.sum(weights * factor, axis=0, keep_dims=True),
+        tl.sum(sums * factor[:, None], axis=0, keep_dims=True),
+    )
+
+
+@triton.jit
+def _store_attended(out, place, here, weights, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    attended = tl.where((weights == 0.0)[:, None], 0.0, sums) / tl.where(weights == 0.0, 1.0, weights)[:, None]
+    tl.store(out + place[:, None] * HEAD_DIM + channel, attended.to(out.dtype.element_ty),
+             mask=here[:, None] & (channel < HEAD_DIM))  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_ATTENTION)
+def attend(
+    q, far_q, keys, values, blocks, order, first, counts, out, work,
+    kv_heads, group, tokens, count, window, sinks, splits, queries,
+    q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, blocks_b, order_b, order_t, first_b, counts_b,
+    SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, FAR: tl.constexpr,
+    SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Attend with up to BLOCK_R queries of a key head over a part of the keys that they see, in the online softmax.
+
+    The queries are those of the tokens of a row, for the `group` of heads that share the key head. The weights are
+    powers of 2, and SCALE contains the factor. Only the keys that these queries see are divided into parts, so windows
+    and short rows occupy all programs, and the host knows no length. With SPLIT, `combine` adds up the parts.
+    """
+    dot: tl.constexpr = BLOCK_R > 1
+    lanes: tl.constexpr = BLOCK_R if dot else BLOCK_N
+    program = tl.program_id(0)
+    head, rest = (program % kv_heads).to(tl.int64), program // kv_heads
+    r_blocks = tl.cdiv(group * tokens, BLOCK_R)
+    query, rest = rest % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R), rest // r_blocks
+    split, row = rest % splits, (rest // splits).to(tl.int64)
+    here = query < group * tokens
+    token, of_head = (query // group).to(tl.int64), head * group + query % group
+
+    offset = tl.load(first + row * first_b) if FIRST else tl.full((), 0, tl.int64)
+    # The last and the first key that each query sees.
+    last = tl.load(order + row * order_b + token * order_t, mask=here, other=-1) - offset
+    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count)
+    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1)
+    end = tl.max(last, axis=0) + 1
+    if COUNTS:
+        end = tl.minimum(end, tl.load(counts + row * counts_b))
+    begin = tl.min(tl.where(here, first_key, count), axis=0)
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
+    begin += split * share
+    end = tl.minimum(end, begin + share).to(tl.int32)
+    begin, first_key, last_key = begin.to(tl.int32), first_key.to(tl.int32), tl.minimum(last, end - 1).to(tl.int32)
+
+    most = tl.full((lanes,), -float("inf"), tl.float32)
+    weights = tl.zeros((lanes,), tl.float32)
+    sums = tl.zeros((lanes, BLOCK_D), tl.float32)
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    known = here[:, None] & (channel < HEAD_DIM)
+    of_keys, of_values = keys + head * k_h * ALIGN, values + head * v_h * ALIGN
+    table = blocks + row * blocks_b
+    if FAR:
+        sinks_end = tl.minimum(tl.maximum(sinks - offset, begin), end).to(tl.int32)
+        f_rows = far_q + (row * f_b + token * f_t + of_head * f_h) * ALIGN
+        most, weights, sums = _attend_keys(
+            begin, sinks_end, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
+            of_keys, of_values, table, row, first_key, tl.minimum(last_key, sinks_end - 1), k_b, k_t, v_b, v_t,
+            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+        )  # fmt: skip
+        begin = sinks_end
+    q_rows = q + (row * q_b + token * q_t + of_head * q_h) * ALIGN
+    most, weights, sums = _attend_keys(
+        begin, end, most, weights, sums, tl.load(q_rows[:, None] + channel, mask=known, other=0.0),
+        of_keys, of_values, table, row, first_key, last_key, k_b, k_t, v_b, v_t,
+        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+    )  # fmt: skip
+    if not dot:
+        most, weights, sums = _join(most, weights, sums)
+
+    place = (row * tokens + token) * (kv_heads * group) + of_head
+    if SPLIT:
+        place = place * splits + split
+        tl.store(work + place[:, None] * HEAD_DIM + channel, sums, mask=known & (weights[:, None] != 0.0))
+        others = work + queries.to(tl.int64) * splits * HEAD_DIM + place * 2
+        tl.store(others, most, mask=here)
+        tl.store(others + 1, weights, mask=here)
+    else:
+        _store_attended(out, place, here, weights, sums, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["splits", "queries"])
+def combine(
+    work, out, splits, queries, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Add up what `attend` has stored for the parts of the keys of one query: values, maximum score and weights."""
+    query = tl.program_id(0).to(tl.int64)
+    others = work + queries.to(tl.int64) * splits * HEAD_DIM
+    channel = tl.arange(0, BLOCK_D)[None, :]
+    most = tl.full((BLOCK_S,), -float("inf"), tl.float32)
+    weights = tl.zeros((BLOCK_S,), tl.float32)
+    sums = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        place = query * splits + split
+        new_most = tl.load(others + place * 2, mask=split < splits, other=-float("inf"))
+        new_weights = tl.load(others + place * 2 + 1, mask=split < splits, other=0.0)
+        known = (new_weights != 0.0)[:, None] & (channel < HEAD_DIM)  # otherwise, nothing was stored
+        new_sums = tl.load(work + place[:, None] * HEAD_DIM + channel, mask=known, other=0.0)
+        now = tl.maximum(most, new_most)
+        factor, new_factor = tl.exp2(most - _base(now)), tl.exp2(new_most - _base(now))
+        weights = weights * factor + new_weights * new_factor
+        sums = sums * factor[:, None] + new_sums * new_factor[:, None]
+        most = now
+    most, weights, sums = _join(most, weights, sums)
+    place, here = query + tl.zeros((1,), tl.int64), tl.full((1,), 1, tl.int1)
+    _store_attended(out, place, here, weights, sums, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,131 @@
+"""Random calls of the kernels that attend over a cache, and their results by the definition of attention in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.attention.cached import VisibleKeys
+
+
+@dataclass
+class Case:
+    """Random queries and a pool of keys, with the keys of each row in some blocks, and NaN where nobody sees it."""
+
+    q: Tensor
+    far_q: Tensor | None
+    keys: Tensor
+    values: Tensor
+    visible: VisibleKeys
+    scale: float
+
+
+def draw(seed: int) -> Case:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    batch, seq, kv_heads, group = (
+        rng.choice([1, 2, 5]),
+        rng.choice([1, 1, 2, 5, 8]),
+        rng.choice([1, 2, 3]),
+        rng.choice([1, 2, 3, 7, 8]),
+    )
+    head_dim, size, blocks = rng.choice([16, 64, 72, 80, 128, 200]), rng.choice([1, 16, 40]), rng.choice([1, 3, 9])
+    paged = rng.random() < 0.6
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    pool = batch * blocks + 2 if paged else batch
+    slots = size if paged else size * blocks
+    shape = (pool, slots, kv_heads, head_dim)
+    keys, values = normal(*shape), normal(*shape)
+    if rng.random() < 0.4:  # heads before tokens in memory
+        keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    total = size * blocks
+    first = torch.tensor([rng.choice([0, 0, 17]) for _ in range(batch)])
+    counts = torch.tensor([rng.choice([total, rng.randint(0, total)]) for _ in range(batch)])
+    order = first[:, None] + (counts[:, None] - seq + torch.arange(seq)).clamp(min=0)
+    table = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks).int() if paged else None
+    sinks = rng.choice([0, 0, 4])
+    visible = VisibleKeys(
+        order, total, table, first, counts if rng.random() < 0.7 else None, rng.choice([None, 1, 33]), sinks
+    )
+    hide_unseen(keys, values, visible)
+    q = normal(batch, seq, kv_heads * group, head_dim) * rng.choice([1, 5])
+    return Case(q, normal(*q.shape) if sinks else None, keys, values, visible, rng.choice([head_dim**-0.5, 0.3]))
+
+
+def places_of(visible: VisibleKeys, row: int, size: int) -> list[tuple[int, int]]:
+    """Return the block and the slot of each key that a row has."""
+    count = visible.keys if visible.counts is None else min(visible.keys, int(visible.counts[row]))
+    blocks = [row] if visible.blocks is None else visible.blocks[row].tolist()
+    return [(blocks[i // size], i % size) for i in range(count)]
+
+
+def seen_by(visible: VisibleKeys, row: int, token: int, count: int) -> list[int]:
+    """Return the keys that a token attends to, of `count` keys of its row."""
+    here = int(visible.order[row, token]) - (0 if visible.first is None else int(visible.first[row]))
+    return [i for i in range(count) if i <= here and (not visible.window or here - i < visible.window)]
+
+
+def hide_unseen(keys: Tensor, values: Tensor, visible: VisibleKeys) -> None:
+    """Put NaN into every slot that nobody sees, also in blocks that no row has."""
+    unseen, (rows, tokens) = torch.ones(keys.shape[:2], dtype=torch.bool), visible.order.shape
+    for row in range(rows):
+        places = places_of(visible, row, keys.shape[1])
+        for token in range(tokens):
+            for i in seen_by(visible, row, token, len(places)):
+                unseen[places[i]] = False
+    keys[unseen], values[unseen] = torch.nan, torch.nan
+
+
+def define(case: Case) -> tuple[Tensor, Tensor]:
+    """Return attention in float64, and a bound of the error of float32 arithmetic before the result is rounded."""
+    visible, (batch, seq, heads, channels) = case.visible, case.q.shape
+    out, bound = (torch.zeros(batch, seq, heads, channels, dtype=torch.float64) for _ in range(2))
+    group = heads // case.keys.shape[2]
+    for row in range(batch):
+        first = 0 if visible.first is None else int(visible.first[row])
+        places = places_of(visible, row, case.keys.shape[1])
+        for token in range(seq):
+            seen = seen_by(visible, row, token, len(places))
+            if not seen:
+                continue
+            block, slot = torch.tensor([places[i] for i in seen]).unbind(1)
+            for head in range(heads):
+                k, v = (x[block, slot, head // group].double() for x in (case.keys, case.values))
+                q = torch.stack(
+                    [
+                        (case.far_q if case.far_q is not None and first + i < visible.sinks else case.q)[
+                            row, token, head
+                        ].double()
+                        for i in seen
+                    ]
+                )
+                scores = case.scale * (q * k).sum(1)
+                out[row, token, head] = scores.softmax(0) @ v
+                unit = 2.0**-24  # half a unit in the last place of 1 in float32
+                of_scores = (channels + 8) * unit * case.scale * float((q * k).abs().sum(1).max()) + 4 * unit
+                bound[row, token, head] = (2 * of_scores + (len(seen) + 8) * unit) * v.abs().max()
+    return out, bound
+
+
+def check(case: Case, attended: Tensor | None, *, truncated: bool = False) -> None:
+    """Compare with the definition. truncated: it was truncated and not rounded, as Triton's interpreter does."""
+    assert attended is not None
+    assert (attended.dtype, attended.shape) == (case.q.dtype, case.q.shape)
+    expected, bound = define(case)
+    number = torch.finfo(case.q.dtype)
+    rounding = expected.abs() * number.eps * (1 if truncated else 0.5) + number.tiny
+    assert bool(((attended.double() - expected).abs() <= bound + rounding).all())
+
+
+def long_rows(lengths: list[int]) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(len(lengths), max(lengths), 2, 64, generator=generator) for _ in range(2))
+    q = torch.randn(len(lengths), 2, 4, 64, generator=generator)
+    order = torch.tensor(lengths)[:, None] - torch.tensor([2, 1])
+    return Case(q, None, keys, values, VisibleKeys(order, max(lengths)), 0.125)
