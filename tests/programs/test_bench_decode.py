@@ -143,15 +143,3 @@ def test_our_model_equals_that_of_transformers() -> None:
         assert rope is not None
         logits = ours(tokens, rope.at(torch.arange(9)[None].expand(2, -1)))
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=2e-6)
-
-
-def test_the_table_in_the_docs() -> None:
-    """docs/speed.md shows the numbers of the file in benchmarks/results."""
-    root = Path(__file__).parents[2]
-    rows = json.loads((root / "benchmarks" / "results" / "decode-2-cores-avx512.json").read_text())["rows"]
-    text = (root / "docs" / "speed.md").read_text()
-    assert [row["contender"] for row in rows] == [NAMES[0], *NAMES[2:]] * 4
-    for mine, dynamic, static in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        speeds = " | ".join(f"{row['tokens_per_second']:.1f}" for row in (mine, dynamic, static))
-        line = f"| {mine['dtype']}, {mine['batch']} | {speeds} | {dynamic['ahead']:.2f} | {static['ahead']:.2f} |"
-        assert line in text

@@ -1,0 +1,176 @@
+"""Write the tables of the pages from the files in benchmarks/results: python tools/benchmark_tables.py
+
+A table is found by its first row and replaced. Each number is the median of a run. A range gives those of two runs.
+tests/test_claims.py fails if a page has other numbers than the results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MACHINE = "amd-zen4-2-cores"
+RUNS = ("run-1", "run-2")
+ONE_THREAD = ("one-thread-1", "one-thread-2")
+NONE = "–"
+DTYPES = ("float32", "bfloat16")
+# Each row of the table in the README: the contender, and the files that have it.
+CONTENDERS = {
+    "`copy_` of q and k": ("copy_", RUNS),
+    "`clone` of q and k": ("clone", RUNS),
+    "`mul_` by a number": ("mul_", RUNS),
+    "**ropewalk, in place**": ("ropewalk, in place", RUNS),
+    "**ropewalk, new tensors**": ("ropewalk", RUNS),
+    "ONNX Runtime": ("ONNX Runtime", RUNS),
+    "Meta's complex numbers": ("Meta", RUNS),
+    "Hugging Face's formula, `torch.compile`": ("Hugging Face, compiled", ("compiled",)),
+    "JAX, compiled": ("JAX", ("jax",)),
+    "Hugging Face's formula": ("Hugging Face", RUNS),
+    "MLX": ("MLX", ("mlx",)),
+    "rotary-embedding-torch": ("rotary-embedding-torch", ("rotary-embedding-torch",)),
+}
+CACHES = ("ropewalk, KVCache", "ropewalk, PagedKVCache", "transformers, DynamicCache", "transformers, StaticCache")
+
+
+def results(name: str) -> dict[str, Any]:
+    """Return the content of a file in benchmarks/results, by the end of its name."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text("utf-8"))
+    return found
+
+
+def rows(runs: tuple[str, ...], **wanted: Any) -> list[dict[str, Any]]:
+    """Return the rows with these entries, at most one for each run."""
+    return [row for run in runs for row in results(run)["rows"] if wanted.items() <= row.items()]
+
+
+def milliseconds(contender: str, runs: tuple[str, ...], **wanted: Any) -> str:
+    """Return the medians of a contender for 4,096 tokens, "wrong", or NONE if no file has them."""
+    found = rows(runs, **{"contender": contender, "tokens": 4096, "backward": False, **wanted})
+    medians = [1e3 * row["median"] for row in found if row["state"] == "timed"]
+    if not medians:
+        return "wrong" if any(row["state"] == "wrong" for row in found) else NONE
+    return span(medians, 1 if min(medians) < 9.95 else 0)
+
+
+def span(values: list[float], decimals: int) -> str:
+    """Return the least and the largest value, rounded, as one number if they are then equal."""
+    least, most = f"{min(values):.{decimals}f}", f"{max(values):.{decimals}f}"
+    return least if least == most else f"{least}{NONE}{most}"
+
+
+def rotation() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table in the README."""
+    yield ("4,096 tokens, ms", *(f"{dtype}, {memory} memory" for dtype in DTYPES for memory in ("kept", "new")))
+    for label, (contender, runs) in CONTENDERS.items():
+        cells = []
+        for dtype in DTYPES:
+            for memory in ("kept", "new"):
+                needs_none = contender in ("copy_", "mul_") or "in place" in contender
+                unfit = memory == "new" and needs_none
+                cells.append(NONE if unfit else milliseconds(contender, runs, dtype=dtype, memory=memory))
+        yield (label, *cells)
+
+
+def memories() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table about new memory."""
+    yield "ropewalk, new tensors", "new memory, ms", "kept memory, ms", "new over kept"
+    for tokens in (4096, 16_384):
+        for backward in (False, True):
+            for dtype in DTYPES:
+                wanted = {"contender": "ropewalk", "tokens": tokens, "backward": backward, "dtype": dtype}
+                new, kept = ([row["median"] for row in rows(RUNS, memory=m, **wanted)] for m in ("new", "kept"))
+                ratio = span([a / b for a, b in zip(new, kept, strict=True)], 1)
+                times = (span([1e3 * x for x in y], 1 if min(y) < 9.95e-3 else 0) for y in (new, kept))
+                passes = "forward + backward" if backward else "forward"
+                yield f"{tokens:,} tokens, {dtype}, {passes}", *times, ratio
+
+
+def one_thread() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table that compares ropewalk with vLLM's operator, in place, on one thread."""
+    yield "tokens, in place", *DTYPES
+    for tokens in (1, 32, 128, 1024, 4096, 16_384):
+        cells = []
+        for dtype in DTYPES:
+            wanted = {"tokens": tokens, "dtype": dtype, "memory": "kept"}
+            ours, theirs = (rows(ONE_THREAD, contender=f"{name}, in place", **wanted) for name in ("ropewalk", "vLLM"))
+            cells.append(span([a["median"] / b["median"] for a, b in zip(ours, theirs, strict=True)], 2))
+        yield f"{tokens:,}", *cells
+
+
+def sweep() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of head sizes and layouts."""
+    yield "channels of a head", *(f"{dtype}, {where}" for dtype in DTYPES for where in ("new", "in place"))
+    found = results("sweep")["rows"]
+    ratios = {(row["form"], row["dtype"], row["in_place"]): row["times_128"] for row in found}
+    for form in dict.fromkeys(row["form"] for row in found):
+        yield form, *(f"{ratios[form, dtype, where]:.1f}" for dtype in DTYPES for where in (False, True))
+
+
+def decoding(part: str) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
+    """Return the rows of all files about decoding by dtype, rows and held tokens, and then by contender."""
+    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for file in sorted(RESULTS.glob(f"{MACHINE}-decode*.json")):
+        for row in json.loads(file.read_text("utf-8"))[part]:
+            if row["state"] == "timed":
+                cells.setdefault((row["dtype"], row["batch"], row["held"]), {})[row["contender"]] = row
+    return {key: cells[key] for key in sorted(cells, key=lambda key: (DTYPES.index(key[0]), *key[1:]))}
+
+
+def attention() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of attention over caches."""
+    names = [f"`{name.split()[1]}`" for name in CACHES]
+    yield "attention: dtype, rows × held tokens", "reading, ms", *names, "ns per held token", "planning, µs"
+    for (dtype, batch, held), found in decoding("attention").items():
+        ratios = (f"{found[name]['times_read']:.1f}" if name in found else NONE for name in CACHES)
+        ours = [found[name] for name in CACHES[:2] if name in found]
+        each = " · ".join(f"{1e9 * row['per_token']:.0f}" for row in ours)
+        planning = " · ".join(f"{1e6 * row['planning']:.0f}" for row in ours)
+        reading = f"{1e3 * found['read keys and values']['median']:.2f}"
+        yield f"{dtype}, {batch} × {held:,}", reading, *ratios, each, planning
+
+
+def model() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of decode steps of a model."""
+    names = [f"`{name.split()[1]}`" for name in CACHES]
+    yield "model: dtype, rows × held tokens", *names, "`DynamicCache` over ropewalk", "`StaticCache` over ropewalk"
+    for (dtype, batch, held), found in decoding("model").items():
+        speeds = (f"{found[name]['tokens_per_second']:.1f}" if name in found else NONE for name in CACHES)
+        ratios = (found[name]["ahead"] if name in found else None for name in CACHES[2:])
+        yield f"{dtype}, {batch} × {held:,}", *speeds, *(f"{x:.2f}" if x else NONE for x in ratios)
+
+
+TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
+    "README.md": (rotation,),
+    "docs/speed.md": (memories, one_thread, sweep, attention, model),
+}
+
+
+def filled(page: str, text: str) -> str:
+    """Return the text of a page with its tables as the results give them. The first row of a table stays as it is."""
+    for table in TABLES[page]:
+        heading, *body = (f"| {' | '.join(cells)} |" for cells in table())
+        before, found, after = text.partition(heading + "\n")
+        if not found:
+            raise SystemExit(f"{page} has no table that begins with {heading}")
+        separator, *others = after.split("\n")
+        while others and others[0].startswith("|"):
+            others.pop(0)
+        text = "\n".join([f"{before}{heading}", separator, *body, *others])
+    return text
+
+
+def main() -> None:
+    """Write the tables of all pages."""
+    for page in TABLES:
+        path = ROOT / page
+        path.write_text(filled(page, path.read_text("utf-8")), "utf-8")
+        sys.stdout.write(f"{page}\n")
+
+
+if __name__ == "__main__":
+    main()
