@@ -236,7 +236,7 @@ BUDGET = {
     "configs/tables": 1250,
     "engines": 1250,
     "integrations": 2150,
-    "kernels": 1770,
+    "kernels": 1800,
     "parallel": 450,
     "positions": 1150,
     "rope": 800,

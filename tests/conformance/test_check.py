@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ropewalk import Rope, RopeError, conformance, schemes
-from ropewalk.tools.check.report import BUGS
+from ropewalk.tools.check.bugs import BUGS
 
 pytest_plugins = ["ropewalk.integrations.pytest"]
 

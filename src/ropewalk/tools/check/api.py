@@ -10,11 +10,12 @@ import torch
 
 from ropewalk import Rope, _checks
 from ropewalk.tools.check import expected
+from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find import calls
 from ropewalk.tools.check.find import target as targets
 from ropewalk.tools.check.find.subject import LAYOUTS, CallError
 from ropewalk.tools.check.measure import steps
-from ropewalk.tools.check.report import BUGS, Report
+from ropewalk.tools.check.report import Report
 
 
 def check(

@@ -1,0 +1,183 @@
+"""The bugs that a check can name.
+
+To add a bug, add it to `BUGS`, and report its code in the step that measures it, one of the files in `measure/`.
+tests/conformance/wrong/ needs an implementation that has the bug.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["wrong", "caution"]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A kind of bug.
+
+    Args:
+        title: what is wrong, in a few words.
+        fix: how to fix it.
+        severity: "wrong" if results are wrong, "caution" if they are right now but a common use makes them wrong.
+    """
+
+    title: str
+    fix: str
+    severity: Severity = "wrong"
+
+
+BUGS: dict[str, Bug] = {
+    "not-rotated": Bug("nothing is rotated", "Return the rotated tensors instead of the inputs."),
+    "heads-taken-for-tokens": Bug(
+        "the angles vary along the heads instead of along the tokens",
+        "Read the number of tokens from the other axis of x.",
+    ),
+    "wrong-shape": Bug(
+        "a call returns something else than one tensor of the shape of each input",
+        "Return tensors of the same shape in every call.",
+    ),
+    "heads-differ": Bug("some heads are rotated differently", "Rotate all heads of a token by the same angles."),
+    "query-and-key-crossed": Bug("q and k are returned in the wrong order", "Swap the two results."),
+    "key-not-rotated": Bug("k is not rotated", "Rotate k by the same angles as q."),
+    "not-a-rotation": Bug(
+        "pairs are changed but not rotated",
+        "Return (a cos − b sin, b cos + a sin), computing both from the input pair. rotate_half is cat(-x2, x1).",
+    ),
+    "mixed-pairings": Bug(
+        "the two channels of a pair are rotated by different angles",
+        "Use cat(f, f) for the tables of half pairing, and repeat_interleave for those of interleaved pairing.",
+    ),
+    "cos-and-sin-swapped": Bug("cos and sin are swapped", "Swap them where they are used or returned."),
+    "rotates-backwards": Bug(
+        "pairs are rotated by minus their angle",
+        "Flip the sign of sin (or drop the conjugate): (a cos − b sin, b cos + a sin).",
+    ),
+    "rotated-twice": Bug("every pair is rotated by twice its angle", "Rotate in one place only."),
+    "frequencies-reversed": Bug(
+        "the slowest pair comes first", "Let the exponent grow with the index of the pair: base ** (-2i / dim)."
+    ),
+    "wrong-pairing": Bug(
+        "the pairing is not the pairing of the weights",
+        "Change the pairing in the code, or permute the rows of the q and k projections to match it.",
+    ),
+    "wrong-slice": Bug("the wrong channels are rotated", "Rotate the slice of the head that the config specifies."),
+    "rest-not-passed": Bug("channels outside the rotated slice are changed", "Copy them to the output."),
+    "key-unlike-query": Bug("k is rotated differently from q", "Use the same formula and the same tables for both."),
+    "attention-factor": Bug(
+        "cos and sin are multiplied by the wrong factor",
+        "Multiply cos and sin by the attention factor once for q and once for k. The score then contains its square.",
+    ),
+    "base-ignored": Bug(
+        "a second object ignores the base that was passed to it",
+        "Make the base part of the key under which tables are cached.",
+    ),
+    "positions-off-by-one": Bug(
+        "positions are off by one or more", "Start at 0: the first token has position 0 and is not rotated."
+    ),
+    "scaling-ignored": Bug("the scaling of the config has no effect", "Read rope_scaling (rope_parameters)."),
+    "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
+    "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
+    "yarn-ramp-swapped": Bug(
+        "YaRN's ramp is reversed", "Keep the fast pairs, and divide the frequencies of the slow pairs by the factor."
+    ),
+    "yarn-truncate": Bug(
+        "the ends of YaRN's ramp are rounded although the config forbids it, or not rounded although it asks for it",
+        "Round the lower end down and the upper end up, unless truncate is false.",
+    ),
+    "llama3-smooth-inverted": Bug(
+        "Llama 3's ramp is reversed",
+        "Multiply the unscaled frequency by smooth, and the frequency divided by the factor by 1 - smooth.",
+    ),
+    "frequencies-over-head-dim": Bug(
+        "the exponents are divided by the size of the head instead of the rotated part",
+        "Divide by rotary_dim: base ** (-2i / rotary_dim).",
+    ),
+    "wrong-exponent": Bug(
+        "the exponents are divided by another size than the number of rotated channels",
+        "Use base ** (-2i / dim) with i from 0 to dim/2 - 1.",
+    ),
+    "wrong-base": Bug(
+        "the base is wrong",
+        "Pass the base. In a config, read rope_theta (inside rope_parameters since transformers 5).",
+    ),
+    "length-ignored": Bug(
+        "the scaling does not depend on the sequence length as it should",
+        "Choose the factors by the length of the sequence, not by the position of each token.",
+    ),
+    "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep inv_freq in float32."),
+    "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
+    "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 if x is float32."),
+    "low-precision-positions": Bug(
+        "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
+    ),
+    "wrong-frequencies": Bug("the frequencies are wrong", "Compare inv_freq with `ropewalk explain`."),
+    "earlier-calls-matter": Bug(
+        "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
+    ),
+    "positions-ignored": Bug("the positions that are passed have no effect", "Gather the angles at positions."),
+    "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
+    "rows-disturb-each-other": Bug(
+        "the result for one row of the batch depends on the positions of another",
+        "Make nothing depend on the largest position of the batch.",
+    ),
+    "first-row-positions": Bug(
+        "all rows of the batch get the positions of the first", "Index the tables with the whole positions tensor."
+    ),
+    "rows-mixed-up": Bug(
+        "rows of the batch get the positions of other rows",
+        "If batch and seq are flattened, flatten positions in the same order.",
+    ),
+    "one-token-wrong": Bug("a single token is rotated by the wrong angle", "Use its position when decoding as well."),
+    "batch-ignored": Bug("only the first row of the batch is right", "Rotate all rows."),
+    "positions-restart": Bug("positions restart at some token", "Continue the count from chunk to chunk."),
+    "table-wraps": Bug("positions past the end of the table wrap around", "Make the table longer, or raise."),
+    "table-clamps": Bug("positions past the end of the table get its last row", "Make the table longer, or raise."),
+    "unrotated-past-table": Bug("tokens past the end of the table are not rotated", "Make the table longer, or raise."),
+    "zeros-past-table": Bug("tokens past the end of the table become zero", "Make the table longer, or raise."),
+    "not-finite": Bug("the result is not finite", "Compute the angles in float32."),
+    "wrong-far-positions": Bug(
+        "tokens at large positions have wrong angles", "Compare the angles there with position times inv_freq."
+    ),
+    "grouped-heads": Bug(
+        "k is wrong if it has fewer heads than q", "Rotate every head of k, and keep the number of heads."
+    ),
+    "strided-input": Bug(
+        "the result for non-contiguous views is wrong", "Use the strides of the tensor, or copy it first."
+    ),
+    "input-changed": Bug(
+        "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
+    ),
+    "positions-changed": Bug("the positions that are passed are overwritten", "Work on a copy of positions."),
+    "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
+    "no-gradient": Bug("the gradient, or a part of it, does not reach the input", "Remove `detach` and `no_grad`."),
+    "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle."),
+    "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),
+    "wider-output": Bug(
+        "the output has a wider dtype than the input",
+        "Cast the result back: `.type_as(x)`. If the caller does so, pass --ignore wider-output.",
+        "caution",
+    ),
+    "output-order": Bug(
+        "channels are written in another order than they were read",
+        "Write each pair where it was read (stack, not cat). Scores are right only if q and k share the order.",
+        "caution",
+    ),
+    "graph-break": Bug("torch.compile breaks the graph", "Do not read tensor values in Python.", "caution"),
+    "lost-by-half": Bug(
+        ".bfloat16() or .half() on the module rounds its angles",
+        "Keep inv_freq out of the buffers, or recompute it in float32 in forward.",
+        "caution",
+    ),
+    "lost-by-autocast": Bug(
+        "the angles are rounded under torch.autocast",
+        "Multiply positions and inv_freq elementwise, or disable autocast around it. Autocast rounds matrix products.",
+        "caution",
+    ),
+    "lost-on-meta": Bug(
+        "a module created on the meta device has no angles after the checkpoint is loaded",
+        "Compute the table in forward, or fill the buffer again after loading.",
+        "caution",
+    ),
+}
+"""Code → bug. A bug is listed, and reported, before the bugs that it can cause."""
