@@ -503,8 +503,8 @@ template <class Integer> std::vector<int64_t> copy_positions(const ropewalk::Ten
     return copy;
 }
 
-// Compute cos and sin as `angles` does, in new tensors, from int32 or int64 positions. Returns None, without any effect, if the call is left to Python. `steps`
-// and `axis` are the bytes of int64 numbers. If tokens have one position, `axis` is empty and `axes` is 0.
+// Compute cos and sin as `angles` does, in new tensors, from int32 or int64 positions. Returns None, without any effect, if the call
+// is left to Python. `steps` and `axis` are the bytes of int64 numbers. If tokens have one position, `axis` is empty and `axes` is 0.
 nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype, nb::bytes axis, int64_t axes) {
     ropewalk::TensorView at, to[2];
     const int first = axes > 0 ? 1 : 0;  // the first axis of positions that is an axis of tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ropewalk.attention.cached import VisibleKeys
+from ropewalk.kernels.visible import VisibleKeys
 
 
 @dataclass

@@ -3,6 +3,7 @@
     ```python           runs; its asserts must hold
     ```pycon            runs; what it prints must match to the letter
     ```python no-run    is not run
+    <!-- python         runs as far as a line -->, and readers do not see it: asserts that hold what the page says
 
 A page runs in a new folder, as if it were pasted into an empty one. A block may write a file that a later block reads.
 """
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 _FENCE = re.compile(r" *(?P<fence>`{3,}|~{3,})(?P<info>.*)")
+_HIDDEN = re.compile(r"(?P<fence><!--) (?P<info>py.*)")
 _MISSPELT = {"py", "py3", "python3", "python-repl", "doctest", "ipython"}
 
 
@@ -73,12 +75,13 @@ def blocks_of(page: Path) -> list[Block]:
     lines = page.read_text(encoding="utf-8").splitlines()
     number = 0
     while number < len(lines):
-        opening = _FENCE.fullmatch(lines[number])
+        opening = _FENCE.fullmatch(lines[number]) or _HIDDEN.fullmatch(lines[number])
         if opening is None:
             number += 1
             continue
         start = number
-        closing = re.compile(rf" *{opening['fence'][0]}{{{len(opening['fence'])},}}\s*")
+        fence = opening["fence"]
+        closing = re.compile(r"-->" if fence == "<!--" else rf" *{fence[0]}{{{len(fence)},}}\s*")
         number += 1
         while number < len(lines) and not closing.fullmatch(lines[number]):
             number += 1
@@ -276,7 +279,7 @@ def test_pycon_and_python_share_names_and_files(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "note.txt").exists()
 
 
-def test_only_no_run_is_left_out(tmp_path: Path) -> None:
+def test_only_no_run_is_left_out_and_comments_run(tmp_path: Path) -> None:
     page = _page(
         tmp_path,
         """\
@@ -297,11 +300,21 @@ def test_only_no_run_is_left_out(tmp_path: Path) -> None:
         ```python title="kept"
         kept = True
         ```
+
+        <!-- A comment. -->
+        <!-- python
+        assert kept
+
+        assert not kept
+        -->
         """,
     )
     blocks = blocks_of(page)
-    assert [(block.line, block.runs) for block in blocks] == [(1, False), (15, True)]
-    assert run(blocks, tmp_path) == {blocks[1]: None}
+    assert [(block.line, block.runs) for block in blocks] == [(1, False), (15, True), (20, True)]
+    outcomes = run(blocks, tmp_path)
+    assert outcomes[blocks[1]] is None
+    with pytest.raises(pytest.fail.Exception, match=r'(?s)page\.md", line 23, .*AssertionError'):
+        check(blocks[2], outcomes)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +324,8 @@ def test_only_no_run_is_left_out(tmp_path: Path) -> None:
         ("```py\n```\n", r"page\.md:1: write ```python"),
         ("```Python\n```\n", r"page\.md:1: write ```python"),
         ("A\n\n```python\nx = 1\n", r"page\.md:3: this fence is never closed"),
+        ("<!-- python\nx = 1\n", r"page\.md:1: this fence is never closed"),
+        ("<!-- pycon x\n-->\n", r"page\.md:1: unknown marker 'x'"),
     ],
 )
 def test_what_would_silently_not_run_is_refused(tmp_path: Path, text: str, message: str) -> None:

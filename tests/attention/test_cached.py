@@ -11,8 +11,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_cases import Case, check, define, draw, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
-from ropewalk.attention.cached import VisibleKeys, attend_cached
+from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend, cpu
+from ropewalk.kernels.visible import VisibleKeys
 
 if not backend.FAST_PATH:
     pytest.skip("no compiled kernel", allow_module_level=True)

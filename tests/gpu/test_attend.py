@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attention_cases import Case, check, draw, long_rows
-from ropewalk.attention.cached import VisibleKeys
 from ropewalk.kernels import gpu
+from ropewalk.kernels.visible import VisibleKeys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -57,16 +57,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def attend(case: Case) -> Tensor:
-    q, far_q, keys, values, blocks, order, first, counts = (
-        None if x is None else x.to(DEVICE)
-        for x in (case.q, case.far_q, case.keys, case.values, case.visible.blocks, case.visible.order,
-                  case.visible.first, case.visible.counts)
-    )  # fmt: skip
-    window, sinks = case.visible.window or 0, case.visible.sinks
-    assert q is not None and keys is not None and values is not None and order is not None  # noqa: PT018
-    attended = gpu.attend(
-        q, far_q, keys, values, blocks, case.visible.keys, order, first, counts, window, sinks, case.scale
-    )
+    def moved(x: Any) -> Any:
+        return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+    tensors = map(moved, (case.q, case.far_q, case.keys, case.values))
+    attended = gpu.attend(*tensors, VisibleKeys(*map(moved, case.visible)), case.scale)
     assert attended is not None
     return attended.cpu()
 
@@ -123,7 +118,7 @@ def test_nothing_to_do(launched: list[str]) -> None:
 
 def test_heads_that_are_too_large() -> None:
     x, order = torch.empty(1, 1, 1, 257), torch.zeros(1, 1, dtype=torch.int64)
-    assert gpu.attend(x, None, x, x, None, 1, order, None, None, 0, 0, 1.0) is None
+    assert gpu.attend(x, None, x, x, VisibleKeys(order, 1), 1.0) is None
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -22,6 +22,7 @@ from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
 from ropewalk.kernels.gpu import Launch
+from ropewalk.kernels.visible import VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -153,9 +154,8 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
     first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
     far_q = torch.empty_like(q) if how.get("far") else None
-    launches = gpu.attention_launches(
-        q, far_q, pool, pool, blocks, keys, order, first, counts, torch.empty_like(q), 0, 4, 0.1
-    )
+    visible = VisibleKeys(order, keys, blocks, first, counts, sinks=4)
+    launches = gpu.attention_launches(q, far_q, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
+from ropewalk.kernels.visible import VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -151,9 +152,10 @@ def some_launch(draw: random.Random) -> Make:
         far_q, order = draw.choice((None, x[0])), torch.empty(table[:2], dtype=torch.int64)
         blocks = draw.choice((None, torch.empty(batch, 1, dtype=torch.int32)))
         first, counts = (draw.choice((None, order[:, 0])) for _ in range(2))
-        window, sinks, scale = draw.choice((0, 8)), draw.choice((0, 4)), draw.choice((1.0, 0.25))
-        others = (blocks, draw.choice((63, 64)), order, first, counts, torch.empty_like(x[0]), window, sinks, scale)
-        return lambda: gpu.attention_launches(x[0], far_q, pool, pool, *others)[0]
+        window, sinks, scale = draw.choice((None, 8)), draw.choice((0, 4)), draw.choice((1.0, 0.25))
+        visible = VisibleKeys(order, draw.choice((63, 64)), blocks, first, counts, window, sinks)
+        out = torch.empty_like(x[0])
+        return lambda: gpu.attention_launches(x[0], far_q, pool, pool, visible, scale, out)[0]
     weight = torch.empty(q[-1], dtype=draw.choice((torch.bfloat16, torch.float32)))
     pages, slots = torch.empty(draw.choice((1, 5)), 16, *k[2:], dtype=of_x), torch.empty(table[:2], dtype=torch.int64)
     norm = draw.choice(

@@ -16,8 +16,9 @@ from attention_cases import Case
 from kernel_cases import check, expected
 from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, Rotation
 from ropewalk._layout import Options
-from ropewalk.attention.cached import VisibleKeys, attend_cached
+from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend
+from ropewalk.kernels.visible import VisibleKeys
 
 
 class MadeUp:
@@ -69,10 +70,10 @@ class MadeUp:
             self.rotate([torch.from_numpy(exact.astype(np.float64))], [y], cos, sin, options)
         del self.calls[-2:]  # of the two rotations inside
 
-    def attend(self, q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
+    ) -> Tensor:
         self.calls.append("attend")
-        blocks, count, order, first, counts, window, sinks, scale = others
-        visible = VisibleKeys(order, count, blocks, first, counts, window, sinks)
         return attention_cases.define(Case(q, far_q, keys, values, visible, scale))[0].to(q.dtype)
 
 

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
-from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step, on_axes
 from ropewalk.attention.store import Store, create_stores
 from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
 from ropewalk.attention.two_pass import TwoPass
+from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk.kernels import backend, cpu, observed
+from ropewalk.kernels.visible import VisibleKeys
 
 MAX_TOKENS = 8
 """New tokens of a row, such as a token and the drafts after it, up to which this kernel is used. For more tokens, the
 blocked products of PyTorch's attention are faster."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class VisibleKeys(NamedTuple):
-    """Where the keys of each row are in a cache, and which of them its new tokens attend to.
-
-    Key i of a row is in slot i of its block, or with `blocks`, in slot i % block_size of block `blocks[row, i //
-    block_size]`. Its order is `first[row] + i`. A new token attends to the keys whose order is at most its own and,
-    with a window, less than `window` smaller.
-
-    Attributes:
-        order: order of the new tokens, int64 `[batch, seq]`.
-        keys: number of keys of a row.
-        blocks: blocks of each row, int32 `[batch, blocks of a row]`. None if row i has block i.
-        first: order of key 0 of each row, int64 `[batch]`. None means 0.
-        counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
-        window: number of tokens that each token attends to, itself included. None means no limit.
-        sinks: number of keys at the start of a row that another rotation of the queries belongs to.
-    """
-
-    order: Tensor
-    keys: int
-    blocks: Tensor | None = None
-    first: Tensor | None = None
-    counts: Tensor | None = None
-    window: int | None = None
-    sinks: int = 0
 
 
 def attend_cached(
@@ -64,36 +39,49 @@ def attend_cached(
         PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, or a transform, mode or
         compilation is active.
     """
-    if torch.compiler.is_compiling():
-        return _call_operator(q, far_q, keys, values, visible, scale=scale)
-    return _run(q, far_q, keys, values, *visible, scale)
-
-
-def _run(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor | None:
-    """Call a kernel with the fields of `VisibleKeys` and the scale."""
-    order, count, blocks, first, counts, window, sinks, scale = arguments
-    profiled = observed.is_profiled()
-    arguments = (q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale)
-    with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
-        attended: Tensor | None
-        on_cpu = backend.FAST_PATH and q.is_cpu
-        attended = cpu.attend_plain(*(*arguments, profiled)) if on_cpu else _run_kernel(*arguments)
+    if not torch.compiler.is_compiling():
+        return _run(q, far_q, keys, values, visible, scale)
+    supported = backend.FAST_PATH and q.is_cpu and keys.shape == values.shape and _fits(q, far_q, keys, values)
+    if not supported or torch.compiler.is_exporting():
+        return None
+    attended: Tensor = torch.ops.ropewalk.attend_cached.default(q, far_q, keys, values, *visible, scale)
     return attended
 
 
-def _run_kernel(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *others: Any) -> Tensor | None:
+def _run(
+    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
+) -> Tensor | None:
+    profiled = observed.is_profiled()
+    with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
+        if not (backend.FAST_PATH and q.is_cpu):
+            return _run_kernel(q, far_q, keys, values, visible, scale)
+        order, count, blocks, first, counts, window, sinks = visible
+        attended: Tensor | None = cpu.attend_plain(
+            q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale, profiled
+        )
+        return attended
+
+
+def _run_kernel(
+    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
+) -> Tensor | None:
     """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
     kernels = backend.KERNELS.get(q.device.type)
-    if kernels is None or kernels.attend is None or observed.has_mode():
+    if kernels is None or kernels.attend is None or observed.has_mode() or not _fits(q, far_q, keys, values):
         return None
-    inputs = [x for x in (q, far_q, keys, values, *others) if isinstance(x, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    inputs = [x for x in (q, far_q, keys, values, *visible) if isinstance(x, Tensor)]
+    if backend.kernel_for(*inputs) is not kernels:
         return None
+    return kernels.attend(q, far_q, keys, values, visible, scale)
+
+
+def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor) -> bool:
+    """Return whether a kernel supports dtypes and strides, and no gradient is recorded. Compiled code checks itself."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, far_q, keys, values)):
+        return False
     if q.dtype not in _DTYPES or not q.dtype == keys.dtype == values.dtype:
-        return None
-    if keys.stride(-1) != 1 or values.stride(-1) != 1 or backend.kernel_for(*inputs) is not kernels:
-        return None
-    return kernels.attend(q, far_q, keys, values, *others)
+        return False
+    return bool(keys.stride(-1) == values.stride(-1) == 1)
 
 
 # Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.
@@ -104,29 +92,18 @@ _library.define(
 )
 
 
-def _call_operator(
-    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, *, scale: float
-) -> Tensor | None:
-    tensors = (q, keys, values) if far_q is None else (q, far_q, keys, values)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    same = keys.dtype == values.dtype == q.dtype and keys.shape == values.shape
-    if not backend.FAST_PATH or torch.compiler.is_exporting() or not q.is_cpu or recorded or not same:
-        return None
-    if q.dtype == torch.float64 or not keys.stride(3) == values.stride(3) == 1:
-        return None
-    attended: Tensor = torch.ops.ropewalk.attend_cached.default(q, far_q, keys, values, *visible, scale)
-    return attended
-
-
-def _operator(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor:
+def _operator(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *of_visible: Any) -> Tensor:
+    visible, scale = VisibleKeys(*of_visible[:-1]), of_visible[-1]
     with torch.no_grad():
-        attended = _run(q, far_q, keys, values, *arguments)
-        return _reference(q, far_q, keys, values, *arguments) if attended is None else attended
+        attended = _run(q, far_q, keys, values, visible, scale)
+        return _reference(q, far_q, keys, values, visible, scale) if attended is None else attended
 
 
-def _reference(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *arguments: Any) -> Tensor:
+def _reference(
+    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
+) -> Tensor:
     """Do the same in plain PyTorch, for an operator whose kernel may not run, as under a mode."""
-    order, count, blocks, first, counts, window, sinks, scale = arguments
+    order, count, blocks, first, counts, window, sinks = visible
     batch, _, heads, _ = q.shape
     if blocks is None:
         keys, values = keys[:batch], values[:batch]

@@ -20,10 +20,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from ropewalk import _checks
 from ropewalk.attention import tokens
 from ropewalk.attention.blocks import Array, Plan, Rows, Table
-from ropewalk.attention.cached import VisibleKeys
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import PlainStore, Store, create_stores
 from ropewalk.attention.tokens import EMPTY, NewTokens
+from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.writable import share_elements
 

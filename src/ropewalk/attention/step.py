@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and_attend
-from ropewalk.attention.cached import MAX_TOKENS, VisibleKeys
+from ropewalk.attention.cached import MAX_TOKENS
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.store import Store
 from ropewalk.attention.two_pass import TwoPass
+from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm

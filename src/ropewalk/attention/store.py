@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.cached import VisibleKeys, attend_cached
+from ropewalk.attention.cached import attend_cached
+from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm

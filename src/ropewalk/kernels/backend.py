@@ -22,6 +22,7 @@ from ropewalk._checks import RopeError, error
 from ropewalk._layout import Options
 from ropewalk.kernels import cpu, gpu
 from ropewalk.kernels.observed import must_trace
+from ropewalk.kernels.visible import VisibleKeys
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND") or "auto"
 if BACKEND not in ("auto", "reference", "kernel"):
@@ -141,28 +142,14 @@ class CachedAttention(Protocol):
     """Attend over the visible keys of a cache, without reading other keys and without waiting for the device."""
 
     def __call__(
-        self,
-        q: Tensor,
-        far_q: Tensor | None,
-        keys: Tensor,
-        values: Tensor,
-        blocks: Tensor | None,
-        count: int,
-        order: Tensor,
-        first: Tensor | None,
-        counts: Tensor | None,
-        window: int,
-        sinks: int,
-        scale: float,
+        self, q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
     ) -> Tensor | None:
         """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
 
         Args:
             q, far_q, keys, values, scale: as in `attention.cached.attend_cached`; all of one dtype, float32, bfloat16
                 or float16, with keys and values whose channels are adjacent.
-            blocks, order, first, counts, sinks: as in `attention.cached.VisibleKeys`. Every block exists.
-            count: `keys` there, at most the number of slots of a row.
-            window: as there; 0 means no limit.
+            visible: the keys. Every block exists, and `visible.keys` is at most the number of slots of a row.
         """
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._layout import AXES, Layout, Options
+from ropewalk.kernels.visible import VisibleKeys
 
 device_name = "GPU"
 
@@ -162,27 +163,13 @@ def step(
 
 
 def attend(
-    q: Tensor,
-    far_q: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    blocks: Tensor | None,
-    count: int,
-    order: Tensor,
-    first: Tensor | None,
-    counts: Tensor | None,
-    window: int,
-    sinks: int,
-    scale: float,
+    q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
 ) -> Tensor | None:
     """Attend over the keys of a cache, as `backend.CachedAttention` specifies, with heads of up to 1 KiB."""
     if _power_of_two(q.shape[-1]) * q.element_size() > 1024:
         return None  # some GPUs have too little shared memory
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launches = attention_launches(
-        q, far_q, keys, values, blocks, count, order, first, counts, out, window, sinks, scale
-    )
-    for launch in launches:
+    for launch in attention_launches(q, far_q, keys, values, visible, scale, out):
         _launch(*launch)
     return out
 
@@ -483,17 +470,12 @@ def attention_launches(
     far_q: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    blocks: Tensor | None,
-    count: int,
-    order: Tensor,
-    first: Tensor | None,
-    counts: Tensor | None,
-    out: Tensor,
-    window: int,
-    sinks: int,
+    visible: VisibleKeys,
     scale: float,
+    out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
+    order, count, blocks, first, counts, window, sinks = visible
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
     optional = far_q, blocks, first, counts
@@ -506,7 +488,7 @@ def attention_launches(
         (q.shape, keys.shape),
         _forms(arguments),
         tuple([x is not None for x in optional]),
-        (count, window, sinks, scale),
+        (count, window or 0, sinks, scale),
         _processors(q.device),
         torch.version.hip is not None,
         division,

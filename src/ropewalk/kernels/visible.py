@@ -1,0 +1,33 @@
+"""The keys of a cache that attention kernels read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class VisibleKeys(NamedTuple):
+    """Where the keys of each row are in a cache, and which of them its new tokens attend to.
+
+    Key i of a row is in slot i of its block, or with `blocks`, in slot i % block_size of block `blocks[row, i //
+    block_size]`. Its order is `first[row] + i`. A new token attends to the keys whose order is at most its own and,
+    with a window, less than `window` smaller.
+
+    Attributes:
+        order: order of the new tokens, int64 `[batch, seq]`.
+        keys: number of keys of a row.
+        blocks: blocks of each row, int32 `[batch, blocks of a row]`. None if row i has block i.
+        first: order of key 0 of each row, int64 `[batch]`. None means 0.
+        counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
+        window: number of tokens that each token attends to, itself included. None means no limit.
+        sinks: number of keys at the start of a row that another rotation of the queries belongs to.
+    """
+
+    order: Tensor
+    keys: int
+    blocks: Tensor | None = None
+    first: Tensor | None = None
+    counts: Tensor | None = None
+    window: int | None = None
+    sinks: int = 0
