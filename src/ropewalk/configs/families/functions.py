@@ -219,6 +219,23 @@ def privacy_filter_query_scale(c: Reader) -> QueryScale:
     return QueryScale(constant=c.channels("head_dim") ** -0.25, scales_keys=True)
 
 
+def llama4_query_scale(c: Reader) -> QueryScale | None:
+    """Return the factor of the layers without rotation, which `attn_temperature_tuning` switches on (by default)."""
+    if c.has("attn_temperature_tuning") and not c.get("attn_temperature_tuning"):  # true or, in older files, 4
+        return None
+    beta = c.number("attn_scale", at_least=0.0)
+    length = c.size("floor_scale") if c.has("floor_scale") else 8192
+    c.origins["query_scale"] = "attn_scale, floor_scale, or 0.1 and 8192 without them"
+    return QueryScale(
+        beta=0.1 if beta is None else beta, original_max_position_embeddings=length, offset=1, only_unrotated=True
+    )
+
+
+def beam_query_scale(c: Reader) -> QueryScale:
+    """Return the factor (1 + (position + 1) / 2048)^0.1 of the layers without rotation."""
+    return QueryScale(original_max_position_embeddings=2048, offset=1, power=0.1, only_unrotated=True)
+
+
 def scale_by(key: str) -> Callable[[Reader], QueryScale | None]:
     """Return a function that returns the value of the key as the factor of q, or None if it is missing."""
 
