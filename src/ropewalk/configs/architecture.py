@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 from ropewalk._checks import Assumed, argument, check_pairing, number, shown
 from ropewalk._checks import length as checked_length
@@ -57,9 +57,27 @@ class QueryScale:
         return self.constant * growth
 
     @property
-    def follows_llama_4_scaling_beta(self) -> bool:
-        """Whether this is the factor that the key `llama_4_scaling_beta` states."""
-        return self.beta != 0.0 and not self.only_unrotated
+    def llama_4_scaling_beta(self) -> float | None:
+        """The value of the key `llama_4_scaling_beta` that states this factor, or None."""
+        return self.beta if self.beta and not self.only_unrotated else None
+
+
+@dataclass(frozen=True)
+class HeadQueryScale:
+    """A learned factor of q for each head, scale · ln(position + 1) + bias (Mistral Large 4).
+
+    Args:
+        scale, bias: one number for each head of each layer, dimensionless: `scale[layer][head]`.
+    """
+
+    scale: tuple[tuple[float, ...], ...]
+    bias: tuple[tuple[float, ...], ...]
+    llama_4_scaling_beta: ClassVar[None] = None
+
+    def at(self, position: int, layer: int) -> tuple[float, ...]:
+        """Return the factor of each head of a layer for the query at `position`, in tokens."""
+        log = math.log(position + 1)
+        return tuple(s * log + b for s, b in zip(self.scale[layer], self.bias[layer], strict=True))
 
 
 @dataclass(frozen=True)
@@ -88,6 +106,8 @@ class Architecture:
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
         query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
         query_scale: a function that returns another factor of q.
+        learned: a function that returns the scheme whose numbers are in the checkpoint, from the reader, the scheme of
+            the config and the number of rotated channels.
         rotates_values: whether the model also rotates the values, and rotates the attention's output back.
         axes: the rule that assigns the pairs to the axes of the positions (M-RoPE); None if tokens have one position.
         check: a function that raises a RopeError for configs that no `Rope` describes, or adds warnings.
@@ -123,7 +143,8 @@ class Architecture:
     null_window: str = ""
     output_order: str | None = None
     query_beta: bool = False
-    query_scale: Callable[[Reader], QueryScale | None] | None = None
+    query_scale: Callable[[Reader], QueryScale | HeadQueryScale | None] | None = None
+    learned: Callable[[Reader, Scaling | None, int], Scaling] | None = None
     rotates_values: bool = False
     axes: AxesRule | None = None
     check: Callable[[Reader], None] | None = None
@@ -374,7 +395,7 @@ class Architecture:
         """Return the factor that multiplies the softmax scale of the attention, dimensionless."""
         return 1.0
 
-    def read_query_scale(self, c: Reader) -> QueryScale | None:
+    def read_query_scale(self, c: Reader) -> QueryScale | HeadQueryScale | None:
         """Return the factor by which the model multiplies q in addition to the rotation, or None if there is none."""
         if self.query_scale is not None:
             return self.query_scale(c)

@@ -54,6 +54,9 @@ def _other_lines(info: dict[str, Any]) -> list[str]:
     if info["softmax_factor"] != 1.0:
         lines.append(f"  the softmax scale of the attention is multiplied by {info['softmax_factor']:.6g}")
     query = info["query_scale"]
+    if query is not None and "bias" in query:
+        lines.append("  q is multiplied by scale · ln(position + 1) + bias, learned for each head of each layer")
+        query = None
     if query is not None and query["constant"] != 1.0:
         lines.append(f"  q{' and k are' if query['scales_keys'] else ' is'} multiplied by {query['constant']:.6g}")
     if query is not None and (query["beta"] or query["power"]):

@@ -22,6 +22,7 @@ from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
 from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
+from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import SCHEMES, Scaling, build
@@ -37,6 +38,7 @@ def read(
     pairing: str | None,
     base: float | None,
     text_only: bool,
+    weights: Weights | None = None,
 ) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
@@ -51,7 +53,9 @@ def read(
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         return ModelRopes((), tower.model_type, source, vision=tower)
     text = text_model(fields, ARCHITECTURES, pairing is not None)
-    reader = Reader(text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only)
+    reader = Reader(
+        text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only, weights=weights
+    )
     ropes = _read_text(reader)
     extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
     for part in [] if text_only else other_parts(fields):
@@ -113,6 +117,7 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         scheme = _scheme(row, c, rope_keys, bool(schemes))
         head_dim, rotary_dim, offset = row.shape(c, name, kind, rope_keys, scheme, layers)
         axes = row.axes_of(c, rope_keys, rotary_dim)
+        scheme = scheme if row.learned is None else row.learned(c, scheme, rotary_dim)
         with c.prefix_errors():
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
         ropes[name] = rope

@@ -10,7 +10,7 @@ from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk._checks import length as checked_length
-from ropewalk.configs.architecture import Architecture, QueryScale
+from ropewalk.configs.architecture import Architecture, HeadQueryScale, QueryScale
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layers import Kind
 from ropewalk.configs.models import ARCHITECTURES
@@ -77,7 +77,7 @@ class ModelRopes:
     max_position_embeddings: int | None = None
     extra_ropes: Mapping[str, Rope] = field(default_factory=dict, hash=False)
     softmax_factor: float = 1.0
-    query_scale: QueryScale | None = None
+    query_scale: QueryScale | HeadQueryScale | None = None
     output_order: str | None = None
     rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
@@ -290,8 +290,8 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
         parameters["partial_rotary_factor"] = fraction
     if row.axes is not None:
         parameters.update(_sections(rope, row.axes, ropes))
-    if ropes.query_scale is not None and ropes.query_scale.follows_llama_4_scaling_beta:
-        parameters["llama_4_scaling_beta"] = ropes.query_scale.beta
+    if ropes.query_scale is not None and ropes.query_scale.llama_4_scaling_beta is not None:
+        parameters["llama_4_scaling_beta"] = ropes.query_scale.llama_4_scaling_beta
     return parameters
 
 

@@ -180,6 +180,13 @@ TEXT: dict[str, Architecture] = {
     "glm4_moe_lite": latent("glm4_moe_lite"),
     "glm_moe_dsa": latent("glm_moe_dsa", indexer="interleaved"),
     "mistral4": latent("mistral4", query_beta=True, partial=1.0),
+    "mistral_large4_text": latent(
+        "mistral_large4",
+        indexer="interleaved",
+        pattern=_NO_ROPE_LAYERS,
+        learned=functions.lerope,
+        query_scale=functions.ssmax_query_scale,
+    ),
     "hy_v4": latent("hy_v4", pairing="half", output_order=None),
     "minicpm3": latent("minicpm3", pairing="half", output_order=None),
     "youtu": latent("youtu"),
