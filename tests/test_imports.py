@@ -245,10 +245,10 @@ BUDGET = {
     "tools": 450,
     "tools/bench": 2300,
     "tools/check": 3000,
-    "tools/commands": 1180,
+    "tools/commands": 1160,
     "tools/convert": 2100,
     "tools/diff": 900,
-    "tools/lab": 2500,
+    "tools/lab": 2440,
     "tools/plots": 1250,
 }
 
