@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import functools
+import importlib
 import json
 import re
 import textwrap
@@ -187,6 +188,12 @@ def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
     there = {*listed[1].split(", "), *ropewalk.__all__, *re.findall(r"^::: ropewalk\.schemes\.(\w+)", reference, re.M)}
     assert used >= {"register", "unregister", "default", "SCHEMES"}
     assert used <= there
+
+
+def test_the_page_of_model_types_is_what_its_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    script = importlib.import_module("model_types")
+    assert script.PAGE.read_text("utf-8") == script.page()
 
 
 # The runner itself: it must be able to fail.
