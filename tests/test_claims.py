@@ -23,7 +23,7 @@ import benchmark_tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour"))
-REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
@@ -182,7 +182,8 @@ def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> N
     pages = re.findall(r"(?:^|\s)([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {"attention.md", "lab.md", "speed.md"} <= set(pages)
     linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX + START + TOUR))
-    assert {page for page in pages if not page.startswith("schemes/")} - {"index.md"} <= linked
+    assert {"schemes/index.md", "reference/index.md"} <= linked
+    assert {page for page in pages if not page.startswith(("schemes/", "reference/"))} - {"index.md"} <= linked
     assert {"start.md", "tour.md"} <= set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
     for command in cli.main.commands:
         assert f"ropewalk {command} " in TOUR, command
