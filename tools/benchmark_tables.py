@@ -144,9 +144,18 @@ def model() -> Iterator[tuple[str, ...]]:
         yield f"{dtype}, {batch} × {held:,}", *speeds, *(f"{x:.2f}" if x else NONE for x in ratios)
 
 
+def vllm() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of whole engines of vLLM, without and with the plugin."""
+    yield "model, dtype", "task", "vLLM, s", "with ropewalk, s", "ratio"
+    for row in json.loads((RESULTS / "vllm-engine-2-cores-avx512.json").read_text("utf-8"))["rows"]:
+        times = (f"{row[when]['median_s']:.2f}" for when in ("before", "after"))
+        yield f"{row['model']}, {row['dtype']}", row["task"].replace("1024", "1,024"), *times, f"{row['ratio']:.2f}"
+
+
 TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
     "README.md": (rotation,),
     "docs/speed.md": (memories, one_thread, sweep, attention, model),
+    "docs/vllm.md": (vllm,),
 }
 
 
