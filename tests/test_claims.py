@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -122,6 +123,15 @@ def test_the_tables_of_benchmarks_are_the_recorded_ones(page: str) -> None:
 def test_a_wrong_number_in_a_table_is_found() -> None:
     wrong = README.replace("| `clone` of q and k | ", "| `clone` of q and k | 9")
     assert benchmark_tables.filled("README.md", wrong) == README != wrong
+
+
+def test_the_times_with_the_plugin_of_vllm_are_the_recorded_ones() -> None:
+    text = (ROOT / benchmark_tables.RESULTS / "vllm-engine-2-cores-avx512.json").read_text("utf-8")
+    ratios = sorted(row["ratio"] for row in json.loads(text)["rows"])
+    page = " ".join((ROOT / "docs" / "vllm.md").read_text("utf-8").split())
+    assert f"took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long with it" in page
+    slow = [f"{ratio - 1:.0%}".replace("%", " %") for ratio in ratios if ratio > 1.05]
+    assert f"{' and '.join(slow)} slower in two cases" in page
 
 
 def test_the_reasons_on_the_front_page_repeat_the_table() -> None:
