@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import benchmark_tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour"))
-REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
@@ -124,6 +125,15 @@ def test_a_wrong_number_in_a_table_is_found() -> None:
     assert benchmark_tables.filled("README.md", wrong) == README != wrong
 
 
+def test_the_times_with_the_plugin_of_vllm_are_the_recorded_ones() -> None:
+    text = (ROOT / benchmark_tables.RESULTS / "vllm-engine-2-cores-avx512.json").read_text("utf-8")
+    ratios = sorted(row["ratio"] for row in json.loads(text)["rows"])
+    page = " ".join((ROOT / "docs" / "vllm.md").read_text("utf-8").split())
+    assert f"took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long with it" in page
+    slow = [f"{ratio - 1:.0%}".replace("%", " %") for ratio in ratios if ratio > 1.05]
+    assert f"{' and '.join(slow)} slower in two cases" in page
+
+
 def test_the_reasons_on_the_front_page_repeat_the_table() -> None:
     (kept, new), (usual, usual_new) = (
         cells(name)[:2] for name in ("**ropewalk, new tensors**", "Hugging Face's formula")
@@ -182,7 +192,8 @@ def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> N
     pages = re.findall(r"(?:^|\s)([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {"attention.md", "lab.md", "speed.md"} <= set(pages)
     linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX + START + TOUR))
-    assert {page for page in pages if not page.startswith("schemes/")} - {"index.md"} <= linked
+    assert {"schemes/index.md", "reference/index.md"} <= linked
+    assert {page for page in pages if not page.startswith(("schemes/", "reference/"))} - {"index.md"} <= linked
     assert {"start.md", "tour.md"} <= set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
     for command in cli.main.commands:
         assert f"ropewalk {command} " in TOUR, command
