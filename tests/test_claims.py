@@ -194,6 +194,14 @@ def test_no_code_of_a_first_page_scrolls_sideways(page: str) -> None:
     assert [line for block in blocks for line in block.splitlines() if len(line) > 85] == []
 
 
+@pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
+def test_commands_of_a_first_page_can_be_pasted(page: str) -> None:
+    """A comment after a command is an argument in zsh, the shell of macOS."""
+    commands = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    assert "pip install" in commands
+    assert "#" not in commands
+
+
 def test_the_links_of_the_front_page_lead_somewhere() -> None:
     links = [link for link in re.findall(r'(?:\]\(|src(?:set)?=")([^)#"]+)', README) if not link.startswith("https:")]
     assert len(links) > 15
