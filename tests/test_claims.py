@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR, SPEED = (
     (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour", "speed")
 )
-REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
@@ -160,6 +160,15 @@ def test_the_picture_has_a_bar_for_each_machine(tmp_path: Path, monkeypatch: pyt
     assert min(lengths) == pytest.approx(116.0 * 1.234 / 56.78, abs=0.05)
 
 
+def test_the_times_with_the_plugin_of_vllm_are_the_recorded_ones() -> None:
+    text = (ROOT / benchmark_tables.RESULTS / "vllm-engine-2-cores-avx512.json").read_text("utf-8")
+    ratios = sorted(row["ratio"] for row in json.loads(text)["rows"])
+    page = " ".join((ROOT / "docs" / "vllm.md").read_text("utf-8").split())
+    assert f"took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long with it" in page
+    slow = [f"{ratio - 1:.0%}".replace("%", " %") for ratio in ratios if ratio > 1.05]
+    assert f"{' and '.join(slow)} slower in two cases" in page
+
+
 def test_the_reasons_on_the_front_page_repeat_the_table() -> None:
     (kept, new), (usual, usual_new) = (
         cells(name)[:2] for name in ("**ropewalk, new tensors**", "Hugging Face's formula")
@@ -176,11 +185,14 @@ def outputs(page: str) -> dict[str, str]:
     return dict(re.findall(r"```console\n\$ (ropewalk (?:explain|diff|check)[^\n]*)\n(.*?)```", page, re.DOTALL))
 
 
-@pytest.mark.parametrize("command", outputs(README))
-def test_the_outputs_of_the_front_page_are_real(command: str) -> None:
+SHOWN = outputs(README) | outputs((ROOT / "docs" / "models.md").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_the_outputs_of_commands_are_real(command: str) -> None:
     program = command.replace("ropewalk", f"{sys.executable} -m ropewalk", 1)
     printed = subprocess.run(program, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
-    assert printed == outputs(README)[command]
+    assert printed == SHOWN[command]
 
 
 def test_the_front_page_shows_explain_diff_and_check() -> None:
@@ -236,7 +248,8 @@ def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> N
     pages = re.findall(r"(?:^|\s)([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {"attention.md", "lab.md", "speed.md"} <= set(pages)
     linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX + START + TOUR))
-    assert {page for page in pages if not page.startswith("schemes/")} - {"index.md"} <= linked
+    assert {"schemes/index.md", "reference/index.md"} <= linked
+    assert {page for page in pages if not page.startswith(("schemes/", "reference/"))} - {"index.md"} <= linked
     assert {"start.md", "tour.md"} <= set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
     for command in cli.main.commands:
         assert f"ropewalk {command} " in TOUR, command
