@@ -50,7 +50,7 @@ def results(name: str, machine: str = MACHINE) -> dict[str, Any]:
     return content(RESULTS / f"{machine}-{name}.json")
 
 
-def rows(runs: tuple[str, ...], machine: str = MACHINE, **wanted: Any) -> list[dict[str, Any]]:
+def rows(runs: tuple[str, ...], machine: str = MACHINE, /, **wanted: Any) -> list[dict[str, Any]]:
     """Return the rows with these entries, at most one for each run."""
     return [row for run in runs for row in results(run, machine)["rows"] if wanted.items() <= row.items()]
 

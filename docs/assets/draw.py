@@ -1,14 +1,14 @@
-"""Draw the pictures of docs/schemes/ (inverse frequency before and after), derivation.md and several-axes.md.
+"""Draw the pictures of docs/schemes/, derivation.md and several-axes.md.
 
 Each picture is an SVG beside this file.
 
-Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
-nothing. Needs `pip install ".[plots]"`:
+Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are
+committed, and building the site draws nothing. Needs `pip install ".[plots]"`:
 
     python docs/assets/draw.py
 
-The same ropes stand in the examples of the pages. Text stays text and ids are fixed, so that a picture is small and
-drawing it again changes nothing.
+The same ropes stand in the examples of the pages. Text stays text and ids are fixed,
+so that a picture is small and drawing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def pictures() -> Iterator[tuple[str, Figure]]:
 
 
 def matrix(rope: Rope, position: int) -> Figure:
-    """The matrix that rotates a head at one position: a 2 × 2 block for each pair of neighbouring channels."""
+    """The matrix of a position: a 2 × 2 block for each pair of neighbours."""
     import torch
 
     unit_vectors = torch.eye(rope.head_dim, dtype=torch.float64)[
