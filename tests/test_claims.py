@@ -200,13 +200,6 @@ def test_the_front_page_shows_explain_diff_and_check() -> None:
 
 
 @pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
-def test_no_code_of_a_first_page_scrolls_sideways(page: str) -> None:
-    blocks = re.findall(r"^```\w+\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 2
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 85] == []
-
-
-@pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
 def test_commands_of_a_first_page_can_be_pasted(page: str) -> None:
     """A comment after a command is an argument in zsh, the shell of macOS."""
     commands = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE))
