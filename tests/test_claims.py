@@ -160,6 +160,28 @@ def test_the_picture_has_a_bar_for_each_machine(tmp_path: Path, monkeypatch: pyt
     assert min(lengths) == pytest.approx(116.0 * 1.234 / 56.78, abs=0.05)
 
 
+def test_the_ranges_in_the_text_of_the_speed_page_are_the_recorded_ones() -> None:
+    page = " ".join((ROOT / "docs" / "speed.md").read_text("utf-8").split())
+
+    def over(contender: str, **wanted: object) -> list[float]:
+        rows = [
+            benchmark_tables.rows(benchmark_tables.RUNS, contender=name, **wanted) for name in ("ropewalk", contender)
+        ]
+        return [a["median"] / b["median"] for a, b in zip(*rows, strict=True)]
+
+    copied = [x for n in (4096, 16_384) for x in over("copy_", tokens=n, memory="kept")]
+    few, many = (over("clone", tokens=n, memory="new", backward=False) for n in (4096, 16_384))
+    found = benchmark_tables.decoding("attention").values()
+    cached = [one[name]["times_read"] for one in found for name in benchmark_tables.CACHES[:2] if name in one]
+    for sentence, ratios in {
+        "in {} times the time of `copy_` for 4,096 tokens and more": copied,
+        "caches decode in {} times the time of reading": cached,
+        "rotating 4,096 tokens then takes {} times as long as `clone`": few,
+        "and 16,384 tokens {} times": many,
+    }.items():
+        assert sentence.format(f"{min(ratios):.1f} to {max(ratios):.1f}") in page
+
+
 def test_the_times_with_the_plugin_of_vllm_are_the_recorded_ones() -> None:
     text = (ROOT / benchmark_tables.RESULTS / "vllm-engine-2-cores-avx512.json").read_text("utf-8")
     ratios = sorted(row["ratio"] for row in json.loads(text)["rows"])

@@ -187,6 +187,11 @@ def test_the_first_page_of_the_reference_names_every_other_page() -> None:
     assert sorted([*linked, "index"]) == sorted(page.stem for page in folder.iterdir())
 
 
+def test_examples_in_docstrings_have_the_heading_that_the_site_shows_as_code() -> None:
+    sources = (ROOT / "src").rglob("*.py")
+    assert [path.name for path in sources if re.search(r"^ *Example:$", path.read_text("utf-8"), re.MULTILINE)] == []
+
+
 def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
     used = set(re.findall(r"\bschemes\.([A-Za-z]+)\b", (ROOT / "docs" / "schemes" / "index.md").read_text("utf-8")))
     listed = re.search(r"^::: ropewalk\.schemes\n    options:\n      members: \[(.*)\]", REFERENCE, re.MULTILINE)

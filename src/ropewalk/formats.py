@@ -143,7 +143,7 @@ def from_full_width(
     Raises:
         RopeError: a row does not repeat its values as `repeated` states; or as raised by `Rotation`.
 
-    Example:
+    Examples:
         >>> from ropewalk import Rope
         >>> rotation = Rope(head_dim=4, base=10_000.0, pairing="half").at(torch.arange(3))
         >>> cos, sin = to_full_width(rotation, repeated="halves")
@@ -263,7 +263,7 @@ def from_cache(
         RopeError: cache does not have this shape and one of these dtypes; or as raised by `Rotation`. vLLM stores its
             cache in the dtype of the model, but 16 bits are too few for accurate angles.
 
-    Example:
+    Examples:
         >>> from ropewalk import Rope
         >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
         >>> cache = to_cache(rope.at(torch.arange(8)))

@@ -296,7 +296,7 @@ class PagedKVCache:
     Source:
         PagedAttention (Kwon et al., https://arxiv.org/abs/2309.06180).
 
-    Example:
+    Examples:
         >>> cache = PagedKVCache(num_layers=1, num_kv_heads=1, head_dim=4, blocks=8, block_size=2)
         >>> first, second = cache.admit(), cache.admit()
         >>> step = cache.step(3, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))

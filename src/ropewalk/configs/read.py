@@ -72,7 +72,7 @@ def from_config(
         RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` cannot run it or does not have the
             model.
 
-    Example:
+    Examples:
         >>> ropes = from_config(
         ...     {
         ...         "model_type": "mistral",

@@ -236,7 +236,7 @@ def backends() -> dict[str, str]:
         A dict with the keys "reference", "cpu kernel" and "gpu kernel". Each value begins with "usable", or is
         "not usable: " followed by the reason. A value says so if ROPEWALK_BACKEND disables a usable kernel.
 
-    Example:
+    Examples:
         >>> import ropewalk
         >>> print(ropewalk.backends()["reference"])
         usable on every device (plain PyTorch)

@@ -62,7 +62,7 @@ class Rotation(_Fields):
     Raises:
         RopeError: a shape, dtype or number does not fit.
 
-    Example:
+    Examples:
         >>> angle = torch.tensor([[0.0], [torch.pi / 2]])  # two tokens, one pair
         >>> rotation = Rotation(angle.cos(), angle.sin(), pairing="half")
         >>> rotation(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), layout="thd").round()

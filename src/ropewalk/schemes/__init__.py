@@ -83,7 +83,7 @@ def register(scheme: _Class) -> _Class:
         RopeError: the class is not such a dataclass or has no `rope_type`, or another scheme already has its name, its
             rope_type or one of its aliases.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> from ropewalk import Rope, schemes
         >>> @schemes.register
