@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import functools
+import importlib
 import json
 import re
 import textwrap
@@ -138,6 +139,7 @@ def check(block: Block, outcomes: dict[Block, Exception | None]) -> None:
         pytest.fail(f"{block.where}\n{told}", pytrace=False)
 
 
+REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 
 
@@ -175,18 +177,29 @@ def test_the_notebook_runs() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    entries = re.findall(r"^::: ropewalk\.(\w+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    entries = re.findall(r"^::: ropewalk\.(\w+)$", REFERENCE, re.MULTILINE)
     assert sorted(entries) == sorted(ropewalk.__all__)
+
+
+def test_the_first_page_of_the_reference_names_every_other_page() -> None:
+    folder = ROOT / "docs" / "reference"
+    linked = re.findall(r"^\| \[\w+\]\((\w+)\.md\) \|", (folder / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted([*linked, "index"]) == sorted(page.stem for page in folder.iterdir())
 
 
 def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
     used = set(re.findall(r"\bschemes\.([A-Za-z]+)\b", (ROOT / "docs" / "schemes" / "index.md").read_text("utf-8")))
-    reference = (ROOT / "docs" / "reference.md").read_text("utf-8")
-    listed = re.search(r"^::: ropewalk\.schemes\n    options:\n      members: \[(.*)\]", reference, re.MULTILINE)
+    listed = re.search(r"^::: ropewalk\.schemes\n    options:\n      members: \[(.*)\]", REFERENCE, re.MULTILINE)
     assert listed is not None
-    there = {*listed[1].split(", "), *ropewalk.__all__, *re.findall(r"^::: ropewalk\.schemes\.(\w+)", reference, re.M)}
+    there = {*listed[1].split(", "), *ropewalk.__all__, *re.findall(r"^::: ropewalk\.schemes\.(\w+)", REFERENCE, re.M)}
     assert used >= {"register", "unregister", "default", "SCHEMES"}
     assert used <= there
+
+
+def test_the_page_of_model_types_is_what_its_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    script = importlib.import_module("model_types")
+    assert script.PAGE.read_text("utf-8") == script.page()
 
 
 # The runner itself: it must be able to fail.
