@@ -119,7 +119,7 @@ def layers() -> str:
 
 
 def benchmark() -> str:
-    """Return the rows of the README's benchmark table that write new tensors, as the kernel does, and the formula."""
+    """Return the rows of the table in docs/speed.md that write new tensors, as the kernel does, and the formula."""
     heading, *body = benchmark_tables.rotation()
     kept = [row for row in body if row[0].startswith(("`clone`", "**ropewalk, new", "Hugging Face"))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *kept))

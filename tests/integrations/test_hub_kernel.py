@@ -249,8 +249,8 @@ class TestFolder:
         assert text.startswith("---\nlibrary_name: kernels\n")
         for name in ("RotaryPosEmb", "RotaryPosEmbPartial", "RotaryPosEmbInterleaved", "RotaryPosEmbVision"):
             assert f"| `{name}` | Pairs " in text
-        readme = (ROOT / "README.md").read_text().splitlines()
-        [row] = [line for line in readme if line.startswith("| **ropewalk, new tensors**")]
+        page = (ROOT / "docs" / "speed.md").read_text().splitlines()
+        [row] = [line for line in page if line.startswith("| **ropewalk, new tensors**")]
         assert row in text
 
     def test_modules_of_wheels(self, folder: Path, tmp_path: Path) -> None:
