@@ -42,6 +42,8 @@ SLOW = (
     "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
     "distributed/",
     "gpu/",
+    "integrations/test_hub_kernel.py::TestLayers::test_compiled",
+    "integrations/test_hub_kernel.py::TestModels",
     "integrations/test_torchtitan.py::TestCall::test_compiled",
     "integrations/test_torchtitan_itself.py",
     "integrations/test_transformers_peft.py",
