@@ -235,7 +235,7 @@ BUDGET = {
     "configs": 5450,
     "configs/tables": 1300,
     "engines": 1250,
-    "integrations": 2300,
+    "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,
     "positions": 1150,
