@@ -103,7 +103,7 @@ class TestScript:
     @pytest.mark.parametrize(
         ("name", "size", "otherwise"),
         [
-            ("cp311-cp311-manylinux_2_28_x86_64", 2**20, "1,048,576 bytes"),
+            ("cp311-cp311-manylinux_2_28_x86_64", 3 * 2**19, "1,572,864 bytes"),
             ("cp311-cp311-manylinux_2_34_x86_64", 9, "a newer glibc than 2.28"),
             ("cp311-cp311-manylinux_2_28_x86_64", 9, None),
             ("cp312-abi3-manylinux_2_28_x86_64", 9, None),

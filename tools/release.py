@@ -37,7 +37,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 # The Pythons that share a wheel. Python 3.11 has its own, and any of the others can build the wheel for 3.12 and newer.
 BUILDERS = (("3.11",), ("3.12", "3.13", "3.14"))
-LARGEST_WHEEL = LARGEST_SDIST = 2**20
+LARGEST_WHEEL, LARGEST_SDIST = 3 * 2**19, 2**20
 NEWEST_GLIBC = 28  # manylinux_2_28
 MODULE_TEST = ROOT / "tests" / "kernels" / "module_alone.py"
 MINOR = "import sys; print(sys.version_info[1], end='')"
@@ -95,15 +95,17 @@ def compilers(processor: str, folder: Path) -> dict[str, str | None]:
     require(found is not None, 'ziglang is not installed: pip install ".[docs,explore,release]"')
     zig = Path(found.submodule_search_locations[0]) / "zig"
     for name in ("cc", "c++"):
-        # -O2 also where CMake tries the compiler, because Zig compiles its runtime anew for code without optimization.
         script = f'#!/bin/sh\nexec "{zig}" {name} -target {processor}-linux-gnu.2.{NEWEST_GLIBC} -O2 "$@"\n'
         (folder / name).write_text(script)
         (folder / name).chmod(0o755)
+    # Zig compiles its C++ runtime anew for each set of flags. So -O2 is always set, and CMake's trials do not link.
+    trials = "-DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY"
     # In Zig's runtime, __builtin_cpu_supports is always false. GCC's finds the instruction sets.
     runtime = run("gcc", "-print-libgcc-file-name").strip() if processor == "x86_64" else ""
     return {
         "CC": str(folder / "cc"),
         "CXX": str(folder / "c++"),
+        "CMAKE_ARGS": trials,
         "LDFLAGS": f"-s {runtime}",
         "SKBUILD_INSTALL_STRIP": "false",  # the linker does, for both processors
         "ROPEWALK_REQUIRE_KERNEL": "1",
