@@ -44,6 +44,19 @@ MINOR = "import sys; print(sys.version_info[1], end='')"
 COMPILERS = re.compile(r"gcc|g\+\+|clang|^cc$|^c\+\+$|^c[89]9|^cpp$|^cmake$|nvcc")
 # What only an account knows. --sdist-url and [project.urls] in pyproject.toml replace the addresses.
 PLACEHOLDER = "https://ropewalk.invalid"
+# A quarter turn by a variant of the hub's kernel, loaded by its id, which must import nothing of an installed ropewalk.
+QUARTER_TURN = """
+import importlib.util, json, pathlib, sys, torch
+sys.modules["ropewalk"] = None
+folder = pathlib.Path(sys.argv[1])
+name = json.loads((folder / "metadata.json").read_text())["id"]
+spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules[name])
+q, cos, sin = torch.randn(1, 2, 3, 8), torch.zeros(1, 3, 8), torch.ones(1, 3, 8)
+for turned in sys.modules[name].apply_rotary_pos_emb(q, q, cos, sin):
+    assert torch.equal(turned, torch.cat((-q[..., 4:], q[..., :4]), -1)), turned
+"""
 
 
 class CheckError(Exception):
@@ -201,6 +214,16 @@ def build_site(folder: Path, version: str) -> Path:
     return Path(shutil.make_archive(str(folder / f"ropewalk-{version}-site"), "gztar", ROOT / "site"))
 
 
+def build_hub(folder: Path, version: str, wheels: list[Path]) -> Path:
+    """Write the kernel for Hugging Face's hub with the modules of the wheels, rotate with it, and pack it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        hub = Path(temporary) / "hub"
+        run(sys.executable, ROOT / "tools" / "hub_kernel.py", hub, *wheels)
+        for variant, backend in (("torch-cpu", "reference"), ("torch-stable-abi210-cpu-x86_64-linux", "kernel")):
+            run(sys.executable, "-c", QUARTER_TURN, hub / "build" / variant, ROPEWALK_BACKEND=backend)
+        return Path(shutil.make_archive(str(folder / f"ropewalk-{version}-hub"), "gztar", hub))
+
+
 def notes(changelog: str, version: str) -> tuple[str, str]:
     """Return title and text of the section of CHANGELOG.md for this version, or of Unreleased if there is none."""
     for title in (rf"{re.escape(version)}(?: [^\n]*)?", "Unreleased"):
@@ -331,6 +354,9 @@ def make(folder: Path, options: argparse.Namespace) -> None:
                 not_run.append(f"{wheel.name}: README's example and the tests, with PyTorch")
             else:
                 passed(wheel, check_installed(wheel, first, "kernel"))
+    hub = build_hub(folder, version, sorted(folder.glob("*.whl")))
+    passed(hub, "both variants for this processor rotate, without ropewalk")
+    not_run.append(f"{hub.name}: the variants for GPUs, and loading with kernels, which tests/integrations does")
     passed(sdist, check_installed(sdist, str(interpreter("3.11")), None))
 
     by = options.key or "a key of this rehearsal, which is thrown away"

@@ -32,30 +32,27 @@ COLUMNS = (
 )
 _HEAD = """# Which models of transformers are supported?
 
-The first table lists {count} model types of transformers 5.23, some of them with several schemes. For each row, a small
-model with random weights in float32 was measured before and after [`accelerate`](transformers.md).
-`tools/transformers_table.py` writes this page, and `tests/integrations/test_transformers_table.py` measures every
-row again. Model types that are not in the table can work too: `accelerate` compares each model with its config
-before it changes anything, and raises an error if they do not match.
+<!-- Written by tools/transformers_table.py -->
+
+{count} model types of transformers 5.23 and the [vision towers](#vision-towers) below were measured before and after
+[`accelerate`](transformers.md), as small models with random weights in float32. Other model types can work too:
+`accelerate` compares each model with its config before it changes anything, and raises an error if they do not match.
 
 - **function**: the function of transformers that rotates q and k.
-- **rope**: the pairing and the scheme. "Of a part" means that only the first channels of each head are rotated, and
-  "of a slice" that the first channels are not rotated.
-- **difference**: the largest difference between the logits with ropewalk and those of transformers, divided by the
-  largest logit, at positions 0 to 63. For LongRoPE, transformers uses its long frequencies in this comparison.
-- **drift of transformers**: the same measure at positions 99,936 to 99,999, between the logits of transformers and
-  those of its own function with exact tables (cos and sin computed with 60 digits and rounded once to float32).
-- **exact, bitwise**: whether the logits with ropewalk are bitwise identical to those of transformers' function with
-  exact tables, at positions 99,936 to 99,999.
-- **theirs, bitwise**: whether the logits with `angles="theirs"` are bitwise identical to those of transformers, at
-  positions 99,936 to 99,999.
-- **gradients**: the largest difference of a parameter's gradient from that in transformers. The difference is
-  divided by the norm of the gradient, or by 1 % of the largest gradient norm of any parameter if that is larger.
-- **tokens**: whether 12 greedily generated tokens are the same before and after `accelerate`. A dash stands for a
-  model that does not generate.
-- **restored**: whether the logits after `restore` are bitwise identical to those before `accelerate`.
+- **rope**: the pairing and the scheme. "Of a part": only the first channels of each head are rotated. "Of a slice": the
+  first channels are not rotated.
+- **difference** of the logits from those of transformers, divided by the largest logit, at positions 0 to 63. For
+  LongRoPE, transformers uses its long frequencies here.
+- **drift of transformers**: the difference at positions 99,936 to 99,999 between transformers and its own function
+  with exact tables (cos and sin rounded once to float32).
+- **exact, bitwise**: whether the logits there equal those of transformers' function with exact tables.
+- **theirs, bitwise**: whether those with `angles="theirs"` equal those of transformers.
+- **gradients**: the largest difference of a parameter's gradient, divided by the norm of the gradient, or by 1 % of the
+  largest gradient norm of any parameter if that is larger.
+- **tokens**: whether 12 greedily generated tokens are the same. A dash: the model does not generate.
+- **restored**: whether the logits after `restore` are bitwise those before `accelerate`.
 
-These models were also compiled with `fullgraph=True`, in a process that had not run them before: {compiled}.
+Also compiled with `fullgraph=True`: {compiled}.
 
 """
 TOWER_COLUMNS = ("tower", "function", "rope", "difference", "theirs, bitwise", "gradients", "restored")
@@ -63,12 +60,10 @@ TOWERS_AT = "\n## Vision towers\n"
 _TOWERS_HEAD = (
     TOWERS_AT
     + """
-The second table lists {count} towers, each with random weights in float32. Their inputs are images of several sizes,
-several packed images, and videos for towers that accept them. In this table, the columns compare the last hidden states
-instead of the logits. Where the function is "its own", the tower's own code rotates by exact cos
-and sin. **difference** and **theirs, bitwise** are measured at the positions of these images, which go up
-to 8. **rope** also names the pattern of the axes, which is the name of a constructor of
-[`Axes`](several-axes.md#which-pair-uses-which-axis).
+{count} towers, measured on images of several sizes, several packed images, and videos for towers that accept them, at
+positions up to 8. The columns compare the last hidden states instead of the logits. Where the function is "its own",
+the tower's own code rotates by exact cos and sin. **rope** also names the pattern of the axes, which is a constructor
+of [`Axes`](several-axes.md#which-pair-uses-which-axis).
 
 """
 )

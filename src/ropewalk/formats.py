@@ -17,15 +17,17 @@ back, also pass the rotation's `head_dim`, `rotary_offset`, `attention_factor` a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
-from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
+
+if TYPE_CHECKING:
+    from ropewalk.rope.rope import Rope
 
 Repeated = Literal["halves", "each"]
 """How a row repeats its values: both halves of the row are equal, or each value is repeated next to itself."""
@@ -143,7 +145,7 @@ def from_full_width(
     Raises:
         RopeError: a row does not repeat its values as `repeated` states; or as raised by `Rotation`.
 
-    Example:
+    Examples:
         >>> from ropewalk import Rope
         >>> rotation = Rope(head_dim=4, base=10_000.0, pairing="half").at(torch.arange(3))
         >>> cos, sin = to_full_width(rotation, repeated="halves")
@@ -263,7 +265,7 @@ def from_cache(
         RopeError: cache does not have this shape and one of these dtypes; or as raised by `Rotation`. vLLM stores its
             cache in the dtype of the model, but 16 bits are too few for accurate angles.
 
-    Example:
+    Examples:
         >>> from ropewalk import Rope
         >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
         >>> cache = to_cache(rope.at(torch.arange(8)))

@@ -49,7 +49,7 @@ class LearnedRope(torch.nn.Module):
     Raises:
         RopeError: inv_freq is not such a tensor, or a number is out of range.
 
-    Example:
+    Examples:
         >>> learned = LearnedRope.from_rope(Rope(head_dim=4, base=10_000.0, pairing="half"))
         >>> rotation = learned(torch.arange(3))
         >>> rotation(torch.ones(1, 3, 2, 4), layout="bshd").sum().backward()

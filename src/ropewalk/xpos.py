@@ -55,7 +55,7 @@ def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0)
             70.8 · scale_base from the centre (36,260 tokens for 512). In float16, channels
             of size 1 overflow at more than 4,530 tokens from the centre.
 
-    Example:
+    Examples:
         >>> from ropewalk import Rope, xpos
         >>> positions = torch.arange(4)
         >>> q, k = xpos.at(Rope(head_dim=4, base=10_000.0, pairing="half"), positions, centre=2)

@@ -273,7 +273,7 @@ class KVCache:
         2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers. With a window, sinks + window
         replaces capacity. The extra slot receives the tokens that are not kept.
 
-    Example:
+    Examples:
         >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=1, head_dim=4, capacity=8)
         >>> step = cache.step(3, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
         >>> step.positions

@@ -38,7 +38,7 @@ class RotaryEmbedding(torch.nn.Module):
     Raises:
         RopeError: rope is not a Rope, or layout is unknown.
 
-    Example:
+    Examples:
         >>> embed = RotaryEmbedding(Rope(head_dim=4, base=10_000.0, pairing="half"), layout="bshd")
         >>> q, k = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 1, 4)
         >>> q, k = embed(q, k, torch.arange(3))
@@ -120,7 +120,7 @@ class RotaryAttention(torch.nn.Module):
         RopeError: a number is out of range, num_kv_heads does not divide num_heads, or head_dim is None and num_heads
             does not divide hidden_size.
 
-    Example:
+    Examples:
         >>> attention = RotaryAttention(hidden_size=8, num_heads=2, num_kv_heads=1)
         >>> rotation = Rope(head_dim=4, base=10_000.0, pairing="half").at(torch.arange(3))
         >>> attention(torch.ones(1, 3, 8), rotation).shape

@@ -36,7 +36,7 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
     Raises:
         RopeError: as raised by `positions.packed`.
 
-    Example:
+    Examples:
         >>> packed(torch.tensor([0, 2, 3]), 3)[0, 0].int()
         tensor([[1, 0, 0],
                 [1, 1, 0],
@@ -84,7 +84,7 @@ def sliding_window(seq: int, window: int, *, device: torch.device | str | None =
     Raises:
         RopeError: seq or window is not an integer in its range.
 
-    Example:
+    Examples:
         >>> sliding_window(4, 2)[0, 0].int()
         tensor([[1, 0, 0, 0],
                 [1, 1, 0, 0],
@@ -134,7 +134,7 @@ def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
     Raises:
         RopeError: attention_mask has a wrong type or shape; or keys is missing, not allowed or not an integer ≥ 0.
 
-    Example:
+    Examples:
         >>> padding(torch.tensor([[0, 1, 1], [1, 1, 0]])).tolist()
         [[[[False, True, True]]], [[[True, True, False]]]]
         >>> padding(torch.tensor([3, 2]), 3).tolist()

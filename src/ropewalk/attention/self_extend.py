@@ -37,7 +37,7 @@ class SelfExtend:
     Raises:
         RopeError: rope is not a static Rope with one axis, or group or window is out of range.
 
-    Example:
+    Examples:
         >>> extended = SelfExtend(Rope(head_dim=4, base=10_000.0, pairing="half"), group=4, window=8)
         >>> rotation = extended.at(torch.arange(32))  # computed once, passed to every layer
         >>> rotation.far.shape

@@ -55,7 +55,7 @@ class ContextParallel:
             CPU also: the ranks have different numbers of tokens, or do not have each index of the sequence once; or
             cu_seqlens decreases or exceeds the sequence. Tokens after its end (padding) form a separate document.
 
-    Example:
+    Examples:
         >>> def forward(layers, x, rope, seq, rank, size):  # x [batch, seq / size, hidden]: the tokens of this rank
         ...     places = ropewalk.positions.context_parallel(seq, rank, size, "head-tail")
         ...     rotation, context = rope.at(places), ropewalk.parallel.ContextParallel(places)

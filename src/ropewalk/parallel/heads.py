@@ -51,7 +51,7 @@ class HeadwiseParallel(ParallelStyle):
         RopeError: when the plan is applied, if the module is not a RotaryAttention, the mesh has several axes, or the
             heads cannot be divided among its ranks; when the module is called, if cos and sin are DTensors.
 
-    Example:
+    Examples:
         >>> def shard(model, mesh):  # mesh of one axis; model.layers[i] has self_attn and mlp
         ...     plan = {
         ...         "layers.*.self_attn": ropewalk.parallel.HeadwiseParallel(),
@@ -118,7 +118,7 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
     Raises:
         RopeError: model is not a module, is itself a `RotaryAttention`, or does not contain a `RotaryAttention`.
 
-    Example:
+    Examples:
         >>> block = nn.ModuleDict({"attention": RotaryAttention(64, 4), "up": nn.Linear(64, 256)})
         >>> attention_plan(block)
         {'attention': HeadwiseParallel(sequence_parallel=False)}

@@ -44,7 +44,7 @@ def augment(
     Source:
         Siméoni et al. 2025 (DINOv3), arXiv:2508.10104; `augment_patches_center_coordinates` of transformers 5.23.
 
-    Example:
+    Examples:
         >>> centres = torch.tensor([[-0.5, 0.5]])
         >>> torch.equal(augment(centres, 0, rescale=2.0), augment(centres, 0, rescale=2.0))
         True

@@ -42,7 +42,7 @@ def axis(
     Raises:
         RopeError: n is not an integer of at least 1, low or high is not finite, or at or dtype is not one of the above.
 
-    Example:
+    Examples:
         >>> axis(4)
         tensor([-0.7500, -0.2500,  0.2500,  0.7500])
         >>> axis(4, 0, 16, at="starts")
@@ -80,7 +80,7 @@ def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tu
     Source:
         CogVideoX 1.0, HunyuanDiT and Allegro in diffusers 0.42: `get_resize_crop_region_for_grid`.
 
-    Example:
+    Examples:
         >>> crop(30, 60, 32, 32)
         ((8, 0), (24, 32))
     """

@@ -31,7 +31,7 @@ def with_unrotated(positions: Tensor, *, before: int = 0, after: int = 0) -> Ten
     Raises:
         RopeError: positions is not a tensor with an axis of tokens, or a number is not an integer of at least 0.
 
-    Example:
+    Examples:
         >>> with_unrotated(torch.tensor([[1, 1], [1, 2]]), before=1)
         tensor([[0, 1, 1],
                 [0, 1, 2]])
@@ -61,7 +61,7 @@ def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: in
     Raises:
         RopeError: the rows are not such tensors, side is unknown, or length is less than that of the longest row.
 
-    Example:
+    Examples:
         >>> padded([torch.tensor([0, 1, 2]), torch.tensor([0])], "left")
         tensor([[0, 1, 2],
                 [0, 0, 0]])

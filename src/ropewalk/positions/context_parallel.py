@@ -54,7 +54,7 @@ def context_parallel(
     Source:
         `_HeadTailLoadBalancer` of PyTorch 2.13 for "head-tail"; Striped Attention (2311.09431) for "striped".
 
-    Example:
+    Examples:
         >>> context_parallel(8, 0, 2, "head-tail")
         tensor([0, 1, 6, 7])
         >>> context_parallel(8, 1, 2, "striped")

@@ -47,7 +47,7 @@ def grid(
     Source:
         `get_vision_position_ids` of transformers 5.23 (vision_utils.py). Other projects call the result `pos_ids`.
 
-    Example:
+    Examples:
         >>> grid(2, 3)
         tensor([[0, 0, 0, 1, 1, 1],
                 [0, 1, 2, 0, 1, 2]])
@@ -89,7 +89,7 @@ def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
         RopeError: there is no axis, an axis is not such a tensor, or merge does not divide the sizes of the last two
             axes.
 
-    Example:
+    Examples:
         >>> mesh(torch.tensor([0.5, 1.5]), torch.tensor([10, 20, 30]))
         tensor([[ 0.5000,  0.5000,  0.5000,  1.5000,  1.5000,  1.5000],
                 [10.0000, 20.0000, 30.0000, 10.0000, 20.0000, 30.0000]])

@@ -94,7 +94,7 @@ def mrope(
     Source:
         `get_rope_index` of each model in transformers 5.23; Wang et al. 2024 (Qwen2-VL), arXiv:2409.12191.
 
-    Example:
+    Examples:
         >>> mrope([Text(2), Image(2, 2), Text(1)]).positions
         tensor([[0, 1, 2, 2, 2, 2, 4],
                 [0, 1, 2, 2, 3, 3, 4],
@@ -159,7 +159,7 @@ def xdrope(
     Source:
         `get_rope_index` of hunyuan_vl in transformers 5.23.
 
-    Example:
+    Examples:
         >>> xdrope([Text(1), Image(2, 2), Text(1)]).positions
         tensor([[0, 1, 2, 3, 4, 5],
                 [0, 0, 1, 0, 1, 5],
@@ -302,4 +302,4 @@ _ADVICE = {
     "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
     "hunyuan_vl": "its segments to positions.xdrope",
 }
-"""For each model_type, what to pass instead of its name. docs/positions.md lists the same models."""
+"""For each model_type, what to pass instead of its name. docs/mrope.md lists the same models."""

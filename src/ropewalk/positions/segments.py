@@ -129,7 +129,7 @@ def segments_of(
         RopeError: token_types has a wrong type, shape or value, or the numbers of image and video tokens do not match
             images and videos.
 
-    Example:
+    Examples:
         >>> segments_of([0, 0, 1, 1, 0], images=[Image(1, 2)])
         [Text(tokens=2), Image(height=1, width=2), Text(tokens=1)]
     """

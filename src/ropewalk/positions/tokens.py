@@ -24,7 +24,7 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
     Raises:
         RopeError: offsets is not such a tensor, or seq is not an integer of at least 0.
 
-    Example:
+    Examples:
         >>> ragged(torch.tensor([0, 7]), 3)
         tensor([[0, 1, 2],
                 [7, 8, 9]])
@@ -55,7 +55,7 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
     Raises:
         RopeError: cu_seqlens is not such a tensor or exceeds total, or total is not an integer of at least 0.
 
-    Example:
+    Examples:
         >>> packed(torch.tensor([0, 3, 5]), 6)
         tensor([0, 1, 2, 0, 1, 0])
     """
@@ -87,7 +87,7 @@ def from_mask(attention_mask: Tensor) -> Tensor:
     Raises:
         RopeError: attention_mask has another shape, or is a floating-point (additive) mask.
 
-    Example:
+    Examples:
         >>> from_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]))
         tensor([[0, 0, 0, 1],
                 [0, 1, 2, 0]])

@@ -40,7 +40,7 @@ class Axes:
     Raises:
         RopeError: a number is out of range, or the lists do not match.
 
-    Example:
+    Examples:
         >>> Axes.sections((2, 1, 1)).axis
         (0, 0, 1, 2)
         >>> Axes([0, 0, 1, 2]) == Axes.sections((2, 1, 1))

@@ -51,7 +51,7 @@ class Rope:
     Raises:
         RopeError: a value is invalid, or scaling returns no frequencies.
 
-    Example:
+    Examples:
         >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
         >>> rope
         Rope(head_dim=4, base=10000.0, pairing='half')
@@ -234,7 +234,7 @@ class Rope:
             integer position p. The compiled kernels give the same bits for `at(positions, dtype=torch.float64)`. The
             plain PyTorch reference rounds its angles, and differs by up to 1.5e-15 (times the factor).
 
-        Example:
+        Examples:
             >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
             >>> cos, sin = rope.tables([0, 1, 131_072])
             >>> cos.shape
@@ -272,7 +272,7 @@ class Rope:
         Raises:
             RopeError: delta is not an int in ±2⁶³ or an integer tensor (one value per axis), or the rope is not static.
 
-        Example:
+        Examples:
             >>> import torch
             >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
             >>> key = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
@@ -295,7 +295,7 @@ class Rope:
         Raises:
             RopeError: n is not an integer of at least 1.
 
-        Example:
+        Examples:
             >>> from ropewalk import DynamicNTK
             >>> rope = Rope(head_dim=8, base=10_000.0, pairing="half", scaling=DynamicNTK(2.0, 4096))
             >>> rope.at_length(4096)

@@ -62,7 +62,7 @@ class Rotation(_Fields):
     Raises:
         RopeError: a shape, dtype or number does not fit.
 
-    Example:
+    Examples:
         >>> angle = torch.tensor([[0.0], [torch.pi / 2]])  # two tokens, one pair
         >>> rotation = Rotation(angle.cos(), angle.sin(), pairing="half")
         >>> rotation(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), layout="thd").round()
@@ -355,7 +355,7 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="ropewalk.Rotation",
+    serialized_type_name=f"{__name__.partition('.')[0]}.Rotation",
     to_dumpable_context=list,
     from_dumpable_context=lambda context: _validate(*context),
 )

@@ -42,7 +42,7 @@ class QKNorm:
         RopeError: a weight is not a tensor `[head_dim]` in one of these dtypes; the weights differ in shape, dtype or
             device; or ε is not greater than 0.
 
-    Example:
+    Examples:
         >>> norm = QKNorm(torch.ones(4), torch.ones(4), eps=1e-6)
         >>> q, k = norm(torch.full((1, 2, 3, 4), 5.0), torch.full((1, 2, 1, 4), -0.1))
         >>> q[0, 0, 0], k.shape

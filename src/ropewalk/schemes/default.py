@@ -22,7 +22,7 @@ def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
     Returns:
         rotary_dim // 2 float64 numbers in radians per position. The first is 1.0, the fastest.
 
-    Example:
+    Examples:
         >>> inv_freq(10_000.0, 4)
         (1.0, 0.01)
     """
@@ -32,7 +32,7 @@ def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
 def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
     """Return the frequencies as transformers 5.23 and Meta's code compute them, with each operation in float32.
 
-    Example:
+    Examples:
         >>> inv_freq_float32(10_000.0, 4)
         (1.0, 0.009999999776482582)
     """

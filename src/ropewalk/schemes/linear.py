@@ -24,7 +24,7 @@ class Linear(Scheme):
     Raises:
         RopeError: factor is not a finite number of at least 1.
 
-    Example:
+    Examples:
         >>> Linear(factor=4.0).inv_freq(10_000.0, 4)
         (0.25, 0.0025)
     """

@@ -28,7 +28,7 @@ class NTK(Scheme):
         RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, for which the formula divides by zero;
             or the larger base is not finite in float64.
 
-    Example:
+    Examples:
         >>> NTK(alpha=4.0).inv_freq(10_000.0, 4)
         (1.0, 0.0025)
     """

@@ -26,7 +26,7 @@ class PerPair(Scheme):
     Raises:
         RopeError: a value is outside its range, or the number of factors is not the number of pairs.
 
-    Example:
+    Examples:
         >>> PerPair(factors=[1.0, 4.0]).inv_freq(10_000.0, 4)
         (1.0, 0.0025)
     """

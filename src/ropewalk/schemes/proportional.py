@@ -31,7 +31,7 @@ class Proportional(Scheme):
     Raises:
         RopeError: a value is outside its range, or no pair rotates.
 
-    Example:
+    Examples:
         >>> Proportional(partial_rotary_factor=0.5).inv_freq(10_000.0, 8)
         (1.0, 0.1, 0.0, 0.0)
     """

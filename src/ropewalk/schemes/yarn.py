@@ -45,7 +45,7 @@ class YaRN(Scheme):
     Raises:
         RopeError: a value is outside its range, or beta_slow is greater than beta_fast.
 
-    Example:
+    Examples:
         >>> round(YaRN(factor=16.0, original_max_position_embeddings=4096).compute_attention_factor(), 6)
         1.277259
     """

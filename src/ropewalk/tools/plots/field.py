@@ -61,7 +61,7 @@ def angle_field(
             axes; a number is out of range; positions has a wrong shape or is not finite; head or axis_names does not
             fit the rope; or matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> import ropewalk
         >>> rope = ropewalk.Rope(64, 10_000.0, "half", axes=ropewalk.Axes.axial((32, 32)))
         >>> figure = ropewalk.plots.angle_field(rope, 14, 14, pairs=[0, 4, 16, 20])

@@ -46,7 +46,7 @@ def explorer(
         RopeError: `models` is not such a dict, nothing in it rotates tokens, a number is out of range, the page
             would be too large, or Plotly is not installed (extra `explore`).
 
-    Example:
+    Examples:
         >>> import ropewalk
         >>> rope = ropewalk.Rope(128, 10_000.0, "half")
         >>> page = ropewalk.plots.explorer({"unscaled": rope}, trained_length=4096)  # doctest: +SKIP
