@@ -150,10 +150,11 @@ def decode_steps() -> Iterator[tuple[str, ...]]:
     steps = decoding("model")
     for (dtype, batch, held), found in decoding("attention").items():
         model = steps[dtype, batch, held]
-        ratios = (f"{found[name]['times_read']:.1f}" if name in found else NONE for name in CACHES)
-        ahead = (model[name]["ahead"] if name in model else None for name in CACHES[2:])
-        speed = f"{model[CACHES[0]]['tokens_per_second']:.0f}"
-        yield f"{dtype}, {batch} × {held:,}", *ratios, speed, *(f"{x:.1f}" if x else NONE for x in ahead)
+        if model.keys() >= set(CACHES):  # the others are cases that do not fit in memory with every cache
+            ratios = (f"{found[name]['times_read']:.1f}" for name in CACHES)
+            slower = (f"{model[name]['ahead']:.1f}" for name in CACHES[2:])
+            speed = f"{model[CACHES[0]]['tokens_per_second']:.0f}"
+            yield f"{dtype}, {batch} × {held:,}", *ratios, speed, *slower
 
 
 TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
