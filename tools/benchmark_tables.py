@@ -94,7 +94,7 @@ def sizes() -> Iterator[tuple[str, ...]]:
             times = [1e3 * row["median"] for row in rows(RUNS, contender="ropewalk", **wanted)]
             cells.append(span(times, 3 if tokens < 1024 else 1))
             cells += [ratios("ropewalk", "copy_", **wanted), ratios("Hugging Face", "ropewalk", **wanted)]
-        yield f"{tokens:,}, forward + backward" if backward else f"{tokens:,}", *cells
+        yield f"{tokens:,}, with backward" if backward else f"{tokens:,}", *cells
 
 
 def memories() -> Iterator[tuple[str, ...]]:
@@ -107,7 +107,7 @@ def memories() -> Iterator[tuple[str, ...]]:
                 wanted = {"contender": "ropewalk", "tokens": tokens, "backward": backward, "dtype": dtype}
                 new, kept = (rows(RUNS, memory=memory, **wanted) for memory in ("new", "kept"))
                 cells.append(span([a["median"] / b["median"] for a, b in zip(new, kept, strict=True)], 1))
-            yield f"{tokens:,} tokens, {'forward + backward' if backward else 'forward'}", *cells
+            yield f"{tokens:,} tokens, {'with backward' if backward else 'forward'}", *cells
 
 
 def one_thread() -> Iterator[tuple[str, ...]]:
