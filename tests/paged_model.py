@@ -64,7 +64,7 @@ class Requests:
         try:
             request(*given, **options)
         except RopeError as e:
-            if "free blocks are needed" not in str(e):
+            if "number of free blocks must be" not in str(e):
                 raise
             self.refused += 1
             return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import functools
+import importlib
 import json
 import re
 import textwrap
@@ -198,6 +199,32 @@ def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
     there = {*listed[1].split(", "), *ropewalk.__all__, *re.findall(r"^::: ropewalk\.schemes\.(\w+)", REFERENCE, re.M)}
     assert used >= {"register", "unregister", "default", "SCHEMES"}
     assert used <= there
+
+
+WRITTEN_BY_SCRIPTS = {"model-types.md", "transformers-models.md"}
+
+
+def visible(page: Path) -> str:
+    """Return a page without the blocks that its readers do not see."""
+    return re.sub(r"^<!-- .*?-->$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_site_can_be_read_in_a_day() -> None:
+    """All pages together have at most 50,000 words, with code and tables, except those that scripts write."""
+    words = sum(len(visible(page).split()) for page in PAGES[1:] if page.name not in WRITTEN_BY_SCRIPTS)
+    assert 40_000 <= words <= 50_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_code_scrolls_sideways(page: Path) -> None:
+    blocks = re.findall(r"^ *```.*?^ *```$", visible(page), re.DOTALL | re.MULTILINE)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 85] == []
+
+
+def test_the_page_of_model_types_is_what_its_script_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    script = importlib.import_module("model_types")
+    assert script.PAGE.read_text("utf-8") == script.page()
 
 
 # The runner itself: it must be able to fail.

@@ -185,7 +185,7 @@ class TestReleasePage:
 
     def test_scripts_and_options_exist(self) -> None:
         scripts = re.findall(r"python (tools/\w+\.py)([^`\n]*)", self.TEXT)
-        assert {script for script, _ in scripts} == {"tools/wheels.py", "tools/matrix.py"}
+        assert {script for script, _ in scripts} == {"tools/wheels.py", "tools/matrix.py", "tools/hub_kernel.py"}
         for script, options in scripts:
             source = (ROOT / script).read_text(encoding="utf-8")
             for option in re.findall(r"--[\w-]+", options):

@@ -6,6 +6,7 @@ tests/test_claims.py fails if a page has other numbers than the results.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ RUNS = ("run-1", "run-2")
 ONE_THREAD = ("one-thread-1", "one-thread-2")
 NONE = "–"
 DTYPES = ("float32", "bfloat16")
-# Each row of the table in the README: the contender, and the files that have it.
+# Each row of the table of all libraries: the contender, and the files that have it.
 CONTENDERS = {
     "`copy_` of q and k": ("copy_", RUNS),
     "`clone` of q and k": ("clone", RUNS),
@@ -37,15 +38,21 @@ CONTENDERS = {
 CACHES = ("ropewalk, KVCache", "ropewalk, PagedKVCache", "transformers, DynamicCache", "transformers, StaticCache")
 
 
-def results(name: str) -> dict[str, Any]:
-    """Return the content of a file in benchmarks/results, by the end of its name."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{MACHINE}-{name}.json").read_text("utf-8"))
+@functools.cache
+def content(path: Path) -> dict[str, Any]:
+    """Return the content of a file."""
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return found
 
 
-def rows(runs: tuple[str, ...], **wanted: Any) -> list[dict[str, Any]]:
+def results(name: str, machine: str = MACHINE) -> dict[str, Any]:
+    """Return the content of a file in benchmarks/results, by the end of its name."""
+    return content(RESULTS / f"{machine}-{name}.json")
+
+
+def rows(runs: tuple[str, ...], machine: str = MACHINE, /, **wanted: Any) -> list[dict[str, Any]]:
     """Return the rows with these entries, at most one for each run."""
-    return [row for run in runs for row in results(run)["rows"] if wanted.items() <= row.items()]
+    return [row for run in runs for row in results(run, machine)["rows"] if wanted.items() <= row.items()]
 
 
 def milliseconds(contender: str, runs: tuple[str, ...], **wanted: Any) -> str:
@@ -64,7 +71,7 @@ def span(values: list[float], decimals: int) -> str:
 
 
 def rotation() -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the table in the README."""
+    """Yield the cells of the table of all libraries."""
     yield ("4,096 tokens, ms", *(f"{dtype}, {memory} memory" for dtype in DTYPES for memory in ("kept", "new")))
     for label, (contender, runs) in CONTENDERS.items():
         cells = []
@@ -158,8 +165,7 @@ def decode_steps() -> Iterator[tuple[str, ...]]:
 
 
 TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
-    "README.md": (rotation,),
-    "docs/speed.md": (sizes, memories, one_thread, sweep, decode_steps),
+    "docs/speed.md": (rotation, sizes, memories, one_thread, sweep, decode_steps),
 }
 
 

@@ -2,7 +2,7 @@
 
     python tools/explorer_for_docs.py                          write site/explorer/models/index.html, and check the link
     python tools/explorer_for_docs.py PATH                     write PATH
-    python tools/explorer_for_docs.py --pictures docs/assets   take the screenshots of docs/explorer.md in Chromium
+    python tools/explorer_for_docs.py --pictures docs/assets   take the pictures of explorer.md and index.md in Chromium
 
 Run it after building the site. The configs come from the golden files of the tests, so nothing is downloaded.
 """
@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +73,32 @@ def check_link() -> None:
 
 
 def take_screenshots(folder: Path) -> None:
-    """Take screenshots of the page: wide, dark, and as narrow as a phone."""
+    """Take screenshots: of the page, wide, dark, and as narrow as a phone; and the figure of the home page."""
     sys.path.insert(0, str(ROOT / "tests"))
     from browser import Browser
 
     with tempfile.TemporaryDirectory() as temporary:
-        page = Path(temporary) / "index.html"
+        page, home = (Path(temporary) / name for name in ("index.html", "home.html"))
         write(page)
-        for name, figure, width, scale, dark in (
-            ("explorer-wide", "frequencies", 1100, 1.5, False),
-            ("explorer-dark", "angles", 1100, 1.5, True),
-            ("explorer-narrow", "vectors", 380, 1.0, False),
+        home.write_text(plots.explorer(dict(islice(models().items(), 3))), encoding="utf-8")
+        for name, shown, first, last, width, scale, dark in (
+            ("explorer-wide", page, "#frequencies", "#frequencies", 1100, 1.5, False),
+            ("explorer-dark", page, "#angles", "#angles", 1100, 1.5, True),
+            ("explorer-narrow", page, "#vectors", "#vectors", 380, 1.0, False),
+            ("home-light", home, "#frequencies .chips", "#frequencies .plot", 540, 1.5, False),
+            ("home-dark", home, "#frequencies .chips", "#frequencies .plot", 540, 1.5, True),
         ):
             path = folder / f"{name}.webp"
             with Browser(width=width, dark=dark) as browser:
-                browser.open(page)
+                browser.open(shown)
                 height = browser.evaluate("document.documentElement.scrollHeight")
                 browser.resize(width, height, scale=scale)
-                box = browser.evaluate(f"document.querySelector('#{figure}').getBoundingClientRect().toJSON()")
-                clip = {"x": 0, "y": box["top"] - 20, "width": width, "height": box["height"] + 30}
+                top, bottom = (
+                    browser.evaluate(f"document.querySelector('{selector}').getBoundingClientRect().{side}")
+                    for selector, side in ((first, "top"), (last, "bottom"))
+                )
+                margin = 20 if first == last else 8  # the words above the chips are not in the picture
+                clip = {"x": 0, "y": top - margin, "width": width, "height": bottom - top + margin + 10}
                 browser.screenshot(path, clip)
             if (size := path.stat().st_size) > MOST_BYTES:
                 raise SystemExit(f"{path}: at most {MOST_BYTES} bytes, got {size}")

@@ -1,14 +1,14 @@
-"""Draw the pictures of docs/schemes/ (inverse frequency before and after), derivation.md and several-axes.md.
+"""Draw the pictures of docs/schemes/, derivation.md and several-axes.md.
 
 Each picture is an SVG beside this file.
 
-Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
-nothing. Needs `pip install ".[plots]"`:
+Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are
+committed, and building the site draws nothing. Needs `pip install ".[plots]"`:
 
     python docs/assets/draw.py
 
-The same ropes stand in the examples of the pages. Text stays text and ids are fixed, so that a picture is small and
-drawing it again changes nothing.
+The same ropes stand in the examples of the pages. Text stays text and ids are fixed,
+so that a picture is small and drawing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ropewalk import Axes, Rope, plots
-from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+from ropewalk.schemes import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    YaRN,
+)
 
 HERE = Path(__file__).parent
 LENGTHS = HERE.parents[1] / "tests" / "golden" / "lengths.json"
@@ -32,7 +40,11 @@ MOST_BYTES = 80_000
 def phi3() -> LongRoPE:
     """The searched factors of Phi-3.5-mini, as recorded for the tests."""
     rows = json.loads(LENGTHS.read_text(encoding="utf-8"))["rows"]
-    given = next(row["rope_parameters"] for row in rows if row["model"] == "phi-3.5-mini-instruct")
+    given = next(
+        row["rope_parameters"]
+        for row in rows
+        if row["model"] == "phi-3.5-mini-instruct"
+    )
     return LongRoPE(
         short_factor=given["short_factor"],
         long_factor=given["long_factor"],
@@ -43,17 +55,29 @@ def phi3() -> LongRoPE:
 
 def ropes() -> dict[str, Rope]:
     """Name of the picture → the rope that it shows."""
-    llama3 = Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    llama3 = Llama3(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
     yarn = YaRN(factor=16.0, original_max_position_embeddings=4096)
     return {
         "default": Rope(128, 10_000.0, "half"),
         "linear": Rope(128, 10_000.0, "half", scaling=Linear(factor=4.0)),
         "ntk": Rope(128, 10_000.0, "half", scaling=NTK(alpha=8.0)),
-        "dynamic": Rope(128, 10_000.0, "half", scaling=DynamicNTK(2.0, 4096)).at_length(16_384),
+        "dynamic": Rope(
+            128, 10_000.0, "half", scaling=DynamicNTK(2.0, 4096)
+        ).at_length(16_384),
         "yarn": Rope(128, 10_000.0, "half", scaling=yarn),
         "longrope": Rope(96, 10_000.0, "half", scaling=phi3()).at_length(131_072),
         "llama3": Rope(128, 500_000.0, "half", scaling=llama3),
-        "proportional": Rope(512, 1_000_000.0, "half", scaling=Proportional(partial_rotary_factor=0.25)),
+        "proportional": Rope(
+            512,
+            1_000_000.0,
+            "half",
+            scaling=Proportional(partial_rotary_factor=0.25),
+        ),
     }
 
 
@@ -62,7 +86,9 @@ def pictures() -> Iterator[tuple[str, Figure]]:
     for name, rope in ropes().items():
         figure = plots.inv_freq(rope)
         for line in figure.axes[0].lines:
-            line.set_markevery(max(1, rope.rotary_dim // 128))  # a dot for each of up to 64 pairs
+            line.set_markevery(
+                max(1, rope.rotary_dim // 128)
+            )  # a dot for each of up to 64 pairs
         yield name, figure
     qwen = Rope(80, 10_000.0, "half", axes=Axes.axial((40, 40)))
     plain = Rope(128, 10_000.0, "interleaved")
@@ -70,24 +96,35 @@ def pictures() -> Iterator[tuple[str, Figure]]:
     yield "pairs", plots.pairs(plain)
     yield "decay", plots.decay(plain, longest=4096)
     yield "matrix", matrix(Rope(8, 10_000.0, "interleaved"), position=3)
-    yield "angle-field", plots.angle_field(qwen, 14, 14, pairs=[0, 1, 2, 4, 20, 21, 22, 24])
+    yield (
+        "angle-field",
+        plots.angle_field(qwen, 14, 14, pairs=[0, 1, 2, 4, 20, 21, 22, 24]),
+    )
 
 
 def matrix(rope: Rope, position: int) -> Figure:
-    """The matrix that rotates a head at one position: a 2 × 2 block for each pair of neighbouring channels."""
+    """The matrix of a position: a 2 × 2 block for each pair of neighbours."""
     import torch
 
-    unit_vectors = torch.eye(rope.head_dim, dtype=torch.float64)[:, None]  # tokens, heads, channels
+    unit_vectors = torch.eye(rope.head_dim, dtype=torch.float64)[
+        :, None
+    ]  # tokens, heads, channels
     positions = torch.full((rope.head_dim,), position)
-    columns = rope.at(positions, dtype=torch.float64)(unit_vectors, layout="thd")[:, 0]
+    columns = rope.at(positions, dtype=torch.float64)(unit_vectors, layout="thd")[
+        :, 0
+    ]
     figure = plots.blank(height=7.0)
     axes = figure.subplots()
     axes.imshow(columns.T, cmap="RdBu", vmin=-1, vmax=1)
     for (channel, row), value in np.ndenumerate(columns.numpy()):
         colour = "white" if abs(value) > 0.5 else "black"
-        axes.text(channel, row, f"{value:.3g}", ha="center", va="center", color=colour)
+        axes.text(
+            channel, row, f"{value:.3g}", ha="center", va="center", color=colour
+        )
     axes.set(
-        xlabel="channel before", ylabel="channel after", title=f"R at position {position}, {rope.head_dim} channels"
+        xlabel="channel before",
+        ylabel="channel after",
+        title=f"R at position {position}, {rope.head_dim} channels",
     )
     return figure
 
@@ -100,7 +137,9 @@ def main() -> None:
         figure.savefig(path, metadata={"Date": None})
         # Indentation is a fifth of the file.
         lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("\n".join(line.strip() for line in lines) + "\n", encoding="utf-8")
+        path.write_text(
+            "\n".join(line.strip() for line in lines) + "\n", encoding="utf-8"
+        )
         if (size := path.stat().st_size) > MOST_BYTES:
             raise SystemExit(f"{path}: at most {MOST_BYTES} bytes, got {size}")
 

@@ -17,15 +17,17 @@ back, also pass the rotation's `head_dim`, `rotary_offset`, `attention_factor` a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
-from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
+
+if TYPE_CHECKING:
+    from ropewalk.rope.rope import Rope
 
 Repeated = Literal["halves", "each"]
 """How a row repeats its values: both halves of the row are equal, or each value is repeated next to itself."""

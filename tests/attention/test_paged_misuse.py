@@ -130,8 +130,8 @@ REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
     ),
     ("shift", lambda c: c.shift(ROPE, torch.tensor([0, 2**63 - 1])), r"every position must stay within ±2\*\*31"),
     ("shift", lambda c: c.shift(ROPE, torch.tensor([0, -(2**63)])), r"every position must stay within ±2\*\*31"),
-    ("step", lambda c: c.step(40), "20 free blocks are needed, got 4. Free or reset rows"),
-    ("step", lambda c: c.step(40, at=torch.tensor([2, 2])), "20 free blocks are needed, got 6"),
+    ("step", lambda c: c.step(40), "the number of free blocks must be at least 20, got 4. Free or reset rows"),
+    ("step", lambda c: c.step(40, at=torch.tensor([2, 2])), "the number of free blocks must be at least 20, got 6"),
     ("free", lambda c: c.free(7), "rows must be .*, got row 7"),
     ("free", lambda c: c.free([0, 7]), "rows must be .*, got row 7"),
     ("free", lambda c: c.free("0"), "rows must be distinct numbers .* got '0'"),
@@ -187,9 +187,9 @@ def test_no_block_for_a_copy() -> None:
     run(cache, new(1, 6), ROPE)
     cache.fork(0)
     before = state(cache)
-    with pytest.raises(RopeError, match=r"PagedKVCache\.shift: 2 free blocks are needed, got 0"):
+    with pytest.raises(RopeError, match=r"PagedKVCache\.shift: the number of free blocks must be at least 2, got 0"):
         cache.shift(ROPE, 1, rows=[0])
-    with pytest.raises(RopeError, match=r"PagedKVCache\.step: 1 free blocks are needed, got 0"):
+    with pytest.raises(RopeError, match=r"PagedKVCache\.step: the number of free blocks must be at least 1, got 0"):
         cache.step(1, rows=[0])
     assert state(cache) == before
     run(cache, new(1, 2), ROPE, rows=[cache.fork(0, 0)], attention_mask=torch.tensor([[0, 0]]))

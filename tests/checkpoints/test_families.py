@@ -45,8 +45,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
 }
 REFUSED = {
-    "deepseek_v32": "deepseek_v32 must have one rope in each layer, got a second one",
-    "glm_moe_dsa": "glm_moe_dsa must have one rope in each layer, got a second one",
+    "deepseek_v32": "deepseek_v32 must have one rope in each layer and no other part that rotates, got also indexer",
+    "glm_moe_dsa": "glm_moe_dsa must have one rope in each layer and no other part that rotates, got also indexer",
     "hrm_text": "every tensor of an attention must be known, got model.H_module.layers.0.attn.gqkv_proj",
     "hy_v4": "every tensor of an attention must be known, got .*indexer",
     "jetmoe": "every tensor of an attention must be known, got .*experts",

@@ -102,7 +102,7 @@ class TestReleasedModels:
                         (rotated[..., start:end:2], rotated[..., start + 1 : end : 2]), axis=-1
                     )
                 scale = ropes.query_scale
-                if scale is not None and (name == "q" or scale.scales_keys):
+                if scale is not None and not scale.only_unrotated and (name == "q" or scale.scales_keys):
                     factors = [scale.at(p) if name == "q" else scale.constant for p in positions]
                     rotated = rotated * np.array(factors)[:, None]
                 assert (
@@ -197,6 +197,41 @@ def test_text_model_inside_another() -> None:
     with pytest.raises(RopeError, match=r"pass config\['my_part'\]"):
         from_config({"model_type": "unheard_of", "my_part": text})
     assert not set(WRAPPERS) & set(ARCHITECTURES)
+
+
+def test_several_parts() -> None:
+    """The sizes are those of transformers' defaults, which nested configs omit. None is the model if all could be."""
+    small = {"model_type": "blt_local_decoder", "num_hidden_layers": 9}
+    whole = {
+        "model_type": "blt",
+        "decoder_config": small,
+        "global_config": {"model_type": "blt_global_transformer"},
+        "encoder_config": {"model_type": "blt_local_encoder"},
+        "patcher_config": {"model_type": "blt_patcher", "rope_theta": 2e4},
+    }
+    blt = from_config(whole)
+    assert blt.layers == (Rope(128, 5e5, "interleaved"),) * 25
+    local = Rope(64, 5e5, "interleaved")
+    parts = {"patcher_config": Rope(64, 2e4, "interleaved"), "encoder_config": local, "decoder_config": local}
+    assert blt.extra_ropes == parts
+    assert "another part of the model: encoder_config\n" in blt.explain()
+    assert blt.explain().count("trained length") == 1
+    assert from_config(whole, text_only=True).extra_ropes == {}
+    dia = from_config(
+        {
+            "model_type": "dia",
+            "encoder_config": {"model_type": "dia_encoder"},
+            "decoder_config": {"model_type": "dia_decoder"},
+        }
+    )
+    assert (len(dia.layers), dia.rope) == (18, Rope(128, 1e4, "half"))
+    assert dia.extra_ropes == {"encoder_config": Rope(128, 1e4, "half")}
+    with pytest.raises(
+        RopeError,
+        match=r"2 parts of this model could be meant, got 'blt2'. Read each part by itself: "
+        r"from_config\(config\['decoder_config'\]\) or from_config\(config\['global_config'\]\)\.",
+    ):
+        from_config({"model_type": "blt2", "decoder_config": small, "global_config": whole["global_config"]})
 
 
 def test_defaults_of_a_nested_text_model() -> None:
@@ -539,6 +574,27 @@ def test_query_scale_of_ministral() -> None:
     assert scale.at(8192) == pytest.approx(1 + 0.1 * np.log(2))
     plain = {key: value for key, value in yarn.items() if key != "llama_4_scaling_beta"}
     assert from_config({**values, "rope_parameters": plain}).query_scale is None
+
+
+def test_query_scale_of_layers_without_rotation() -> None:
+    values = {"model_type": "llama4_text", "num_hidden_layers": 4, "head_dim": 8, "rope_theta": 5e5}
+    scale = from_config(values).query_scale
+    assert scale is not None
+    assert scale.only_unrotated
+    # transformers: log1p(floor((position + 1) / floor_scale)) · attn_scale + 1, by default with 8192 and 0.1
+    assert [scale.at(p) for p in (8190, 8191, 16383)] == [1.0, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(3)]
+    scale = from_config({**values, "attn_temperature_tuning": 4, "floor_scale": 16, "attn_scale": 0.5}).query_scale
+    assert scale is not None
+    assert scale.at(15) == 1 + 0.5 * np.log(2)
+    assert from_config({**values, "attn_temperature_tuning": False}).query_scale is None
+
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None}
+    beam = {"model_type": "beam", "num_hidden_layers": 2, "head_dim": 8, "layer_types": list(kinds)}
+    scale = from_config({**beam, "rope_parameters": kinds}).query_scale
+    assert scale is not None
+    assert scale.only_unrotated
+    # transformers: exp(0.1 · log1p((position + 1) / 2048))
+    assert [scale.at(p) for p in (0, 2047, 6143)] == pytest.approx([1.0000488, 2**0.1, 4**0.1], rel=1e-7)
 
 
 class TestParametersFromOtherKeys:

@@ -181,7 +181,9 @@ def test_query_scales_in_words() -> None:
     assert "q is multiplied by 0.125\n" in explanation(constant=0.125)
     assert "q and k are multiplied by 0.125\n" in explanation(constant=0.125, scales_keys=True)
     growing = explanation(beta=0.1, original_max_position_embeddings=8192)
-    assert "q is multiplied by 1 + 0.1 ln(1 + floor(position / 8192))" in growing
+    assert "q is multiplied by 1 + 0.1 ln(1 + floor(position / 8192))\n" in growing
+    unrotated = explanation(power=0.1, offset=1, original_max_position_embeddings=2048, only_unrotated=True)
+    assert "q is multiplied by (1 + (position + 1) / 2048)^0.1 in layers without rotation\n" in unrotated
 
 
 def test_frequencies_that_depend_on_the_length() -> None:

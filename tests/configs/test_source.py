@@ -348,3 +348,4 @@ def test_a_query_far_beyond_any_length() -> None:
     scale = QueryScale(beta=0.5, original_max_position_embeddings=4)
     assert scale.at(10**400 - 1) == pytest.approx(1 + 0.5 * (400 * math.log(10) - math.log(4)))
     assert scale.at(7) == 1 + 0.5 * math.log(2)
+    assert QueryScale(power=0.1).at(10**400 - 1) == pytest.approx(1e40)

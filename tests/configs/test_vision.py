@@ -19,7 +19,6 @@ from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWERS
 from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.positions import grid
-from test_docs import ROOT, blocks_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ROWS = {row["model_type"]: row for row in json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]}
@@ -325,18 +324,3 @@ def test_released_towers(name: str) -> None:
     far = [0.0] * prefix + positions.abs().amax(0).tolist()
     bound = math.sqrt(2) * np.array([p * 2.0**-23 + 1e-6 for p in far])[:, None]
     assert (np.abs(x.numpy() - expected) <= bound).all()
-
-
-def test_the_recipe_for_gemma_4_is_as_recorded() -> None:
-    """Run the block of docs/several-axes.md that defines `as_gemma4`."""
-    (block,) = (one for one in blocks_of(ROOT / "docs" / "several-axes.md") if "def as_gemma4(" in one.code)
-    names: dict[str, Any] = {"torch": torch, "Rope": Rope, "row": torch.arange(196), "column": torch.arange(196)}
-    block.run(names)
-    rows = json.loads((GOLDEN / "axes.json").read_text())["rows"]
-    row = next(row for row in rows if row["name"] == "gemma-4.vision: vision")
-    column, line = torch.tensor(row["positions"])
-    x = torch.from_numpy(oracle.golden_q(row["q_shape"])[:, : row["q_heads"]].copy()).transpose(1, 2)
-    expected = np.array(row["q_rot"], dtype=np.float32).reshape(x.transpose(1, 2).shape)
-    bound = math.sqrt(2) * (torch.maximum(column, line).numpy() * 2.0**-23 + 1e-6)[:, None]
-    assert (np.abs(names["as_gemma4"](x, column, line).transpose(1, 2).numpy() - expected) <= bound).all()
-    assert not np.allclose(names["as_gemma4"](x, line, column).transpose(1, 2).numpy(), expected, atol=0.1)

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_many_gpus.py"
 # What the page runs with four processes: the options of the mesh, and sizes that are small enough for a test.
 COMMAND = f"torchrun --nproc-per-node 4 {SCRIPT.relative_to(ROOT).as_posix()} --tensor 2 "
-(LINE,) = re.findall(f"^{COMMAND}(.*)$", (ROOT / "docs" / "many-machines.md").read_text("utf-8"), re.MULTILINE)
+PAGE = (ROOT / "docs" / "many-machines.md").read_text("utf-8").replace("\\\n", "")  # joins continued lines
+(LINE,) = re.findall(f"^{COMMAND}(.*)$", PAGE, re.MULTILINE)
 SIZE = LINE.split()
 
 

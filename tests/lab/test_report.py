@@ -116,10 +116,10 @@ def test_orders():
     lines = paragraph(words(), "Methods from").split("\n")
     # |w| = 63 is once the trained length: 128 tokens.
     assert (
-        "- Accuracy at 63 symbols of w (1x) without fine-tuning: none = PI dynamic = NTK dynamic = YaRN dynamic > "
-        "YaRN > by parts > PI" in lines
+        "- Accuracy at 1x without fine-tuning: none = PI dynamic = NTK dynamic = YaRN dynamic > YaRN > by parts > PI"
+        in lines
     )
-    assert "- Accuracy at 255 symbols of w (4x) after fine-tuning: YaRN > PI > larger base > NTK > none" in lines
+    assert "- Accuracy at 4x after fine-tuning: YaRN > PI > larger base > NTK > none" in lines
 
 
 def test_a_claim_about_what_was_not_measured_is_left_out():
@@ -196,21 +196,40 @@ def test_each_text_claim_can_fail(cell, values, says):
     assert says in paragraph(told, "Expected, but not true on any of 2 seeds:")
 
 
-def test_the_page_of_results_has_the_sentences_of_the_program():
-    page = (Path(__file__).parents[2] / "docs" / "lab-results.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+RECORDED = (DOCS / "assets" / "lab" / "report.txt").read_text("utf-8")
+
+
+def test_the_recorded_report_has_the_sentences_of_the_program():
     for claim in findings.CLAIMS:
-        assert f"\n- {claim.says.format(steps=100)}" in page
+        assert f"\n- {claim.says.format(steps=100)}" in RECORDED
     for method in (*methods.METHODS, *methods.TUNES):
-        assert f"\n- {method.name}: {method.what}\n" in page
+        assert f"\n- {method.name}: {method.what}\n" in RECORDED
     for task in (tasks.COPY, tasks.TEXT):
         for what in task.measures.values():
-            assert f"\n### {task.name}: {what}; mean of 3 seeds" in page
+            assert f"\n{task.name}: {what}; mean of 3 seeds" in RECORDED
+
+
+def rows_of(table):
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return {
+        label.strip(): [cell.strip() for cell in cells]
+        for label, *cells in (line.strip("|").split("|") for line in lines)
+    }
+
+
+def test_the_page_has_the_numbers_of_the_recorded_report():
+    accuracy, _, perplexity, _ = (rows_of(part) for part in RECORDED.split("mean of 3 seeds")[1:])
+    page = (DOCS / "lab.md").read_text("utf-8")
+    for heading, recorded in (("**Accuracy of the copy**", accuracy), ("**Perplexity per byte on text**", perplexity)):
+        shown = rows_of(page.partition(heading)[2].partition("\n!")[0])
+        times = [recorded["× trained length"].index(x) for x in shown["× trained length"]]
+        assert shown == {method: [recorded[method][i] for i in times] for method in recorded}
 
 
 def test_the_page_on_extending_a_model_has_the_numbers_of_the_results():
-    docs = Path(__file__).parents[2] / "docs"
-    copying = (docs / "lab-results.md").read_text("utf-8").split("\n### ")[1]
-    said = " ".join((docs / "extend.md").read_text("utf-8").split())
+    copying = RECORDED.split("mean of 3 seeds")[1]
+    said = " ".join((DOCS / "extend.md").read_text("utf-8").split())
     for method, how in (
         ("Self-Extend", "with Self-Extend"),
         ("YaRN", "with YaRN"),
@@ -234,7 +253,7 @@ def test_tables_by_hand(tmp_path):
     )
     # Means 0.9 and 0.03; half ranges 0.1 and 0.015, which rounds to even.
     assert lines[3:8] == [
-        "| symbols of w               |         63 |        127 |",
+        "| × trained length           |          1 |          2 |",
         "|----------------------------|-----------:|-----------:|",
         "| none                       | 0.90 ±0.10 | 0.03 ±0.02 |",
         "| PI, fine-tuned             | 0.90 ±0.10 | 0.03 ±0.02 |",

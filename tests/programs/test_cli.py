@@ -62,6 +62,40 @@ def test_explain_draws(config: Path, tmp_path: Path) -> None:
     assert "frequencies.png" in ran.stderr
 
 
+def test_explain_lists_the_model_types() -> None:
+    ran = run("explain", "--list")
+    assert ran.exit_code == 0
+    lines = [line.split(maxsplit=1) for line in ran.stdout.splitlines()]
+    assert [words for words in lines if words[:1] == ["llama"]] == [["llama", "half"], ["llama", "interleaved"]]
+    assert ["gpt2", "learned absolute positions."] in lines
+    listed = json.loads(run("explain", "--list", "--json").stdout)
+    assert [listed[group][name] for group, name in (
+        ("Text models", "llama"),
+        ("Text models", "gptj"),
+        ("Text models", "gemma3_text"),
+        ("Models whose tokens have several positions (M-RoPE)", "qwen2_vl_text"),
+        ("Models that contain a text model", "qwen2_5_omni"),
+        ("Vision towers", "pixtral"),
+        ("Diffusion transformers of diffusers, by _class_name", "FluxTransformer2DModel"),
+        ("Architectures of llama.cpp, in GGUF files", "gemma3"),
+        ("Models that are refused, and why", "bloom"),
+    )] == [
+        "half",
+        "interleaved",
+        "half; layers differ",
+        "half; time, height, width",
+        "read from thinker_config",
+        "height, width",
+        "image, row, column",
+        "half",
+        "ALiBi.",
+    ]  # fmt: skip
+    for wrong in (("config.json",), ("--length", "5"), ("--download",)):
+        refused = run("explain", "--list", *wrong)
+        assert refused.exit_code == 2
+        assert "Pass only --json with it" in refused.stderr
+
+
 def test_explain_of_an_unknown_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "mine", "head_dim": 8, "num_hidden_layers": 1}))

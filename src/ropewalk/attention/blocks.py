@@ -516,7 +516,7 @@ class Rows:
             free += int((holders == 0).sum()) - self.blocks.free
         if needed > free:
             fix = "Free or reset rows that have ended, send fewer tokens, or build the cache with more blocks."
-            raise _checks.error(who, f"{needed} free blocks are needed", f"{free}", fix)
+            raise _checks.error(who, f"the number of free blocks must be at least {needed}", f"{free}", fix)
 
     def _release_plan(self) -> None:
         """Mark the newest step as outdated. Free its blocks unless its tokens have been counted."""

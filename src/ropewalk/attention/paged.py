@@ -521,7 +521,7 @@ class PagedKVCache:
         given = tokens.check_given_positions(who, positions, seq, length)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
-            tokens.check_no_window(who, "at", self.window, "a number", fix)
+            tokens.check_no_window(who, "at", self.window, "a tensor", fix)
             tokens.check_per_row(who, "at", at, length)
             tokens.check_positions(who, at)
             kept = self._rows.truncated_at(before, at.numpy())

@@ -5,8 +5,8 @@ This package needs neither torch nor transformers.
 
 from __future__ import annotations
 
-from ropewalk.configs.architecture import QueryScale
+from ropewalk.configs.architecture import HeadQueryScale, QueryScale
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.read import from_config
 
-__all__ = ["ModelRopes", "QueryScale", "VisionRopes", "from_config"]
+__all__ = ["HeadQueryScale", "ModelRopes", "QueryScale", "VisionRopes", "from_config"]

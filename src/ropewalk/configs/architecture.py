@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 from ropewalk._checks import Assumed, argument, check_pairing, number, shown
 from ropewalk._checks import length as checked_length
@@ -26,24 +26,58 @@ from ropewalk.schemes import Scaling
 class QueryScale:
     """A factor that an architecture applies to q in addition to the rotation, dimensionless.
 
-    The factor is constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings))).
+    With n = (position + offset) / original_max_position_embeddings, the factor is
+    constant · (1 + beta · ln(1 + floor(n))) · (1 + n)^power.
 
     Args:
         constant: the part of the factor that is the same at every position (ESM: head_dim^-0.5).
         scales_keys: whether the model also multiplies k by `constant`.
         beta: how strongly the factor grows with the position (Ministral 3: `llama_4_scaling_beta`).
         original_max_position_embeddings: the number of tokens after which the factor first grows. It has an effect only
-            if beta is not 0.
+            if beta or power is not 0.
+        offset: tokens that are added to the position (Llama 4 and Beam count positions from 1).
+        power: exponent of the factor that grows without steps (Beam: 0.1).
+        only_unrotated: whether the factor applies only in layers without rotation (Llama 4, Beam), and not in all.
     """
 
     constant: float = 1.0
     scales_keys: bool = False
     beta: float = 0.0
     original_max_position_embeddings: int = 1
+    offset: int = 0
+    power: float = 0.0
+    only_unrotated: bool = False
 
     def at(self, position: int) -> float:
         """Return the factor for the query at `position`, in tokens."""
-        return self.constant * (1.0 + self.beta * math.log(1 + position // self.original_max_position_embeddings))
+        place, length = position + self.offset, self.original_max_position_embeddings
+        growth = 1.0 + self.beta * math.log(1 + place // length)
+        if self.power:  # by logarithms, since a float cannot hold every int
+            growth *= math.exp(self.power * (math.log(length + place) - math.log(length)))
+        return self.constant * growth
+
+    @property
+    def llama_4_scaling_beta(self) -> float | None:
+        """The value of the key `llama_4_scaling_beta` that states this factor, or None."""
+        return self.beta if self.beta and not self.only_unrotated else None
+
+
+@dataclass(frozen=True)
+class HeadQueryScale:
+    """A learned factor of q for each head, scale · ln(position + 1) + bias (Mistral Large 4).
+
+    Args:
+        scale, bias: one number for each head of each layer, dimensionless: `scale[layer][head]`.
+    """
+
+    scale: tuple[tuple[float, ...], ...]
+    bias: tuple[tuple[float, ...], ...]
+    llama_4_scaling_beta: ClassVar[None] = None
+
+    def at(self, position: int, layer: int) -> tuple[float, ...]:
+        """Return the factor of each head of a layer for the query at `position`, in tokens."""
+        log = math.log(position + 1)
+        return tuple(s * log + b for s, b in zip(self.scale[layer], self.bias[layer], strict=True))
 
 
 @dataclass(frozen=True)
@@ -72,6 +106,8 @@ class Architecture:
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
         query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
         query_scale: a function that returns another factor of q.
+        learned: a function that returns the scheme whose numbers are in the checkpoint, from the reader, the scheme of
+            the config and the number of rotated channels.
         rotates_values: whether the model also rotates the values, and rotates the attention's output back.
         axes: the rule that assigns the pairs to the axes of the positions (M-RoPE); None if tokens have one position.
         check: a function that raises a RopeError for configs that no `Rope` describes, or adds warnings.
@@ -107,7 +143,8 @@ class Architecture:
     null_window: str = ""
     output_order: str | None = None
     query_beta: bool = False
-    query_scale: Callable[[Reader], QueryScale | None] | None = None
+    query_scale: Callable[[Reader], QueryScale | HeadQueryScale | None] | None = None
+    learned: Callable[[Reader, Scaling | None, int], Scaling] | None = None
     rotates_values: bool = False
     axes: AxesRule | None = None
     check: Callable[[Reader], None] | None = None
@@ -358,7 +395,7 @@ class Architecture:
         """Return the factor that multiplies the softmax scale of the attention, dimensionless."""
         return 1.0
 
-    def read_query_scale(self, c: Reader) -> QueryScale | None:
+    def read_query_scale(self, c: Reader) -> QueryScale | HeadQueryScale | None:
         """Return the factor by which the model multiplies q in addition to the rotation, or None if there is none."""
         if self.query_scale is not None:
             return self.query_scale(c)

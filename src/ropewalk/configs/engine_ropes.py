@@ -171,7 +171,7 @@ def apply_engine(engine: Engine, ropes: ModelRopes, values: Mapping[str, Any]) -
         for name, rope in ropes.extra_ropes.items()
     }
     scale = ropes.query_scale
-    if scale is not None and scale.beta and engine.query_scale:
+    if scale is not None and scale.llama_4_scaling_beta is not None and engine.query_scale:
         notes.append(f"{engine.name} {engine.version} does not scale q by its position: {engine.query_scale}.")
         scale = None
     return replace(

@@ -17,7 +17,10 @@ def text(info: dict[str, Any]) -> str:
         lines += ["", f"layers {ranges(group['layers'])} of {info['layers']}"]
         lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], info)
     for name, rope in info["others"].items():
-        lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, info)]
+        if name.endswith("_config"):
+            lines += ["", f"another part of the model: {name}", *_rope_lines(rope, {**info, "trained_length": None})]
+        else:
+            lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, info)]
     lines += [] if info["vision"] is None else _vision_lines(info["vision"])
     lines += _other_lines(info)
     if info["origins"] or info["vision"] is None:
@@ -51,11 +54,18 @@ def _other_lines(info: dict[str, Any]) -> list[str]:
     if info["softmax_factor"] != 1.0:
         lines.append(f"  the softmax scale of the attention is multiplied by {info['softmax_factor']:.6g}")
     query = info["query_scale"]
+    if query is not None and "bias" in query:
+        lines.append("  q is multiplied by scale · ln(position + 1) + bias, learned for each head of each layer")
+        query = None
     if query is not None and query["constant"] != 1.0:
         lines.append(f"  q{' and k are' if query['scales_keys'] else ' is'} multiplied by {query['constant']:.6g}")
-    if query is not None and query["beta"]:
-        length = query["original_max_position_embeddings"]
-        lines.append(f"  q is multiplied by 1 + {query['beta']:g} ln(1 + floor(position / {length}))")
+    if query is not None and (query["beta"] or query["power"]):
+        position = f"(position + {query['offset']})" if query["offset"] else "position"
+        place = f"{position} / {query['original_max_position_embeddings']}"
+        formula = f"1 + {query['beta']:g} ln(1 + floor({place}))" if query["beta"] else ""
+        formula = f"(1 + {place})^{query['power']:g}" if query["power"] else formula
+        where = " in layers without rotation" if query["only_unrotated"] else ""
+        lines.append(f"  q is multiplied by {formula}{where}")
     if info["output_order"] is not None:
         lines.append(f"  pairs are read interleaved and written in {info['output_order']} order; scores are the same")
     if info["rotates_values"]:

@@ -21,14 +21,14 @@ from ropewalk.configs.layers import NO_ROPE
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
-from ropewalk.configs.tables.wrappers import WRAPPERS
-from ropewalk.configs.wrappers import text_model
+from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
+from ropewalk.configs.weights import Weights
+from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
-_TOWER_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
 
 
 def read(
@@ -38,6 +38,7 @@ def read(
     pairing: str | None,
     base: float | None,
     text_only: bool,
+    weights: Weights | None = None,
 ) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
@@ -52,14 +53,20 @@ def read(
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         return ModelRopes((), tower.model_type, source, vision=tower)
     text = text_model(fields, ARCHITECTURES, pairing is not None)
-    reader = Reader(text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only)
+    reader = Reader(
+        text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only, weights=weights
+    )
     ropes = _read_text(reader)
-    tower, warnings = None, [*ropes.warnings, *text.warnings]
-    if not text_only and any(map(fields.has, _TOWER_KEYS)):
+    extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
+    for part in [] if text_only else other_parts(fields):
+        read_part = _read_text(Reader(part.config, part.source, part.path, pairing=None, base=None, text_only=True))
+        extra_ropes[part.path.removesuffix(".")] = read_part.rope
+        warnings += [*read_part.warnings, *part.warnings]
+    if not text_only and any(map(fields.has, TOWER_KEYS)):
         from ropewalk.configs import vision
 
         tower = vision.nested_tower(fields, warnings)
-    return replace(ropes, vision=tower, warnings=tuple(warnings))
+    return replace(ropes, extra_ropes=extra_ropes, vision=tower, warnings=tuple(warnings))
 
 
 def _standalone_tower(fields: Fields) -> VisionRopes | None:
@@ -110,6 +117,7 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         scheme = _scheme(row, c, rope_keys, bool(schemes))
         head_dim, rotary_dim, offset = row.shape(c, name, kind, rope_keys, scheme, layers)
         axes = row.axes_of(c, rope_keys, rotary_dim)
+        scheme = scheme if row.learned is None else row.learned(c, scheme, rotary_dim)
         with c.prefix_errors():
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
         ropes[name] = rope

@@ -10,7 +10,7 @@ from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk._checks import length as checked_length
-from ropewalk.configs.architecture import Architecture, QueryScale
+from ropewalk.configs.architecture import Architecture, HeadQueryScale, QueryScale
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layers import Kind
 from ropewalk.configs.models import ARCHITECTURES
@@ -52,7 +52,8 @@ class ModelRopes:
         source: the file or object that was read.
         trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
         max_position_embeddings: the length in tokens that the config states, or None.
-        extra_ropes: maps a name to a rope that layers have besides their own (DeepSeek-V3.2's "indexer").
+        extra_ropes: maps a name to a rope that layers have besides their own (DeepSeek-V3.2's "indexer"), or the key
+            of another part of the model to its rope (Dia's "encoder_config").
         softmax_factor: the factor of the attention's softmax scale, dimensionless (in DeepSeek, its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
@@ -76,7 +77,7 @@ class ModelRopes:
     max_position_embeddings: int | None = None
     extra_ropes: Mapping[str, Rope] = field(default_factory=dict, hash=False)
     softmax_factor: float = 1.0
-    query_scale: QueryScale | None = None
+    query_scale: QueryScale | HeadQueryScale | None = None
     output_order: str | None = None
     rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
@@ -147,7 +148,10 @@ class ModelRopes:
                 for rope, layers in self.groups()
             ],
             "vision": None if self.vision is None else _vision_facts(self.vision),
-            "others": {name: _rope_facts(rope, self.trained_length, length) for name, rope in self.extra_ropes.items()},
+            "others": {
+                name: _rope_facts(rope, None if name.endswith("_config") else self.trained_length, length)
+                for name, rope in self.extra_ropes.items()
+            },
             "softmax_factor": self.softmax_factor,
             "query_scale": None if self.query_scale is None else dataclasses.asdict(self.query_scale),
             "output_order": self.output_order,
@@ -286,8 +290,8 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
         parameters["partial_rotary_factor"] = fraction
     if row.axes is not None:
         parameters.update(_sections(rope, row.axes, ropes))
-    if ropes.query_scale is not None and ropes.query_scale.beta:
-        parameters["llama_4_scaling_beta"] = ropes.query_scale.beta
+    if ropes.query_scale is not None and ropes.query_scale.llama_4_scaling_beta is not None:
+        parameters["llama_4_scaling_beta"] = ropes.query_scale.llama_4_scaling_beta
     return parameters
 
 

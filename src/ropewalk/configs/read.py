@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import Assumed, boolean, error, number, shown
 from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.weights import Weights
 
 
 def from_config(
@@ -22,6 +25,7 @@ def from_config(
     ignore: Collection[str] = (),
     download: bool = False,
     engine: str | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> ModelRopes:
     """Read the ropes of a model from its config.
 
@@ -57,6 +61,9 @@ def from_config(
             The warnings list the keys that the engine ignores, and say so if it was not recorded what the engine reads
             for this model. The pairing is that of the original weights, which llama.cpp's converter permutes for some
             models. With None, the ropes have the numbers of the model's own code.
+        weights: tensors, arrays or lists by name, such as a state dict, for a model of which a part of the rope is in
+            the checkpoint (Mistral Large 4). Without it, the tensors are read from the safetensors files beside the
+            config: first the headers, then only these tensors.
 
     Returns:
         `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.
@@ -89,6 +96,7 @@ def from_config(
         ignore=ignore,
         download=download,
         engine=engine,
+        weights=weights,
     )
     assumed = [warning for warning in ropes.warnings if isinstance(warning, Assumed)]
     if assumed:
@@ -106,6 +114,7 @@ def read_config(
     ignore: Collection[str] = (),
     download: bool = False,
     engine: str | None = None,
+    weights: Mapping[str, Any] | None = None,
 ) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
     boolean("from_config", "text_only", text_only)
@@ -115,12 +124,18 @@ def read_config(
     boolean("from_config", "download", download)
     ignored = source.check_ignore(ignore)
     if engine is None:
-        ropes = _read(config, pairing, base, factor, text_only, ignored, download)
+        tensors = Weights(weights)
+        ropes = _read(config, pairing, base, factor, text_only, ignored, download, tensors)
+        if weights is not None and not tensors.needed:
+            must, fix = "weights require a model of which a part of the rope is in the checkpoint", "Omit weights."
+            raise error("from_config", must, f"{ropes.model_type}, whose config states all", fix)
     else:
         from ropewalk.configs import engine_ropes
 
         selected = engine_ropes.engine("from_config", engine)
         _refuse_factor(factor)
+        if weights is not None:
+            raise error("from_config", "weights and engine must not both be passed", "both", "Omit one of them.")
         ropes, values = engine_ropes.read(config, pairing, base, text_only, ignored, download)
         ropes = engine_ropes.apply_engine(selected, ropes, values)
     notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
@@ -135,6 +150,7 @@ def _read(
     text_only: bool,
     ignore: tuple[str, ...],
     download: bool,
+    weights: Weights,
 ) -> ModelRopes:
     path = source.gguf_path(config)
     if path is not None:
@@ -160,7 +176,9 @@ def _read(
             raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), fix)
         return meta.read(values, name, base=base, factor=factor)
     _refuse_factor(factor)
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)
+    if isinstance(config, str | os.PathLike):
+        weights.folder = Path(name).parent
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only, weights=weights)
 
 
 def _refuse_factor(factor: float | None) -> None:

@@ -23,6 +23,7 @@ from ropewalk._checks import (
     shown,
     with_context,
 )
+from ropewalk.configs.weights import Weights
 from ropewalk.schemes import ALIASES
 
 # The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
@@ -246,6 +247,7 @@ class Reader(Fields):
         text_only: the argument `text_only` of `from_config`.
         longest: the value of max_position_embeddings or of an equivalent key, in tokens, or None.
         sections: the objects `rope_scaling` and `rope_parameters`, by name, if the config has them.
+        weights: the tensors of the checkpoint, as far as they are known.
         nested: whether `rope_parameters` contains an object for each kind of layer, such as "sliding_attention".
     """
 
@@ -258,8 +260,10 @@ class Reader(Fields):
         pairing: str | None = None,
         base: float | None = None,
         text_only: bool = False,
+        weights: Weights | None = None,
     ) -> None:
         super().__init__(config, source, path, base=base)
+        self.weights = Weights(None) if weights is None else weights
         self.passed_pairing = pairing
         self.text_only = text_only
         self.longest = self.length(self.first_present(_LENGTHS))

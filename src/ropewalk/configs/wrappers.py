@@ -18,7 +18,9 @@ from ropewalk.configs.tables.wrappers import (
     FLAT_AS,
     FLAT_OR_NESTED,
     MISSING_MODEL_TYPES,
+    OTHER_PARTS,
     TEXT_KEYS,
+    TOWER_KEYS,
     WRAPPERS,
 )
 
@@ -88,14 +90,34 @@ def _has_sizes(inner: object) -> bool:
 
 
 def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> Fields | None:
-    """Return the text model inside a config with an unknown model_type, or None if no known text model is inside."""
-    for key in TEXT_KEYS:
-        inner = fields.get(key)
-        inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS):
-            warning = f"model_type {model_type!a:.80} is not known, but its text model under {key} is."
-            return _part(fields, key, inner, warning)
-    return None
+    """Return the text model inside a config with an unknown model_type, or None if no known text model is inside.
+
+    Raises:
+        RopeError: several parts have a known model_type, so that it is not clear which one is the model.
+    """
+    parts = [key for key in fields.config if key not in TOWER_KEYS and _has_type(fields.get(key), known)]
+    keys = [key for key in TEXT_KEYS if key in parts]
+    if not keys:
+        return None
+    if len(parts) > 1:
+        must = f"must be one that ropewalk knows, as {len(parts)} parts of this model could be meant"
+        calls = " or ".join(f"from_config(config[{key!r}])" for key in parts)
+        raise fields.error("model_type", must, shown(model_type), f"Read each part by itself: {calls}.")
+    warning = f"model_type {model_type!a:.80} is not known, but its text model under {keys[0]} is."
+    return _part(fields, keys[0], fields.get(keys[0]), warning)
+
+
+def _has_type(inner: object, known: Container[str]) -> bool:
+    """Whether a value is the config of a known text model, or of a model that contains one."""
+    inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
+    return isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS)
+
+
+def other_parts(fields: Fields) -> list[Fields]:
+    """Return the parts of the model that rotate beside the one that `text_model` returns (an encoder)."""
+    model_type = fields.get("model_type")
+    keys = OTHER_PARTS.get(model_type, ()) if isinstance(model_type, str) else ()
+    return [_part(fields, key, inner) for key in keys if isinstance(inner := fields.get(key), Mapping)]
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

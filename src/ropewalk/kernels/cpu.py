@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import os
 
 import torch
@@ -22,7 +23,8 @@ attend = None
 
 _unavailable_reason: str | None = None
 try:
-    import ropewalk.kernels._cpu as _cpu  # `from ... import` does not tell a missing module from a broken one
+    importlib.import_module("._cpu", __package__)  # `from ... import` does not tell a missing module from a broken one
+    from ropewalk.kernels import _cpu
 except ModuleNotFoundError:
     _unavailable_reason = (
         "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"

@@ -9,13 +9,15 @@ import functools
 import math
 from operator import or_
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ropewalk._layout import AXES, Layout, Options
-from ropewalk.kernels.visible import VisibleKeys
+
+if TYPE_CHECKING:
+    from ropewalk.kernels.visible import VisibleKeys
 
 device_name = "GPU"
 

@@ -302,4 +302,4 @@ _ADVICE = {
     "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
     "hunyuan_vl": "its segments to positions.xdrope",
 }
-"""For each model_type, what to pass instead of its name. docs/positions.md lists the same models."""
+"""For each model_type, what to pass instead of its name. docs/mrope.md lists the same models."""

@@ -355,7 +355,7 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="ropewalk.Rotation",
+    serialized_type_name=f"{__name__.partition('.')[0]}.Rotation",
     to_dumpable_context=list,
     from_dumpable_context=lambda context: _validate(*context),
 )

@@ -25,7 +25,9 @@ from ropewalk.kernels.backend import Kernels
 from ropewalk.kernels.observed import is_observed, must_trace
 from ropewalk.rotation import checks, reference, writable
 
-_library: Any = torch.library.Library("ropewalk", "DEF")  # type: ignore[no-untyped-call]
+# The name of the package, so a copy of it (tools/hub_kernel.py) has its own operators.
+_NAMESPACE = __name__.partition(".")[0]
+_library: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _ARGUMENTS = "Tensor cos, Tensor sin, str layout, bool interleaved, int rotary_offset, bool inverse"
 _library.define(f"rotate(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]")
 _library.define(f"rotate_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()")
@@ -66,8 +68,8 @@ def _rotate_meta_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> N
 for _name, _checked, _meta in (("rotate", _rotate_checked, _rotate_meta), ("rotate_", _rotate_checked_, _rotate_meta_)):
     _library.impl(_name, _checked, "CompositeExplicitAutograd")  # on every device of the table
     _library.impl(_name, _meta, "Meta")
-_rotate = torch.ops.ropewalk.rotate.default
-_rotate_ = torch.ops.ropewalk.rotate_.default
+_operators = getattr(torch.ops, _NAMESPACE)
+_rotate, _rotate_ = _operators.rotate.default, _operators.rotate_.default
 
 
 def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -> list[Tensor]:

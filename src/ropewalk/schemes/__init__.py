@@ -5,7 +5,7 @@ To add a scheme, add its file, and register its class at the end of this file.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk import _checks
 from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme, build, check_class, check_scaling, frequencies
@@ -18,12 +18,16 @@ from ropewalk.schemes.per_pair import PerPair
 from ropewalk.schemes.proportional import Proportional
 from ropewalk.schemes.yarn import YaRN
 
+if TYPE_CHECKING:
+    from ropewalk.schemes.lerope import LeRoPE
+
 __all__ = [
     "ALIASES",
     "BY_NAME",
     "NTK",
     "SCHEMES",
     "DynamicNTK",
+    "LeRoPE",
     "LengthDependent",
     "Linear",
     "Llama3",
@@ -49,6 +53,16 @@ BY_NAME: dict[str, type[Scaling]] = {}
 
 ALIASES = {"mrope": "default", "xdrope": "dynamic"}
 """Maps other names in configs to a rope_type. "mrope" and Hunyuan's "xdrope" mean that tokens have several axes."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import the scheme that only checkpoints with learned numbers need."""
+    if name == "LeRoPE":
+        from ropewalk.schemes.lerope import LeRoPE
+
+        return LeRoPE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _Class = TypeVar("_Class", bound=type[Scaling])
 

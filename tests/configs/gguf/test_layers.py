@@ -145,7 +145,8 @@ def test_layers(
     layers = layers.rstrip(".")  # the last block is not a layer
     assert read.layers == tuple(ropes.get(letter) for letter in layers)
     assert len(read.layer_kinds) == len(layers)
-    assert (read.softmax_factor, read.query_scale, read.output_order, dict(read.extra_ropes)) == (1.0, None, None, {})
+    assert read.query_scale is None or read.query_scale.only_unrotated
+    assert (read.softmax_factor, read.output_order, dict(read.extra_ropes)) == (1.0, None, {})
     json.dumps(read.facts(5000), allow_nan=False)
 
 
@@ -240,6 +241,12 @@ def test_the_query_scale_grows_with_the_position(path: Path) -> None:
     scale = from_config(write(path, keys, architecture="deepseek2")).query_scale
     assert scale is not None
     assert (scale.at(511), scale.at(512)) == (1.0, pytest.approx(1 + 0.1 * math.log(2)))
+    scale = from_config(
+        write(path, {**KEYS, "block_count": 4}, architecture="llama4")
+    ).query_scale  # llama.cpp: without a key
+    assert scale is not None
+    assert scale.only_unrotated
+    assert (scale.at(8190), scale.at(8191)) == (1.0, pytest.approx(1 + 0.1 * math.log(2)))
 
 
 # ---- several axes ---------------------------------------------------------------------------------------------------

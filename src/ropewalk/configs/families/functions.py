@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
-from ropewalk._checks import nearest, number, short_key, shown
-from ropewalk.configs.architecture import QueryScale
+from ropewalk._checks import error, nearest, number, short_key, shown
+from ropewalk.configs.architecture import HeadQueryScale, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, check_kinds
 from ropewalk.configs.reader import ConfigValue, Reader
+from ropewalk.schemes import Scaling
 
 # the pairing
 
@@ -217,6 +219,65 @@ def esm_query_scale(c: Reader) -> QueryScale:
 def privacy_filter_query_scale(c: Reader) -> QueryScale:
     """Return the factor head_dim^-0.25, of q and of k."""
     return QueryScale(constant=c.channels("head_dim") ** -0.25, scales_keys=True)
+
+
+def llama4_query_scale(c: Reader) -> QueryScale | None:
+    """Return the factor of the layers without rotation, which `attn_temperature_tuning` switches on (by default)."""
+    if c.has("attn_temperature_tuning") and not c.get("attn_temperature_tuning"):  # true or, in older files, 4
+        return None
+    beta = c.number("attn_scale", at_least=0.0)
+    length = c.size("floor_scale") if c.has("floor_scale") else 8192
+    c.origins["query_scale"] = "attn_scale, floor_scale, or 0.1 and 8192 without them"
+    return QueryScale(
+        beta=0.1 if beta is None else beta, original_max_position_embeddings=length, offset=1, only_unrotated=True
+    )
+
+
+def beam_query_scale(c: Reader) -> QueryScale:
+    """Return the factor (1 + (position + 1) / 2048)^0.1 of the layers without rotation."""
+    return QueryScale(original_max_position_embeddings=2048, offset=1, power=0.1, only_unrotated=True)
+
+
+def lerope(c: Reader, scheme: Scaling | None, rotary_dim: int) -> Scaling:
+    """Return LeRoPE with the learned factors of the checkpoint, on top of the scheme of the config."""
+    from ropewalk.schemes.lerope import LeRoPE
+
+    name = _only(c, r"(^|\.)(lerope|rotary_emb)\.alpha$", "lerope.alpha", f"{rotary_dim // 2} learned numbers")
+    alpha = tuple(c.weights.numbers(name))
+    if len(alpha) != rotary_dim // 2:
+        must = f"tensor {name} must have a number for each of {rotary_dim // 2} pairs"
+        raise error(c.source, must, f"{len(alpha)}", "Check that the checkpoint belongs to this config.")
+    c.origins["alpha"] = f"{name} of the checkpoint"
+    with c.prefix_errors():
+        return LeRoPE(alpha, cast(Any, scheme))
+
+
+def _only(c: Reader, pattern: str, name: str, what: str) -> str:
+    """Return the name of the one tensor in which the pattern occurs. Messages call it `name`."""
+    found = list(c.weights.find(pattern))
+    if len(found) != 1:
+        must = f"tensor {name} of the checkpoint must be known: the rope of {c.get('model_type')} depends on {what}"
+        fix = "Pass the folder that holds config.json and the model's safetensors files, or pass "
+        fix += f"weights={{{name!r}: tensor}} or weights=model.state_dict()."
+        raise error(c.source, must, " and ".join(found) or "no such tensor", fix)
+    return found[0]
+
+
+def ssmax_query_scale(c: Reader) -> HeadQueryScale | None:
+    """Return the learned factors of q, or None with a warning if the checkpoint's tensors are not known."""
+    inner = r"layers\.(\d+)\.(?!.*indexer).*\."
+    parts = []
+    for names in (r"(ssmax_scaling\.s|softmax_scaling\.scale)$", r"(ssmax_scaling\.b|softmax_scaling\.bias)$"):
+        layers = {int(match[1]): name for name, match in c.weights.find(inner + names).items()}
+        if sorted(layers) != list(range(c.layers(("num_hidden_layers",)))):
+            c.warnings.append(
+                "q is also multiplied by ssmax_scaling.s · ln(position + 1) + ssmax_scaling.b, learned for each head. "
+                "These tensors were not found for every layer, so .query_scale is None."
+            )
+            return None
+        parts.append(tuple(tuple(c.weights.numbers(layers[i])) for i in sorted(layers)))
+    c.origins["query_scale"] = "ssmax_scaling.s and .b of the checkpoint"
+    return HeadQueryScale(*parts)
 
 
 def scale_by(key: str) -> Callable[[Reader], QueryScale | None]:

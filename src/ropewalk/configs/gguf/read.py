@@ -346,7 +346,9 @@ def _softmax_factor(c: Keys, scaling: Scaling | None, scaling_type: str, ropes: 
 
 
 def _query_scale(c: Keys) -> QueryScale | None:
-    """Return the factor of q that grows with its position (Ministral 3, Mistral Large 3), or None."""
+    """Return the factor of q that grows with its position, or None."""
+    if c.row.query_scale is not None:
+        return c.row.query_scale
     name = c.row.temperature_length
     beta = c.number("attention.temperature_scale", at_least=0.0) if name else None
     if not beta:

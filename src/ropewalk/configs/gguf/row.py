@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern
 from ropewalk.rope.rope import Pairing
 
@@ -87,6 +88,7 @@ class GgufRow:
         yarn_log_is_mscale: whether mscale equals mscale_all_dim. If False, mscale is 1.
         yarn_warning: a warning for files with YaRN, or "".
         temperature_length: key of the length that attention.temperature_scale refers to; "" if neither is read.
+        query_scale: a factor of q that no key states.
     """
 
     pairing: Pairing | None
@@ -108,6 +110,7 @@ class GgufRow:
     yarn_log_is_mscale: bool = False
     yarn_warning: str = ""
     temperature_length: str = ""
+    query_scale: QueryScale | None = None
 
     def kinds(self) -> dict[str, Kind | None]:
         """Return a dict from the name of each kind of layer to its `Kind`, or to None if such layers do not rotate."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.gguf.row import (
     BASE,
     BASE_SWA,
@@ -195,6 +196,7 @@ ROWS: dict[str, GgufRow] = {
             _last(4), zero_window_refusal="With 0, llama.cpp rotates all layers but the last, which is not supported."
         ),
         freqs="read",
+        query_scale=QueryScale(beta=0.1, original_max_position_embeddings=8192, offset=1, only_unrotated=True),
     ),
     "afmoe": GgufRow("half", _in("afmoe"), layers=_unrotated_fourth(_last(4))),
     "smallthinker": GgufRow(

@@ -44,9 +44,6 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
         "It contains two models that rotate: pass config['detector_config'] for the vision tower, or "
         "config['tracker_config'] for the attention to memory.",
     ),
-    "mistral_large4_text": refused(
-        "mistral_large4", "Its frequencies depend on the checkpoint, which holds a learned factor for each pair."
-    ),
     "wav2vec2-bert": refused("wav2vec2_bert", _BEFORE_PROJECTION),
     "wav2vec2-conformer": refused("wav2vec2_conformer", _BEFORE_PROJECTION),
     "seamless_m4t": refused("seamless_m4t", _BEFORE_PROJECTION),

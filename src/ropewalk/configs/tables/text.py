@@ -180,6 +180,13 @@ TEXT: dict[str, Architecture] = {
     "glm4_moe_lite": latent("glm4_moe_lite"),
     "glm_moe_dsa": latent("glm_moe_dsa", indexer="interleaved"),
     "mistral4": latent("mistral4", query_beta=True, partial=1.0),
+    "mistral_large4_text": latent(
+        "mistral_large4",
+        indexer="interleaved",
+        pattern=_NO_ROPE_LAYERS,
+        learned=functions.lerope,
+        query_scale=functions.ssmax_query_scale,
+    ),
     "hy_v4": latent("hy_v4", pairing="half", output_order=None),
     "minicpm3": latent("minicpm3", pairing="half", output_order=None),
     "youtu": latent("youtu"),
@@ -239,7 +246,13 @@ TEXT: dict[str, Architecture] = {
         flat=True,
     ),
     # Some layers do not rotate.
-    "llama4_text": row("llama4", pairing="interleaved", head_dim_divides=False, pattern=_NO_ROPE_LAYERS),
+    "llama4_text": row(
+        "llama4",
+        pairing="interleaved",
+        head_dim_divides=False,
+        pattern=_NO_ROPE_LAYERS,
+        query_scale=functions.llama4_query_scale,
+    ),
     "smollm3": row("smollm3", pattern=_NO_ROPE_LAYERS),
     "cohere2": local_only(
         "cohere2",
@@ -252,7 +265,7 @@ TEXT: dict[str, Architecture] = {
     "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "afmoe": local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
     "flint": local_only("flint", None, null_window=NO_ROPE),
-    "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
+    "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}, query_scale=functions.beam_query_scale),
     "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
     "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
     "bamba": row("bamba", partial=0.5, pattern=LayerIndices("attn_layer_indices")),

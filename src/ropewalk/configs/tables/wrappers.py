@@ -23,8 +23,16 @@ WRAPPERS: dict[str, str] = {
     "qwen2_5_omni": "thinker_config",
     "qwen3_omni_moe": "thinker_config",
     "internvl_chat": "llm_config",
+    "blt": "global_config",
+    "dia": "decoder_config",
 }
 """Maps the model_type of a model that contains others to the key of its text model."""
+
+OTHER_PARTS = {"blt": ("patcher_config", "encoder_config", "decoder_config"), "dia": ("encoder_config",)}
+"""Maps the model_type of a model to the keys of the parts that rotate beside its text model."""
+
+TOWER_KEYS = ("vision_config", "thinker_config", "backbone_config")
+"""Keys of a tower, or of a part that contains one."""
 
 # Keys of the text model in configs with an unknown model_type. Vision towers and projectors have other keys.
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
@@ -74,5 +82,11 @@ DEFAULTS: dict[str, tuple[float | None, ...]] = {
     "smollm3": (2048, 16, 36, 32768, None, 2000000.0),
     "olmo2": (4096, 32, 32, 2048, None, 10000.0),
     "ernie4_5": (1024, 16, 18, 131072, None, 500000.0),
+    "blt_patcher": (768, 12, 14, 8192, None, 10000.0),
+    "blt_local_encoder": (1024, 16, 1, 24576, None, 500000.0),
+    "blt_local_decoder": (1024, 16, 9, 24576, None, 500000.0),
+    "blt_global_transformer": (2048, 16, 25, 4096, None, 500000.0),
+    "dia_encoder": (1024, 16, 12, 1024, 128, 10000.0),
+    "dia_decoder": (2048, 16, 18, 3072, 128, 10000.0),
 }
 """Maps the model_type of a text model to the defaults of its class for `DEFAULT_KEYS`; None for no default."""

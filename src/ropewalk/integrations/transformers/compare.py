@@ -42,7 +42,10 @@ def frequencies(module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor]:
     """Return the current frequencies of a layer type, which dynamic NTK and LongRoPE change, and the initial ones."""
     prefix = "" if kind is None else f"{kind}_"
     now = getattr(module, f"{prefix}inv_freq")
-    return now, getattr(module, f"{prefix}original_inv_freq", now)
+    initial, alpha = getattr(module, f"{prefix}original_inv_freq", now), getattr(module, "alpha", None)
+    if isinstance(alpha, Tensor) and alpha.shape == now.shape:  # LeRoPE, with a learned factor for each pair
+        now, initial = (inv_freq.float() * alpha.float().exp() for inv_freq in (now, initial))
+    return now, initial
 
 
 def factor_of(module: nn.Module, kind: str | None) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ropewalk import conformance, formats
 from ropewalk._layout import AXES, Layout, Pairing
 from ropewalk.formats import Width
+from ropewalk.integrations.tables import Order, rotate
 from ropewalk.rotation.api import Rotation, create_unchecked
 
 Place = tuple[str, str]
@@ -54,7 +55,7 @@ class Form:
     layouts: tuple[tuple[int | None, Layout], ...]
     unsqueeze_dim: int | None
     pairing: Pairing
-    order: Literal["same", "half"]
+    order: Order
     whole: Literal["first", "last"] | None
     prefix: bool
 
@@ -253,22 +254,22 @@ def dispatcher(function: Callable[..., Any], place: Place) -> Callable[..., Any]
     """Create a function that rotates by the Rotation attached to its tables, and otherwise calls `function`."""
     names, _ = signature_of(function) or ((), 0)
 
-    def rotate(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         attached = attached_to(arguments)
         if attached is not None and place in attached.forms:
-            rotated = _rotate(arguments, attached.rotation, attached.forms[place])
+            rotated = _rotate_as(arguments, attached.rotation, attached.forms[place])
             if rotated is not None:
                 return rotated
         return function(*args, **kwargs)
 
-    functools.update_wrapper(rotate, function, updated=())
-    rotate.__name__ = rotate.__qualname__ = getattr(function, "__name__", type(function).__name__)
-    rotate.ropewalk_original = function  # type: ignore[attr-defined]
-    return rotate
+    functools.update_wrapper(dispatch, function, updated=())
+    dispatch.__name__ = dispatch.__qualname__ = getattr(function, "__name__", type(function).__name__)
+    dispatch.ropewalk_original = function  # type: ignore[attr-defined]
+    return dispatch
 
 
-def _rotate(arguments: Mapping[str, Any], rotation: Rotation, form: Form) -> Any:
+def _rotate_as(arguments: Mapping[str, Any], rotation: Rotation, form: Form) -> Any:
     """Rotate as a function of this form does. Return None if the Rotation does not fit the tensors."""
     layout = dict(form.layouts).get(arguments.get("unsqueeze_dim", form.unsqueeze_dim))
     tensors = [arguments.get(name) for name in form.names[: form.at]]
@@ -280,12 +281,8 @@ def _rotate(arguments: Mapping[str, Any], rotation: Rotation, form: Form) -> Any
         rotation = _with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
     if not (_fits(rotation, q, layout, form) and _fits(rotation, k, layout, form)):
         return None
-    by = _adapt_to_heads(rotation, q, form)
-    if form.at == 1:
-        return _reorder_channels(by(q, layout=layout), form.order, by)
-    by_k = by if k.shape[-1] == q.shape[-1] else _adapt_to_heads(rotation, k, form)
-    q, k = by(q, k, layout=layout) if by_k is by else (by(q, layout=layout), by_k(k, layout=layout))
-    return _reorder_channels(q, form.order, by), _reorder_channels(k, form.order, by_k)
+    rotated = rotate(rotation, [q, k][: form.at], layout, form.pairing, last=form.whole == "last", order=form.order)
+    return rotated[0] if form.at == 1 else (rotated[0], rotated[1])
 
 
 def _fits(rotation: Rotation, x: Tensor, layout: Layout, form: Form) -> bool:
@@ -309,22 +306,3 @@ def _with_unrotated_prefix(rotation: Rotation, tokens: int) -> Rotation:
     cos, sin = (torch.cat((t.new_full((missing, t.shape[1]), at), t)) for t, at in tables)
     same = rotation.pairing, rotation.head_dim, rotation.rotary_dim, rotation.rotary_offset, rotation.attention_factor
     return create_unchecked(cos, sin, *same, False)
-
-
-def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
-    """Return a Rotation with the tables of `rotation`, the head_dim of x, and the pairing of the model's function."""
-    head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
-    if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
-        return rotation
-    offset = head_dim - rotary_dim if form.whole == "last" else 0
-    return create_unchecked(
-        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, rotation.attention_factor, False
-    )
-
-
-def _reorder_channels(x: Tensor, order: str, rotation: Rotation) -> Tensor:
-    """Return x, with the first channels of all rotated pairs before the second ones if `order` is "half"."""
-    if order == "same":
-        return x
-    start, end = rotation.rotary_offset, rotation.rotary_offset + rotation.rotary_dim
-    return torch.cat((x[..., :start], x[..., start:end:2], x[..., start + 1 : end : 2], x[..., end:]), dim=-1)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
 from ropewalk.formats import Width, narrow, widen
+from ropewalk.integrations.tables import rotation_of
 from ropewalk.integrations.transformers.functions import Form, Place, attach, cos_and_sin, install
 from ropewalk.rope.rope import Rope
-from ropewalk.rotation.api import create_unchecked
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,12 @@ class Angles(nn.Module):
         """
         made = self.ropewalk
         returned = super().__call__(*arguments, **keywords)
-        cos, sin = (narrow(table, made.width) for table in cos_and_sin(returned))
+        cos, sin = (narrow(table, made.width).contiguous() for table in cos_and_sin(returned))
         if not self._has_batch_axis:
             cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
         elif cos.shape[0] == 1:
             cos, sin = cos[0], sin[0]
-        pairing, size = next(iter(made.forms.values())).pairing, 2 * cos.shape[-1]
-        rotation = create_unchecked(cos.contiguous(), sin.contiguous(), pairing, size, size, 0, 1.0, False)
+        rotation = rotation_of(cos, sin, "half", next(iter(made.forms.values())).pairing)
         if not isinstance(returned, Tensor):
             returned = returned[0].to(dtype), returned[1].to(dtype)
         return attach(returned, rotation, made.forms)

@@ -59,7 +59,7 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         RopeError: a module of the text model does not fit its config or is not supported, the model has nothing to
             replace, or `length` is missing or not needed.
     """
-    result, configs = Plan(), _Configs(model.config)
+    result, configs = Plan(), _Configs(model)
     ropes: list[Rope] = []
     towers: dict[str, type[Angles]] = {}
     for name, module in model.named_modules():
@@ -198,7 +198,8 @@ class _Configs:
         text: the config of the text model.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, config = model, model.config
         find = getattr(config, "get_text_config", None)
         self.text = config if find is None else find()
         self.read: dict[int, ModelRopes] = {}
@@ -216,11 +217,14 @@ class _Configs:
         Raises:
             RopeError: `from_config` cannot read it.
         """
-        known = getattr(config, "model_type", None) in ARCHITECTURES
+        model_type = getattr(config, "model_type", None)
+        known = model_type in ARCHITECTURES
+        learned = known and ARCHITECTURES[str(model_type)].learned is not None
+        weights = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())} if learned else None
         ignored: tuple[str, ...] = ()
         while id(config) not in self.read:
             try:
-                read = read_config(config, pairing=None if known else pairing, ignore=ignored)
+                read = read_config(config, pairing=None if known else pairing, ignore=ignored, weights=weights)
             except RopeError as e:
                 if e.unread_key is None:
                     unreadable = f"{WHO}: from_config cannot read the config, which angles='theirs' does not need"

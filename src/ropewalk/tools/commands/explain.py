@@ -20,9 +20,10 @@ Examples:
   ropewalk explain meta-llama/Llama-3.1-8B --download
   ropewalk explain params.json --factor 8
   cat config.json | ropewalk explain -
+  ropewalk explain --list
 """,
 )
-@click.argument("source", type=Source())
+@click.argument("source", type=Source(), required=False)
 @click.option(
     "--length",
     type=Length(min=1),
@@ -42,14 +43,17 @@ Examples:
 )
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@click.option("--list", "as_list", is_flag=True, help="List the model types that can be read, without a SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
     help="Plot the inverse frequencies before and after scaling into this file.",
 )
+@click.pass_context
 def explain(
-    source: Path,
+    context: click.Context,
+    source: Path | None,
     length: int | None,
     pairing: str | None,
     base: float | None,
@@ -57,6 +61,7 @@ def explain(
     text_only: bool,
     ignore: tuple[str, ...],
     download: bool,
+    as_list: bool,
     as_json: bool,
     plot: Path | None,
 ) -> None:
@@ -65,6 +70,11 @@ def explain(
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
     """
+    if as_list:
+        _print_model_types(context, as_json=as_json)
+        return
+    if source is None:
+        raise click.UsageError("Missing argument 'SOURCE'.")
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
             source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
@@ -77,6 +87,25 @@ def explain(
 
         plots.save(plots.inv_freq(rope, axis_names=names), path)
         click.echo(f"drew {path}: {layers}", err=as_json)
+
+
+def _print_model_types(context: click.Context, *, as_json: bool) -> None:
+    from ropewalk.configs.listing import model_types
+
+    for name in context.params:
+        passed = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if passed and name not in ("as_list", "as_json"):
+            raise click.UsageError("--list describes no config. Pass only --json with it.")
+    groups = model_types()
+    if as_json:
+        click.echo(json.dumps(groups, indent=2))
+        return
+    width = max(len(name) for names in groups.values() for name in names)
+    for group, names in groups.items():
+        click.echo(f"{group} ({len(names)})")
+        for name, words in names.items():
+            click.echo(f"  {name:{width}}  {words}")
+        click.echo()
 
 
 def _pictures(

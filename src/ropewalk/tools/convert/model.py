@@ -157,8 +157,9 @@ def _config(
             "convert", f"{file} must describe only a text model", f"also {ropes.vision.model_type}", fix
         )
     if ropes.extra_ropes:
-        fix = "Its indexer, which rotates its own weights with another pairing, is not supported yet."
-        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second one", fix)
+        fix = "What rotates with a rope of its own is not supported yet."
+        must = f"{ropes.model_type} must have one rope in each layer and no other part that rotates"
+        raise _checks.error("convert", must, f"also {', '.join(ropes.extra_ropes)}", fix)
     if ropes.rotates_values:
         must = f"{ropes.model_type} must rotate only q and k"
         raise _checks.error("convert", must, "values that are rotated as well", "This is not supported yet.")

@@ -231,6 +231,6 @@ def _not_compared(ropes: ModelRopes) -> list[str]:
 
 def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
     """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
-    if ropes.query_scale is None or not ropes.query_scale.beta:
+    if ropes.query_scale is None or ropes.query_scale.llama_4_scaling_beta is None:
         return {}
     return {entry.name: entry.query_scale for entry in chosen if entry.query_scale}

@@ -29,7 +29,6 @@ class Results:
 
     def __init__(self, about: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
         self.about = about
-        self.lengths: list[int] = about["lengths"]
         self._rows = {(row["model"], row["method"], row["seed"]): row for row in rows if row["task"] == about["name"]}
         self.models = list(dict.fromkeys(model for model, _, _ in self._rows))
         self.seeds = sorted({seed for _, _, seed in self._rows})
@@ -301,12 +300,11 @@ def _orders(results: Results, model: str) -> list[str]:
     kind = "without" if model == ZERO_SHOT else "after"
     lines = []
     for measure, more_is_better in _ORDERED.items():
-        for length, tokens in zip(results.lengths, about["tokens"], strict=True):
+        for tokens in about["tokens"]:
             times = tokens / about["trained"]
             if measure in about["measures"] and times in (1, 2, 4, 8) and len(methods) > 1:
                 order = _order({m: results.value(model, m, measure, times) for m in methods}, more_is_better)
-                at = f"at {length:,} {about['length_is']} ({times:g}x)"
-                lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")
+                lines.append(f"{_NAMES[measure]} at {times:g}x {kind} fine-tuning: {order}")
     return lines
 
 

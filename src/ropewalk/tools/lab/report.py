@@ -22,10 +22,9 @@ _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromk
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Describe a task for `report.json`. "length_is" is the unit of "lengths". All other lengths are in tokens."""
+    """Describe a task for `report.json`. "lengths" are those of `Task.lengths`, and all other lengths are in tokens."""
     return {
         "name": task.name,
-        "length_is": task.length_is,
         "lengths": list(task.lengths),
         "tokens": [task.tokens(length) for length in task.lengths],
         "trained": task.trained,
@@ -63,7 +62,7 @@ def _tables(results: Results) -> list[str]:
     lines = []
     for measure, what in about["measures"].items():
         lines += ["", f"{about['name']}: {what}; {spread}; trained on up to {about['trained']:,} tokens", ""]
-        head = [about["length_is"], *(f"{length:,}" for length in results.lengths)]
+        head = ["× trained length", *(f"{tokens / about['trained']:g}" for tokens in about["tokens"])]
         lines += _format_table([head, *_rows(results, measure)])
     return lines
 

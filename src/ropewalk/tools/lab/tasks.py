@@ -40,14 +40,13 @@ class Task(ABC):
     Args:
         size: size of the model.
         trained: longest sequence of the training, in tokens. Sequences of fine-tunes are FACTOR times as long.
-        lengths: ascending lengths at which models are measured, in the unit `length_is`, including the trained one.
+        lengths: ascending lengths at which models are measured, including the trained one. `tokens` converts them.
         recipe, sequences: recipe of the training, and number of sequences in each step.
         tune_recipe, tune_sequences: recipe and number of sequences for fine-tunes.
         test_sequences: number of sequences measured at each length.
     """
 
     name: ClassVar[str]
-    length_is: ClassVar[str]
     measures: ClassVar[Mapping[str, str]]
     """Name of a measure in tables → description with the unit."""
     position_width: ClassVar[int | None] = None
@@ -102,7 +101,6 @@ class Copy(Task):
     """
 
     name: ClassVar[str] = "copy"
-    length_is: ClassVar[str] = "symbols of w"
     measures: ClassVar[Mapping[str, str]] = {
         "accuracy": "accuracy of the copy",
         "loss": "loss on the copy in nats per symbol",
@@ -159,7 +157,6 @@ class Text(Task):
     """The text task: bytes of the standard library, measured on files held out from training."""
 
     name: ClassVar[str] = "text"
-    length_is: ClassVar[str] = "tokens"
     measures: ClassVar[Mapping[str, str]] = {
         "perplexity": "perplexity per byte over the window",
         "last": f"perplexity per byte over the last {LAST} bytes of the window",
