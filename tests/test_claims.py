@@ -175,7 +175,7 @@ def test_the_ranges_in_the_text_of_the_speed_page_are_the_recorded_ones() -> Non
     cached = [one[name]["times_read"] for one in found for name in benchmark_tables.CACHES[:2] if name in one]
     for sentence, ratios in {
         "in {} times the time of `copy_` for 4,096 tokens and more": copied,
-        "caches decode in {} times the time of reading": cached,
+        "Attention over its KV caches takes {} times as long as reading": cached,
         "rotating 4,096 tokens then takes {} times as long as `clone`": few,
         "and 16,384 tokens {} times": many,
     }.items():
