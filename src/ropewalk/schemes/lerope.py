@@ -31,7 +31,7 @@ class LeRoPE(Scheme):
         RopeError: a number is not finite or too large, the number of values is not the number of pairs, or `scaling`
             depends on the length.
 
-    Example:
+    Examples:
         >>> LeRoPE(alpha=[0.0, math.log(2)]).inv_freq(10_000.0, 4)
         (1.0, 0.02)
     """
