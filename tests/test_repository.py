@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-import ropewalk
 from ropewalk.configs import source
 from ropewalk.configs.gguf import header
 from ropewalk.tools.convert import layouts, pth, shards
@@ -68,7 +67,7 @@ def test_the_release_builds_wheels_where_the_release_page_says() -> None:
     jobs = parsed(".github/workflows/release.yml")["jobs"]
     machines = jobs["wheels"]["strategy"]["matrix"]["os"]
     assert machines == TestWorkflow.jobs["tests"]["strategy"]["matrix"]["os"]
-    rows = re.findall(r"^ +\| (\w+ [\w-]+) \| `cp311", (ROOT / "RELEASE.md").read_text(), re.M)
+    rows = re.findall(r"^\| (\w+ [\w-]+) \| `cp311", (ROOT / "RELEASE.md").read_text(), re.M)
     assert rows == ["Linux x86-64", "Linux aarch64", "macOS arm64", "Windows x86-64"]
     assert len(machines) == len(rows)
     assert any("cibuildwheel" in command for command in commands(jobs["wheels"]))
@@ -102,7 +101,7 @@ def test_forms_ask_for_the_output_of_doctor(form: str) -> None:
 
 def test_the_citation_is_of_this_package() -> None:
     citation = parsed("CITATION.cff")
-    assert citation["version"] == ropewalk.__version__
+    assert "version" not in citation  # only in src/ropewalk/__init__.py
     assert citation["license"] == PROJECT["license"]
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
 

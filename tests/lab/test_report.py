@@ -227,6 +227,17 @@ def test_the_page_has_the_numbers_of_the_recorded_report():
         assert shown == {method: [recorded[method][i] for i in times] for method in recorded}
 
 
+def test_the_page_has_the_recorded_numbers_of_other_positions():
+    recorded = rows_of((DOCS / "assets" / "lab" / "baselines.txt").read_text("utf-8").partition("loss on the copy")[0])
+    named = {label.removesuffix(", separate training"): cells for label, cells in recorded.items()}
+    rope = rows_of(RECORDED.partition("loss on the copy")[0])["none"]
+    section = (DOCS / "lab.md").read_text("utf-8").partition("## Learned, sinusoidal and no positions\n")[2]
+    shown = rows_of(section.partition("\n## ")[0])
+    times = [named["× trained length"].index(x) for x in shown["× trained length"]]
+    assert shown == {label: [cells[i] for i in times] for label, cells in (named | {"rope": rope}).items()}
+    assert set(shown) == {"× trained length", "rope", *methods.BASELINES}
+
+
 def test_the_page_on_extending_a_model_has_the_numbers_of_the_results():
     copying = RECORDED.split("mean of 3 seeds")[1]
     said = " ".join((DOCS / "extend.md").read_text("utf-8").split())

@@ -1,4 +1,4 @@
-"""Test the content of wheels, and tools/wheels.py, which builds and checks them."""
+"""Test the compiled module of a wheel, and tools/release.py, which makes and checks the files of a release."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import matrix  # noqa: E402
-import wheels  # noqa: E402
+import release  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def alone(module: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-S", wheels.MODULE_TEST, module], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-S", release.MODULE_TEST, module], capture_output=True, text=True)
 
 
 class TestModule:
@@ -71,18 +71,18 @@ class TestModule:
 
 class TestDeclared:
     def test_pythons(self) -> None:
-        """Each declared Python has a row in tools/matrix.py and a wheel in tools/wheels.py."""
+        """Each declared Python has a row in tools/matrix.py and a wheel in tools/release.py."""
         words = (entry.split(" :: ") for entry in PROJECT["project"]["classifiers"])
         declared = {
             entry[-1] for entry in words if entry[:2] == ["Programming Language", "Python"] and "." in entry[-1]
         }
         assert declared == {row.python for row in matrix.ROWS}
-        assert declared == {version for versions in wheels.BUILDERS for version in versions}
+        assert declared == {version for versions in release.BUILDERS for version in versions}
         assert PROJECT["project"]["requires-python"] == ">=3.11"
 
     def test_ci_builds_the_wheels_that_the_script_builds(self) -> None:
         build, stable = PROJECT["tool"]["cibuildwheel"]["build"], PROJECT["tool"]["scikit-build"]["wheel"]["py-api"]
-        assert build == [f"cp{versions[0].replace('.', '')}-*" for versions in wheels.BUILDERS]
+        assert build == [f"cp{versions[0].replace('.', '')}-*" for versions in release.BUILDERS]
         assert build[-1] == f"{stable}-*"
 
 
@@ -94,39 +94,32 @@ class TestScript:
 
     def test_glibc_is_the_oldest_that_is_promised(self, tmp_path: Path) -> None:
         name = "cp312-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.manylinux_2_28_x86_64"
-        assert wheels.glibc(self.wheel(tmp_path, name, 1)) == 17
+        assert release.glibc(self.wheel(tmp_path, name, 1)) == 17
 
     def test_a_wheel_for_no_old_glibc_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(wheels.CheckError, match="not manylinux"):
-            wheels.glibc(self.wheel(tmp_path, "cp311-cp311-linux_x86_64", 1))
+        with pytest.raises(release.CheckError, match="not manylinux"):
+            release.glibc(self.wheel(tmp_path, "cp311-cp311-linux_x86_64", 1))
 
     @pytest.mark.parametrize(
-        ("name", "size", "any_glibc", "otherwise"),
+        ("name", "size", "otherwise"),
         [
-            ("cp311-cp311-manylinux_2_28_x86_64", 2**20, False, "1,048,576 bytes"),
-            ("cp311-cp311-manylinux_2_34_x86_64", 9, False, "a newer glibc than 2.28"),
-            ("cp311-cp311-manylinux_2_34_x86_64", 9, True, None),
-            ("cp311-cp311-manylinux_2_28_x86_64", 9, False, None),
-            ("cp312-abi3-manylinux_2_28_x86_64", 9, False, None),
+            ("cp311-cp311-manylinux_2_28_x86_64", 3 * 2**19, "1,572,864 bytes"),
+            ("cp311-cp311-manylinux_2_34_x86_64", 9, "a newer glibc than 2.28"),
+            ("cp311-cp311-manylinux_2_28_x86_64", 9, None),
+            ("cp312-abi3-manylinux_2_28_x86_64", 9, None),
         ],
     )
     def test_wheels_are_checked(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        name: str,
-        size: int,
-        any_glibc: bool,
-        otherwise: str | None,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int, otherwise: str | None
     ) -> None:
         ran = []
-        monkeypatch.setattr(wheels, "run", lambda *command, **_: ran.append(command[2]))
+        monkeypatch.setattr(release, "run", lambda *command, **_: ran.append(command[2]))
         wheel = self.wheel(tmp_path, name, size)
         if otherwise:
-            with pytest.raises(wheels.CheckError, match=re.escape(otherwise)):
-                wheels.check_wheel(wheel, any_glibc)
+            with pytest.raises(release.CheckError, match=re.escape(otherwise)):
+                release.check_wheel(wheel)
         else:
-            wheels.check_wheel(wheel, any_glibc)
+            release.check_wheel(wheel)
             assert ran == (["twine", "abi3audit"] if "abi3" in name else ["twine"])
 
     @pytest.mark.parametrize(
@@ -150,12 +143,12 @@ class TestScript:
                     archive.add(ROOT / "LICENSE", f"ropewalk-0.1.0/{top}/file")
             return ""
 
-        monkeypatch.setattr(wheels, "run", build)
+        monkeypatch.setattr(release, "run", build)
         if otherwise:
-            with pytest.raises(wheels.CheckError, match=otherwise):
-                wheels.build_sdist(tmp_path)
+            with pytest.raises(release.CheckError, match=otherwise):
+                release.build_sdist(tmp_path)
         else:
-            assert wheels.build_sdist(tmp_path).name == "ropewalk-0.1.0.tar.gz"
+            assert release.build_sdist(tmp_path).name == "ropewalk-0.1.0.tar.gz"
 
     def test_the_declared_sdist_is_that(self) -> None:
         declared = {entry.strip("/") for entry in PROJECT["tool"]["scikit-build"]["sdist"]["include"]}
@@ -164,20 +157,45 @@ class TestScript:
     def test_a_folder_that_is_not_empty_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "old.whl").touch()
         with pytest.raises(SystemExit):
-            wheels.main(["--folder", str(tmp_path)])
+            release.main(["--folder", str(tmp_path)])
         assert "is not empty" in capsys.readouterr().err
 
-    def test_an_emulator_needs_a_platform(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            wheels.main(["--folder", str(tmp_path), "--emulator", "qemu-aarch64 python"])
-        assert "pass --platform" in capsys.readouterr().err
+    @pytest.mark.parametrize(
+        ("changelog", "title", "text"),
+        [
+            ("# C\n\n## Unreleased\n\n### Added\n\n- a\n\n## 0.0.9\n\n- b\n", "Unreleased", "### Added\n\n- a\n"),
+            ("## Unreleased\n\n## 0.1.0 (2026-12-01)\n\n- a\n\n## 0.0.9\n", "0.1.0 (2026-12-01)", "- a\n"),
+            ("## 0.1.01\n\n- c\n\n## 0.1.0\n\n- a\n", "0.1.0", "- a\n"),
+        ],
+    )
+    def test_the_notes_are_the_section_of_the_version(self, changelog: str, title: str, text: str) -> None:
+        assert release.notes(changelog, "0.1.0") == (title, text)
+
+    @pytest.mark.parametrize(
+        ("changelog", "otherwise"),
+        [("## 0.0.9\n\n- b\n", "no section 0.1.0 or Unreleased"), ("## Unreleased\n\n## 0.0.9\n\n- b\n", "is empty")],
+    )
+    def test_a_release_without_notes_is_refused(self, changelog: str, otherwise: str) -> None:
+        with pytest.raises(release.CheckError, match=otherwise):
+            release.notes(changelog, "0.1.0")
+
+    def test_the_recipe_has_what_pyproject_declares(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        declared = {"dependencies": ["click>=8.1", "torch>=2.10"], "requires-python": ">=3.11"}
+        monkeypatch.setattr(release, "PROJECT", release.PROJECT | declared)
+        monkeypatch.setattr(release, "PYPROJECT", {"build-system": {"requires": ["nanobind>=3.1"]}})
+        recipe = release.recipe("0.2.0", "ab" * 32, "https://example.org/${{ version }}.tar.gz")
+        assert recipe["context"] == {"version": "0.2.0"}
+        assert recipe["source"] == {"url": "https://example.org/${{ version }}.tar.gz", "sha256": "ab" * 32}
+        assert recipe["build"]["skip"] == 'match(python, "<3.11")'
+        assert recipe["requirements"]["run"] == ["python", "click >=8.1", "pytorch >=2.10"]
+        assert recipe["requirements"]["host"] == ["python", "pip", "nanobind >=3.1"]
 
     def test_a_failing_step_sets_the_exit_status(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(wheels.sys, "executable", "false")
-        assert wheels.main(["--folder", str(tmp_path / "new")]) == 1
-        assert "FAILED: false -m build" in capsys.readouterr().err
+        monkeypatch.setattr(release.sys, "executable", "false")
+        assert release.main(["--folder", str(tmp_path / "new")]) == 1
+        assert "FAILED: " in capsys.readouterr().err
 
 
 class TestReleasePage:
@@ -185,7 +203,7 @@ class TestReleasePage:
 
     def test_scripts_and_options_exist(self) -> None:
         scripts = re.findall(r"python (tools/\w+\.py)([^`\n]*)", self.TEXT)
-        assert {script for script, _ in scripts} == {"tools/wheels.py", "tools/matrix.py", "tools/hub_kernel.py"}
+        assert {script for script, _ in scripts} == {"tools/release.py", "tools/matrix.py", "tools/hub_kernel.py"}
         for script, options in scripts:
             source = (ROOT / script).read_text(encoding="utf-8")
             for option in re.findall(r"--[\w-]+", options):
