@@ -55,7 +55,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def sources() -> dict[str, bytes]:
     """Return the files that the entry imports, directly and indirectly, by their paths in a variant."""
-    found = {"__init__.py": INIT.encode(), "LICENSE": (ROOT / "LICENSE").read_bytes()}
+    licenses = {path.name: path.read_bytes() for path in (ROOT / "LICENSE", ROOT / "csrc" / "THIRD_PARTY_LICENSES")}
+    found = {"__init__.py": INIT.encode(), **licenses}
     waiting = [ENTRY]
     while waiting:
         name = waiting.pop()
