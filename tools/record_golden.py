@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from recording import (
     class_defaults,
     coordinates,
+    deployed,
     diffusion,
     engines,
     files,
@@ -58,6 +59,7 @@ GOLDEN = {
         transformers_models.GOLDEN,
         *model_ropes.GOLDEN,
         learned.GOLDEN,
+        deployed.GOLDEN,
     )
 }
 

@@ -11,7 +11,21 @@ from typing import Any
 import pytest
 
 from ropewalk import Rope, RopeError, from_config
-from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, PerPair, Proportional, Scheme, YaRN
+from ropewalk.schemes import (
+    NTK,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    PerPair,
+    Proportional,
+    RIFLEx,
+    Scheme,
+    TeleChat3,
+    ThetaScale,
+    YaRN,
+    YarnLog,
+)
 
 EXTREMES = (5e-324, 1e-320, 1e-308, 1e-300, 0.5, 1.0, 2.0, 1e100, 1e300, 1e308, 1.7976931348623157e308)
 BASES = (1.0000000000000002, 1e4, 1.7e308)
@@ -27,6 +41,11 @@ SCHEMES: dict[str, Callable[[float, float, int], Scheme]] = {
     "longrope": lambda a, b, n: LongRoPE((a,) * (DIM // 2), (b,) * (DIM // 2), n, factor=max(a, 1.0)),
     "llama3": lambda a, b, n: Llama3(a, b, max(a, b), n),
     "yarn": lambda a, b, n: YaRN(a, n, mscale=a, mscale_all_dim=b),
+    "riflex": lambda a, b, n: RIFLEx(3, n, turns=a),
+    "telechat3": lambda a, b, n: TeleChat3(a, n),
+    "yarn log": lambda a, b, n: YarnLog(a, n),
+    "yarn log: ramp": lambda a, b, n: YarnLog(4.0, n, beta_fast=a, beta_slow=b),
+    "theta scale": lambda a, b, n: ThetaScale(a, n),
     "yarn: ramp": lambda a, b, n: YaRN(4.0, n, beta_fast=a, beta_slow=b),
 }
 

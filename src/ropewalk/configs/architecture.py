@@ -27,16 +27,18 @@ class QueryScale:
     """A factor that an architecture applies to q in addition to the rotation, dimensionless.
 
     With n = (position + offset) / original_max_position_embeddings, the factor is
-    constant · (1 + beta · ln(1 + floor(n))) · (1 + n)^power.
+    constant · (1 + beta · ln(1 + floor(n))) · (1 + n)^power. If `logarithmic`, it is
+    constant · max(1, ln(position + offset) / ln(original_max_position_embeddings)).
 
     Args:
         constant: the part of the factor that is the same at every position (ESM: head_dim^-0.5).
         scales_keys: whether the model also multiplies k by `constant`.
         beta: how strongly the factor grows with the position (Ministral 3: `llama_4_scaling_beta`).
         original_max_position_embeddings: the number of tokens after which the factor first grows. It has an effect only
-            if beta or power is not 0.
+            if beta or power is not 0, or if `logarithmic`.
         offset: tokens that are added to the position (Llama 4 and Beam count positions from 1).
         power: exponent of the factor that grows without steps (Beam: 0.1).
+        logarithmic: whether the factor grows with the logarithm of the position (Grok 2).
         only_unrotated: whether the factor applies only in layers without rotation (Llama 4, Beam), and not in all.
     """
 
@@ -46,12 +48,15 @@ class QueryScale:
     original_max_position_embeddings: int = 1
     offset: int = 0
     power: float = 0.0
+    logarithmic: bool = False
     only_unrotated: bool = False
 
     def at(self, position: int) -> float:
         """Return the factor for the query at `position`, in tokens."""
         place, length = position + self.offset, self.original_max_position_embeddings
         growth = 1.0 + self.beta * math.log(1 + place // length)
+        if self.logarithmic:
+            growth = max(1.0, math.log(max(place, 1)) / math.log(length))
         if self.power:  # by logarithms, since a float cannot hold every int
             growth *= math.exp(self.power * (math.log(length + place) - math.log(length)))
         return self.constant * growth

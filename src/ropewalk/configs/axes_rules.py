@@ -40,6 +40,21 @@ def time_last(sections: tuple[int, ...], _: int) -> Axes:
     return Axes.time_last((time, height, width))
 
 
+def in_turn(sections: tuple[int, ...], _: int) -> Axes:
+    """Return axes that take turns so that each is always as far through its pairs as the others (openPangu).
+
+    The next axis is the one with the smallest share of its pairs taken, but not the previous one if another is left. Of
+    three sections, the first keeps one pair for the end.
+    """
+    kept = [0] if len(sections) == 3 else []
+    counts = [size - kept.count(a) for a, size in enumerate(sections)]
+    axis: list[int] = []
+    while left := [a for a, size in enumerate(counts) if axis.count(a) < size]:
+        others = [a for a in left if axis[-1:] != [a]]
+        axis.append(min(others or left, key=lambda a: axis.count(a) / counts[a]))
+    return Axes((*axis, *kept), lengths=(len(axis) + len(kept),) * len(sections))
+
+
 @dataclass(frozen=True)
 class AxesRule:
     """A rule that computes the `Axes` of a model from its config.

@@ -59,11 +59,13 @@ def _other_lines(info: dict[str, Any]) -> list[str]:
         query = None
     if query is not None and query["constant"] != 1.0:
         lines.append(f"  q{' and k are' if query['scales_keys'] else ' is'} multiplied by {query['constant']:.6g}")
-    if query is not None and (query["beta"] or query["power"]):
+    if query is not None and (query["beta"] or query["power"] or query["logarithmic"]):
         position = f"(position + {query['offset']})" if query["offset"] else "position"
         place = f"{position} / {query['original_max_position_embeddings']}"
         formula = f"1 + {query['beta']:g} ln(1 + floor({place}))" if query["beta"] else ""
         formula = f"(1 + {place})^{query['power']:g}" if query["power"] else formula
+        if query["logarithmic"]:
+            formula = f"max(1, ln({position}) / ln({query['original_max_position_embeddings']}))"
         where = " in layers without rotation" if query["only_unrotated"] else ""
         lines.append(f"  q is multiplied by {formula}{where}")
     if info["output_order"] is not None:

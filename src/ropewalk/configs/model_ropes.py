@@ -308,7 +308,8 @@ def _sections(rope: Rope, rule: AxesRule, ropes: ModelRopes) -> dict[str, Any]:
     if sections is None:
         must = f"the config of {ropes.model_type} must be able to express the axes"
         raise error(_WHO, must, repr(rope.axes), "Write its config by hand.")
-    return {rule.keys[0]: sections} if rule.keys else {}
+    flag = {"mrope_interleaved": True} if rule.is_interleaved else {}
+    return {rule.keys[0]: sections, **flag} if rule.keys else {}
 
 
 def _fraction(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:

@@ -19,6 +19,7 @@ from ropewalk.configs.tables.wrappers import (
     FLAT_OR_NESTED,
     MISSING_MODEL_TYPES,
     OTHER_PARTS,
+    TEXT_AS,
     TEXT_KEYS,
     TOWER_KEYS,
     WRAPPERS,
@@ -71,6 +72,9 @@ def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> F
     whole = dict(inner)
     if "model_type" not in whole and model_type in MISSING_MODEL_TYPES:
         whole["model_type"] = MISSING_MODEL_TYPES[model_type]
+    if model_type in TEXT_AS:
+        read_as, keys = TEXT_AS[model_type]
+        whole |= {"model_type": read_as, **{key: fields.get(key) for key in keys if fields.has(key)}}
     return _part(fields, key, whole)
 
 

@@ -10,7 +10,7 @@ The rotation itself does not depend on the axes: once cos and sin are computed, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,15 +219,13 @@ class Axes:
         """Whether a single progression of frequencies runs over all pairs, as with one axis."""
         return all(length == self.pairs for length in self.lengths)
 
-    def of_each_pair(self, progression: Callable[[int], tuple[float, ...]]) -> tuple[float, ...]:
+    def of_each_pair(self, progressions: Sequence[Sequence[float]]) -> tuple[float, ...]:
         """Return the frequency of each pair.
 
         Args:
-            progression: function that maps a number of rotated channels to the frequencies of a rope with one axis and
-                that many rotated channels.
+            progressions: for each axis, the frequencies of a rope with one axis and the channels of its progression.
         """
-        by_length = {length: progression(2 * length) for length in set(self.lengths)}
-        return tuple(by_length[self.lengths[a]][i] for a, i in zip(self.axis, self.freq_index, strict=True))
+        return tuple(progressions[a][i] for a, i in zip(self.axis, self.freq_index, strict=True))
 
     def __repr__(self) -> str:
         if self._name is not None:
@@ -282,16 +280,30 @@ def frequencies(
             f"{scaling.label} with {_checks.shown(axes)}",
             "Omit scaling, whose numbers assume one progression over the whole head, or pass other axes.",
         )
-    by_channels: dict[int, tuple[tuple[float, ...], float]] = {}
-    for channels in {rotary_dim} if axes is None else {2 * length for length in axes.lengths}:
-        resolved = (default.inv_freq(base, channels), 1.0) if scaling is None else of_scheme(scaling, base, channels)
-        if resolved is None:
+    lengths = (rotary_dim // 2,) if axes is None else axes.lengths
+    keys = list(zip(lengths, schemes_of_axes(scaling, len(lengths)), strict=True))
+    resolved = {}
+    for length, scheme in dict.fromkeys(keys):
+        found = (default.inv_freq(base, 2 * length), 1.0) if scheme is None else of_scheme(scheme, base, 2 * length)
+        if found is None:
             return None
-        by_channels[channels] = resolved
-    factor = max(factor for _, factor in by_channels.values())
-    if axes is None:
-        return by_channels[rotary_dim][0], factor
-    return axes.of_each_pair(lambda channels: by_channels[channels][0]), factor
+        resolved[length, scheme] = found
+    progressions, factors = zip(*(resolved[key] for key in keys), strict=True)
+    return progressions[0] if axes is None else axes.of_each_pair(progressions), max(factors)
+
+
+def schemes_of_axes(scaling: Scaling | None, count: int) -> list[Scaling | None]:
+    """Return the scheme of each axis.
+
+    Raises:
+        RopeError: the scheme is for an axis that does not exist.
+    """
+    if scaling is None or scaling.axis is None:
+        return [scaling] * count
+    if scaling.axis >= count:
+        must, fix = f"axis of {scaling.label} must be less than {count}", "Pass the index of an axis of the positions."
+        raise _checks.error("Rope", must, str(scaling.axis), fix)
+    return [scaling if a == scaling.axis else None for a in range(count)]
 
 
 def _parse_blocks(

@@ -13,7 +13,7 @@ from typing import cast
 
 from ropewalk import _checks
 from ropewalk.angles import fixed_point
-from ropewalk.rope.axes import Axes
+from ropewalk.rope.axes import Axes, schemes_of_axes
 from ropewalk.schemes import Scaling, Scheme, default
 
 _MAX_CACHED = 1024
@@ -40,14 +40,16 @@ frequencies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _cached_frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    compute = default.inv_freq_float32 if scaling is None else cast(Scheme, scaling).inv_freq_float32
+    lengths = (rotary_dim // 2,) if axes is None else axes.lengths
     # A separate thread is not affected by modes of the caller: fake tensors, functorch, a default device.
     with ThreadPoolExecutor(1) as executor:
 
-        def progression(channels: int) -> tuple[float, ...]:
-            return executor.submit(compute, base, channels).result()
+        def progression(length: int, scheme: Scaling | None) -> tuple[float, ...]:
+            compute = default.inv_freq_float32 if scheme is None else cast(Scheme, scheme).inv_freq_float32
+            return executor.submit(compute, base, 2 * length).result()
 
-        inv_freq = progression(rotary_dim) if axes is None else axes.of_each_pair(progression)
+        progressions = list(map(progression, lengths, schemes_of_axes(scaling, len(lengths))))
+    inv_freq = progressions[0] if axes is None else axes.of_each_pair(progressions)
     for w in inv_freq:
         if not math.isfinite(w):
             must = "frequencies must be finite in float32"

@@ -1,10 +1,12 @@
 """The schemes, which define how fast each pair rotates. Each is a frozen dataclass of plain numbers in its own file.
 
-To add a scheme, add its file, and register its class at the end of this file.
+To add a scheme, add its file, and register its class at the end of this file; or in `_LATER`, if few models need it.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk import _checks
@@ -20,6 +22,10 @@ from ropewalk.schemes.yarn import YaRN
 
 if TYPE_CHECKING:
     from ropewalk.schemes.lerope import LeRoPE
+    from ropewalk.schemes.riflex import RIFLEx
+    from ropewalk.schemes.telechat3 import TeleChat3
+    from ropewalk.schemes.theta_scale import ThetaScale
+    from ropewalk.schemes.yarn_log import YarnLog
 
 __all__ = [
     "ALIASES",
@@ -34,9 +40,13 @@ __all__ = [
     "LongRoPE",
     "PerPair",
     "Proportional",
+    "RIFLEx",
     "Scaling",
     "Scheme",
+    "TeleChat3",
+    "ThetaScale",
     "YaRN",
+    "YarnLog",
     "build",
     "check_scaling",
     "frequencies",
@@ -44,24 +54,57 @@ __all__ = [
     "unregister",
 ]
 
-SCHEMES: dict[str, type[Scaling]] = {}
+_LATER = {
+    "LeRoPE": ("lerope", ""),
+    "RIFLEx": ("riflex", ""),
+    "TeleChat3": ("telechat3", "telechat3-yarn"),
+    "ThetaScale": ("theta_scale", "theta_scale"),
+    "YarnLog": ("yarn_log", "yarn_log"),
+}
+"""Maps the class of each scheme that is imported when it is used to its module and its rope_type in configs."""
+
+
+class _Found(MutableMapping[str, type[Scaling]]):
+    """Maps names to schemes. A scheme of `_LATER` is imported when its value is read."""
+
+    def __init__(self) -> None:
+        self._schemes: dict[str, type[Scaling] | str] = {}
+
+    def __getitem__(self, name: str) -> type[Scaling]:
+        scheme = self._schemes[name]
+        return __getattr__(scheme) if isinstance(scheme, str) else scheme
+
+    def __setitem__(self, name: str, scheme: type[Scaling] | str) -> None:
+        self._schemes[name] = scheme
+
+    def __delitem__(self, name: str) -> None:
+        del self._schemes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemes)
+
+    def __len__(self) -> int:
+        return len(self._schemes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._schemes
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name][0]}"), name)
+
+
+SCHEMES = _Found()
 """Maps the rope_type of a config to its scheme. "default" has none. `NTK` is "dynamic" with alpha, and `PerPair` has no
 rope_type in configs, so neither is a value here."""
 
-BY_NAME: dict[str, type[Scaling]] = {}
+BY_NAME = _Found()
 """Maps class names to schemes: every registered scheme."""
 
 ALIASES = {"mrope": "default", "xdrope": "dynamic"}
 """Maps other names in configs to a rope_type. "mrope" and Hunyuan's "xdrope" mean that tokens have several axes."""
-
-
-def __getattr__(name: str) -> Any:
-    """Import the scheme that only checkpoints with learned numbers need."""
-    if name == "LeRoPE":
-        from ropewalk.schemes.lerope import LeRoPE
-
-        return LeRoPE
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _Class = TypeVar("_Class", bound=type[Scaling])
@@ -129,3 +172,7 @@ def unregister(scheme: type[Scaling]) -> None:
 
 for _scheme_class in (DynamicNTK, Linear, Llama3, LongRoPE, NTK, PerPair, Proportional, YaRN):
     register(_scheme_class)
+for _name, (_, _rope_type) in _LATER.items():
+    BY_NAME[_name] = _name
+    if _rope_type:
+        SCHEMES[_rope_type] = _name

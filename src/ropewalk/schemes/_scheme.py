@@ -215,6 +215,11 @@ class Scaling(ABC):
         object.__setattr__(self, field, length)
 
     @property
+    def axis(self) -> int | None:
+        """The index of the axis whose frequencies the scheme changes; None for all axes."""
+        return None
+
+    @property
     def softmax_factor(self) -> float:
         """The factor by which DeepSeek's attention multiplies its softmax scale, dimensionless."""
         return 1.0

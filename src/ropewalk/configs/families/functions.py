@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import error, nearest, number, short_key, shown
+from ropewalk._checks import error, integer, nearest, number, short_key, shown
 from ropewalk.configs.architecture import HeadQueryScale, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, check_kinds
 from ropewalk.configs.reader import ConfigValue, Reader
@@ -189,6 +189,14 @@ def refuse_rope_head_dim(c: Reader) -> None:
         raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
 
 
+def refuse_git(c: Reader) -> None:
+    """Raise a RopeError for the captioning model GIT. The config of Grok 2 has its model_type, but another class."""
+    if c.get("architectures") != ["Grok1ForCausalLM"]:
+        must = "must name a model that a Rope describes"
+        fix = "git has no rotary positions: it has learned absolute positions. Only Grok 2, whose file also says git, "
+        raise c.error("model_type", must, "'git'", f"{fix}has a rope: its architectures are ['Grok1ForCausalLM'].")
+
+
 def qwen_length(c: Reader) -> int | None:
     """Return the trained length of Qwen 1: seq_length, or max_position_embeddings if the config has no seq_length."""
     return c.length("seq_length") or c.longest
@@ -204,7 +212,24 @@ def warn_of_qwen_ntk(c: Reader) -> None:
         )
 
 
+def require_interleaved(c: Reader) -> None:
+    """Raise a RopeError if no key says that the axes alternate. vLLM then uses another order, which no model has."""
+    if c.sections and c.section_value("mrope_section") and c.section_value("mrope_interleaved") is None:
+        raise c.error("mrope_interleaved", "must be given beside mrope_section", "none", "Add it: openPangu has true.")
+
+
 # the keys that define the rope
+
+
+def add_sections(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the sections of the axes, which are beside the text model."""
+    key = "mrope_section"
+    if c.has(key):
+        value = c.get(key)
+        inner = rope_keys.setdefault(key, ConfigValue(value, key))
+        if inner.value != value:
+            must = f"must agree with {inner.where}, which is {shown(inner.value)}"
+            raise c.error(key, must, shown(value), "Remove the wrong one.")
 
 
 def add_bases_of_layers(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
@@ -260,6 +285,23 @@ def add_internlm_rotary(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
         rope_keys.pop("factor", None)
 
 
+def add_grok_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Add the scaling, of which Grok has the keys at the top level, and the fraction of the head that rotates.
+
+    The code computes an attention factor for each type, and applies none.
+    """
+    if c.boolean("rope_rotate_half_dims", False):
+        c.add(rope_keys, "partial_rotary_factor", 0.5, "rope_rotate_half_dims")
+    rope_type = c.get("rope_type")
+    for own, name in (("original", "default"), ("yarn_linear", "yarn")):
+        rope_type = name if rope_type == own else rope_type
+    c.add(rope_keys, "rope_type", rope_type, "rope_type")
+    for key, name in (("scaling_factor", "factor"), ("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
+        c.add(rope_keys, name, c.get(key), key)
+    if rope_type == "yarn":
+        c.add(rope_keys, "attention_factor", 1.0, f"model_type {c.get('model_type')}")
+
+
 def add_telechat_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
     """Add the NTK scaling of TeleChat, with alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
     trained, base_length = (c.size(key) if c.has(key) else 8192 for key in ("training_seqlen", "base_seqlen"))
@@ -306,6 +348,23 @@ def llama4_query_scale(c: Reader) -> QueryScale | None:
     c.origins["query_scale"] = "attn_scale, floor_scale, or 0.1 and 8192 without them"
     return QueryScale(
         beta=0.1 if beta is None else beta, original_max_position_embeddings=length, offset=1, only_unrotated=True
+    )
+
+
+def grok_query_scale(c: Reader) -> QueryScale | None:
+    """Return the factor of the positions after attn_temperature_len, or None if that key is missing or negative."""
+    key = "attn_temperature_len"
+    length = c.number(key)
+    if length is None or length <= 0:
+        return None
+    c.origins["query_scale"] = key
+    c.warnings.append(
+        f"{key}: SGLang multiplies the scores by this factor after it has capped them (attn_logit_softcapping), so it "
+        "is a factor of q only without the cap."
+    )
+    return QueryScale(
+        logarithmic=True,
+        original_max_position_embeddings=integer(c.source, key, c.get(key), at_least=2),
     )
 
 

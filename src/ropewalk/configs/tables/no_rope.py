@@ -12,7 +12,7 @@ _OTHER_POSITIONS = {
     "learned absolute positions": (
         "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "
         "bridgetower camembert canine clip clip_text_model clip_vision_model clipseg convbert ctrl data2vec-text deit "
-        "dinov2 distilbert electra ernie flaubert flava git gpt2 gpt_bigcode gpt_neo groupvit ibert imagegpt layoutlm "
+        "dinov2 distilbert electra ernie flaubert flava gpt2 gpt_bigcode gpt_neo groupvit ibert imagegpt layoutlm "
         "layoutlmv2 layoutlmv3 led longformer luke lxmert mbart mobilebert mvp nystromformer openai-gpt opt owlvit "
         "pegasus plbart prophetnet roberta roberta-prelayernorm roc_bert rugpt3xl siglip "
         "siglip2_vision_model splinter squeezebert tapas "

@@ -43,6 +43,7 @@ REMOTE: dict[str, Architecture] = {
             ("minicpm", "modeling_minicpm.py of MiniCPM-2B-sft-bf16", _IMPLIED_BASE),
             ("minicpmv", "modeling_minicpm.py of MiniCPM-V; vLLM model_executor/models/minicpmv.py", {}),
             ("orion", "modeling_orion.py of Orion-14B-Base; vLLM model_executor/models/orion.py", {}),
+            ("telechat3", "vLLM 0.32 transformers_utils/config.py, models/llama.py; mlx-lm models/telechat3.py", {}),
             ("xverse", "modeling_xverse.py of XVERSE-7B", _IMPLIED_BASE),
             ("Yi", "modeling_yi.py of Yi-34B", {}),
             ("yuan", "yuan_hf_model.py of Yuan2-2B-hf", {"kinds": {ALL: Kind(bases=(), implied_base=10_000.0)}}),
@@ -261,6 +262,21 @@ REMOTE: dict[str, Architecture] = {
         more_keys=functions.add_internlm_rotary,
         **_IMPLIED_BASE,
     ),
+    # Grok 1 and 2. The config of Grok 2 has the model_type of another model.
+    **{
+        name: remote(
+            "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
+            partial=1.0,
+            partial_keys=(),
+            more_keys=functions.add_grok_scaling,
+            query_scale=functions.grok_query_scale,
+            fixed={"extrapolation_factor": (1.0, "another weight of the ramp")},
+            check=check,
+            own_config=True,
+            **_IMPLIED_BASE,
+        )
+        for name, check in (("grok-1", None), ("git", functions.refuse_git))
+    },
     "minimind": remote(
         "model/model.py and model/model_minimind.py of jingyaogong/minimind",
         pairing=functions.minimind_pairing,

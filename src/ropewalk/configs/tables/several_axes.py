@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.axes_rules import AxesRule, half_for_each, interleaved_axes, time_last
+from ropewalk.configs.axes_rules import AxesRule, half_for_each, in_turn, interleaved_axes, time_last
+from ropewalk.configs.families import functions
 from ropewalk.configs.layers import Every, Kind
-from ropewalk.configs.rows import several_axes
+from ropewalk.configs.rows import latent, remote, several_axes
+from ropewalk.rope.axes import Axes
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _QWEN2_VL = AxesRule((16, 24, 24))
@@ -13,6 +17,8 @@ _QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True
 _QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
 _GLM4V = AxesRule((8, 12, 12))
 _ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
+_BAILING = AxesRule((12, 10, 10), pattern=lambda sections, _: Axes.time_last(sections))
+_OPENPANGU = AxesRule(None, pattern=in_turn, is_interleaved=True, min_sections=2)
 _NEOMME = AxesRule(None, names=("row", "column"), pattern=half_for_each, is_interleaved=True, keys=())
 _HUNYUAN = AxesRule(
     None,
@@ -44,6 +50,24 @@ SEVERAL_AXES: dict[str, Architecture] = {
     "glm_image_text": several_axes("glm_image", _GLM4V, fraction=1.0),
     "glm_ocr_text": several_axes("glm_ocr", _GLM4V, fraction=1.0, pairing="interleaved"),
     "paddleocr_vl_text": several_axes("paddleocr_vl", _QWEN2_VL, head_dim_divides=False),
+    # The text model of bailing_moe_v3_vl, which is bailing_hybrid with several axes.
+    "bailing_moe_v3_vl_text": replace(
+        latent(
+            "bailing_hybrid",
+            kinds={_FULL: Kind(), "linear_attention": None},
+            pattern=Every(6, _FULL, "linear_attention", key="layer_group_size"),
+            more_keys=functions.add_sections,
+            axes=_BAILING,
+            own_config=True,
+        ),
+        source="vLLM 0.32 layers/rotary_embedding/bailing_mrope.py and models/bailing_moe_v3.py",
+        in_transformers=False,
+    ),
+    "openpangu_vl_text": remote(
+        "vLLM 0.32 layers/rotary_embedding/mrope_interleaved.py and models/openpangu.py",
+        axes=_OPENPANGU,
+        check=functions.require_interleaved,
+    ),
     "hunyuan_vl_text": several_axes("hunyuan_vl", _HUNYUAN, head_dim_divides=False),
     "neomme": several_axes(
         "neomme", _NEOMME, fraction=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}

@@ -25,6 +25,8 @@ WRAPPERS: dict[str, str] = {
     "internvl_chat": "llm_config",
     "blt": "global_config",
     "dia": "decoder_config",
+    "bailing_moe_v3_vl": "text_config",
+    "openpangu_vl": "text_config",
 }
 """Maps the model_type of a model that contains others to the key of its text model."""
 
@@ -44,6 +46,9 @@ FLAT_AS = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan
 FLAT_OR_NESTED = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
 # Models whose nested text config omits its model_type: maps them to that model_type.
 MISSING_MODEL_TYPES = {"deepseek_vl_v2": "deepseek_ocr_text"}
+# Models whose text model is not as its model_type says: maps them to the model_type to read, and to the keys beside the
+# text model that concern it.
+TEXT_AS = {"bailing_moe_v3_vl": ("bailing_moe_v3_vl_text", ("mrope_section",))}
 
 DEFAULT_KEYS = (
     "hidden_size",

@@ -1,0 +1,233 @@
+"""Schemes of single models, compared with the code of engines (golden/deployed.json) and with formulas in mpmath."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from each import each
+from ropewalk import Rope, RopeError, from_config, schemes
+from ropewalk.rope.axes import Axes
+from ropewalk.schemes import RIFLEx, Scheme, TeleChat3, ThetaScale, YarnLog
+
+ROWS = json.loads((Path(__file__).parents[1] / "golden" / "deployed.json").read_text())["rows"]
+GROK = {
+    "architectures": ["Grok1ForCausalLM"],
+    "model_type": "git",
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 208533496,
+    "attn_temperature_len": 1024,
+    "attn_logit_softcapping": 30.0,
+    "rope_type": "original",
+    "original_max_position_embeddings": 8192,
+    "scaling_factor": 16.0,
+    "extrapolation_factor": 1.0,
+    "attn_factor": 1.0,
+    "beta_fast": 8,
+    "beta_slow": 1,
+}
+"""The config of Grok 2, with fewer layers."""
+
+
+def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(row["id"], row) for row in ROWS if row["id"].split()[0] == name]
+
+
+def test_grok() -> None:
+    """`from_config` gives the frequencies of SGLang's class, which applies no attention factor."""
+
+    def check(row: dict[str, Any]) -> None:
+        p = row["params"]
+        config = {
+            **GROK,
+            "head_dim": p["rotary_dim"],
+            "rope_theta": p["base"],
+            "original_max_position_embeddings": p["max_position_embeddings"],
+            "rope_type": p["extra_method"],
+            "scaling_factor": p["scaling_factor"],
+            "beta_fast": p.get("beta_fast", 32),
+            "beta_slow": p.get("beta_slow", 1),
+        }
+        rope = from_config(config).rope
+        assert (rope.pairing, rope.rotary_dim) == ("half", p["rotary_dim"])
+        assert rope.attention_factor == row["largest_cos"] == 1.0
+        # The logarithm of the slowest frequency is about -19, and is rounded to float32 before its power is taken.
+        np.testing.assert_allclose(rope.inv_freq, row["inv_freq"], rtol=3e-6)
+        if isinstance(rope.scaling, Scheme):
+            found = rope.scaling.inv_freq_float32(p["base"], p["rotary_dim"])
+            np.testing.assert_allclose(found, row["inv_freq"], rtol=1.3e-7)
+
+    each(rows("grok"), check)
+    assert {row["params"]["extra_method"] for _, row in rows("grok")} == {
+        "original", "yarn_linear", "yarn_log", "theta_scale"
+    }  # fmt: skip
+
+
+def test_half_of_the_head_of_grok() -> None:
+    rope = from_config({**GROK, "rope_rotate_half_dims": True}).rope
+    assert rope == Rope(128, 208533496.0, "half", rotary_dim=64)
+
+
+def test_grok_1() -> None:
+    """The file of Grok 1 states no base."""
+    config = {"model_type": "grok-1", "hidden_size": 6144, "num_attention_heads": 48, "num_hidden_layers": 64}
+    with pytest.warns(UserWarning, match="the base is 10000"):
+        ropes = from_config(config)
+    assert (ropes.rope, ropes.query_scale) == (Rope(128, 1e4, "half"), None)
+
+
+def test_git_has_no_rope() -> None:
+    for architectures in (["GitForCausalLM"], None):
+        with pytest.raises(RopeError, match="git has no rotary positions"):
+            from_config({**GROK, "architectures": architectures})
+
+
+@pytest.mark.parametrize(("position", "factor"), [(0, 1.0), (1024, 1.0), (32 * 1024, 1.5), (2**20, 2.0)])
+def test_the_query_scale_of_grok(position: int, factor: float) -> None:
+    """SGLang's kernel multiplies the scores of positions after 1024 by log2(position) / log2(1024)."""
+    ropes = from_config(GROK)
+    assert ropes.query_scale is not None
+    assert ropes.query_scale.at(position) == pytest.approx(factor, rel=1e-15)  # type: ignore[call-arg, arg-type]
+    assert "q is multiplied by max(1, ln(position) / ln(1024))" in ropes.explain()
+    assert "after it has capped them" in ropes.warnings[0]
+    assert from_config({**GROK, "attn_temperature_len": -1}).query_scale is None
+    with pytest.raises(RopeError, match="attn_temperature_len must be an integer of at least 2"):
+        from_config({**GROK, "attn_temperature_len": 1})
+
+
+@pytest.mark.parametrize(("base", "dim", "factor", "length", "fast", "slow"), [
+    (208533496, 128, 16, 8192, 8, 1), (1e4, 64, 4, 4096, 32, 1), (1e6, 32, 1, 4096, 32, 1), (1e4, 8, 4, 64, 4, 0.5),
+])  # fmt: skip
+def test_yarn_log(base: float, dim: int, factor: float, length: int, fast: float, slow: float) -> None:
+    """Where YaRN has w/f · s + w · (1 − s), the frequency is w · f^−s."""
+    with mpmath.workdps(oracle.PRECISION):
+        expected = []
+        for w, y in zip(oracle.inv_freq(base, dim), oracle.yarn(base, dim, factor, length, fast, slow), strict=True):
+            share = (1 - y / w) / (1 - mpmath.mpf(1) / factor) if factor > 1 else 0
+            expected.append(float(w * mpmath.mpf(factor) ** -share))
+    np.testing.assert_allclose(YarnLog(factor, length, fast, slow).inv_freq(base, dim), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize(("base", "dim", "factor", "length"), [(208533496, 128, 16, 8192), (1e4, 64, 4, 7)])
+def test_theta_scale(base: float, dim: int, factor: float, length: int) -> None:
+    """At the index where the default frequency is 2π / length, it is divided by the factor."""
+    with mpmath.workdps(oracle.PRECISION):
+        turns = length / (2 * mpmath.pi)
+        index = mpmath.log(turns) / mpmath.log(base)  # in units of rotary_dim / 2
+        slowed = (1 / (turns * factor)) ** (1 / index)  # the frequency at index 1
+        expected = [float(slowed ** (mpmath.mpf(2 * i) / dim)) for i in range(dim // 2)]
+    np.testing.assert_allclose(ThetaScale(factor, length).inv_freq(base, dim), expected, rtol=1e-12)
+
+
+def test_telechat3() -> None:
+    """`from_config` gives the attention factor that vLLM computes."""
+    config = {
+        "model_type": "telechat3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+    }
+
+    def check(row: dict[str, Any]) -> None:
+        rope = from_config({**config, "rope_scaling": row["params"]}).rope
+        read_as = dict(row["read_as"])
+        assert rope.attention_factor == pytest.approx(read_as["attention_factor"], rel=1e-15)
+        yarn = from_config({**config, "rope_scaling": read_as}).rope
+        assert (yarn.scaling or 0) != rope.scaling
+        assert rope.inv_freq.tolist() == yarn.inv_freq.tolist()
+
+    each(rows("telechat3"), check)
+    scaling = rows("telechat3")[0][1]["params"]
+    written = from_config({**config, "rope_scaling": scaling}).to_hf_config(version=4)
+    assert written["rope_scaling"]["rope_type"] == "telechat3-yarn"
+    assert from_config(written).rope == from_config({**config, "rope_scaling": scaling}).rope
+    assert TeleChat3(4.0, 8, attention_factor=1.5).compute_attention_factor() == 1.5
+
+
+def test_riflex() -> None:
+    """One pair of the first axis has the frequency of the authors' code. All others are as without the scheme."""
+
+    def check(row: dict[str, Any]) -> None:
+        p = row["params"]
+        others = (128 - p["dim"]) // 2
+        axes = Axes.axial((p["dim"], others, others))
+        scheme = RIFLEx(pair=p["k"] - 1, length=p["L_test"])
+        rope = Rope(128, p["theta"], "interleaved", axes=axes, scaling=scheme)
+        expected = [
+            *oracle.inv_freq(p["theta"], p["dim"]),
+            *oracle.inv_freq(p["theta"], others),
+            *oracle.inv_freq(p["theta"], others),
+        ]
+        expected[p["k"] - 1] = mpmath.mpf("0.9") * 2 * mpmath.pi / p["L_test"]
+        np.testing.assert_allclose(rope.inv_freq, np.array(expected, float), rtol=1e-14)
+        np.testing.assert_allclose(rope.inv_freq[: p["dim"] // 2], row["inv_freq"], rtol=4e-7)
+        assert scheme.inv_freq_float32(p["theta"], p["dim"]) == tuple(np.float32(row["inv_freq"]).tolist())
+        grid = torch.tensor([[0, 3, 39], [1, 5, 7], [2, 4, 8]])
+        deployed = rope.at(grid, numerics="float32")
+        angle = np.float32(row["inv_freq"]) * np.float32([[0], [3], [39]])
+        np.testing.assert_allclose(deployed.cos[:, : p["dim"] // 2], np.cos(angle), atol=2e-7)
+
+    each(rows("riflex"), check)
+
+
+def test_riflex_on_another_axis_of_the_same_size() -> None:
+    plain = Rope(32, 1e4, "half", axes=Axes.axial((16, 16)))
+    rope = Rope(32, 1e4, "half", axes=Axes.axial((16, 16)), scaling=RIFLEx(2, 100, axis=1, turns=1.0))
+    expected = plain.inv_freq
+    expected[10] = 2 * np.pi / 100
+    assert rope.inv_freq.tolist() == expected.tolist()
+    assert Rope(16, 1e4, "half", scaling=RIFLEx(2, 100, turns=1.0)).inv_freq[2] == expected[10]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: YarnLog(0.5, 4096), "factor must be a finite number of at least 1"),
+        (lambda: YarnLog(4.0, 0), "original_max_position_embeddings must be an integer"),
+        (lambda: YarnLog(4.0, 4096, 1.0, 2.0), "beta_fast must be"),
+        (lambda: ThetaScale(0.5, 4096), "factor must be a finite number of at least 1"),
+        (lambda: ThetaScale(4.0, 6), "original_max_position_embeddings must be an integer of at least 7"),
+        (lambda: Rope(4, 1e4, "half", scaling=ThetaScale(1e308, 7)), "the larger base must be a finite float64"),
+        (lambda: RIFLEx(-1, 40), "RIFLEx: pair must be an integer from 0"),
+        (lambda: RIFLEx(1, 0), "RIFLEx: length must be"),
+        (lambda: RIFLEx(1, 40, turns=1.5), "RIFLEx: turns must be"),
+        (
+            lambda: Rope(16, 1e4, "half", scaling=RIFLEx(8, 40)),
+            "pair must be less than 8, the number of pairs of axis 0",
+        ),
+        (lambda: Rope(16, 1e4, "half", scaling=RIFLEx(1, 40, axis=1)), "axis of RIFLEx must be less than 1, got 1"),
+        (lambda: from_config({**GROK, "rope_type": "other"}), "rope_type must be one of default, "),
+        (lambda: from_config({**GROK, "extrapolation_factor": 0.5}), "extrapolation_factor must be 1.0"),
+    ],
+)
+def test_misuse(make: Any, message: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        make()
+
+
+def test_schemes_of_single_models_are_imported_when_they_are_used() -> None:
+    """Their names and rope_types are known before, and the table states those of the classes."""
+    program = (
+        "import sys, ropewalk.schemes as s; assert 'yarn_log' in s.SCHEMES and 'LeRoPE' in s.BY_NAME\n"
+        "assert not {'ropewalk.schemes.yarn_log', 'ropewalk.schemes.lerope'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    for name, (_, rope_type) in schemes._LATER.items():
+        scheme = schemes.BY_NAME[name]
+        assert (scheme.__name__, scheme.rope_type if scheme.in_configs else "") == (name, rope_type)
+        assert scheme.aliases == ()
