@@ -232,7 +232,7 @@ BUDGET = {
     "": 1250,
     "angles": 550,
     "attention": 4050,
-    "configs": 5450,
+    "configs": 5500,
     "configs/tables": 1300,
     "engines": 1250,
     "integrations": 2350,

@@ -30,6 +30,7 @@ Examples:
     help="Also show what happens at this sequence length, in tokens; 128k is 131,072.",
 )
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--like", metavar="MODEL_TYPE", help="Read an unknown model_type by the rules of this known one.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option(
     "--factor",
@@ -56,6 +57,7 @@ def explain(
     source: Path | None,
     length: int | None,
     pairing: str | None,
+    like: str | None,
     base: float | None,
     factor: float | None,
     text_only: bool,
@@ -77,7 +79,14 @@ def explain(
         raise click.UsageError("Missing argument 'SOURCE'.")
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
-            source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+            source,
+            pairing=pairing,
+            base=base,
+            factor=factor,
+            text_only=text_only,
+            ignore=ignore,
+            download=download,
+            like=like,
         )
     pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
