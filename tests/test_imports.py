@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4050,
     "configs": 5500,
     "configs/tables": 1300,
-    "engines": 1250,
+    "engines": 1390,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,
@@ -247,7 +247,7 @@ BUDGET = {
     "tools/check": 3000,
     "tools/commands": 1200,
     "tools/convert": 2100,
-    "tools/diff": 900,
+    "tools/diff": 1140,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from recording import (
     class_defaults,
+    commands,
     coordinates,
     diffusion,
     engines,
@@ -58,6 +59,7 @@ GOLDEN = {
         transformers_models.GOLDEN,
         *model_ropes.GOLDEN,
         learned.GOLDEN,
+        commands.GOLDEN,
     )
 }
 
