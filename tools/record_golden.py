@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from recording import (
     class_defaults,
+    commands,
     coordinates,
     deployed,
     diffusion,
@@ -60,6 +61,7 @@ GOLDEN = {
         *model_ropes.GOLDEN,
         learned.GOLDEN,
         deployed.GOLDEN,
+        commands.GOLDEN,
     )
 }
 

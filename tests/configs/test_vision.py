@@ -196,7 +196,8 @@ def test_a_tower_alone() -> None:
         ropes.to_hf_config(version=5)
     for how in ({"pairing": "half"}, {"base": 1e4}):
         with pytest.raises(
-            RopeError, match="must be that of a text model if pairing or base is passed, got pixtral, a vision tower"
+            RopeError,
+            match="must be that of a text model if pairing, base or like is passed, got pixtral, a vision tower",
         ):
             from_config(config, **how)  # type: ignore[arg-type]
     with pytest.raises(

@@ -93,7 +93,7 @@ def test_explain_lists_the_model_types() -> None:
     for wrong in (("config.json",), ("--length", "5"), ("--download",)):
         refused = run("explain", "--list", *wrong)
         assert refused.exit_code == 2
-        assert "Pass only --json with it" in refused.stderr
+        assert "has no effect with --list. Drop one of them." in refused.stderr
 
 
 def test_explain_of_an_unknown_model(tmp_path: Path) -> None:

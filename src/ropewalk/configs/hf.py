@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, argument, nearest, shown, with_context
+from ropewalk._checks import RopeError, argument, error, nearest, shown, with_context
 from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE
@@ -38,20 +38,24 @@ def read(
     pairing: str | None,
     base: float | None,
     text_only: bool,
+    like: str | None = None,
     weights: Weights | None = None,
 ) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
     tower = _standalone_tower(fields)
     if tower is not None:
-        if pairing is not None or base is not None:
-            must, fix = "must be that of a text model if pairing or base is passed", "Omit pairing and base."
+        if pairing is not None or base is not None or like is not None:
+            must = "must be that of a text model if pairing, base or like is passed"
+            fix = "Omit pairing, base and like."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         if text_only:
             must = "must be that of a text model if text_only is passed"
             fix = "Pass the config of the whole model, or omit text_only to read the tower."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         return ModelRopes((), tower.model_type, source, vision=tower)
+    if like is not None:
+        return _read_like(fields, like, base=base, text_only=text_only, weights=weights)
     text = text_model(fields, ARCHITECTURES, pairing is not None)
     reader = Reader(
         text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only, weights=weights
@@ -67,6 +71,36 @@ def read(
 
         tower = vision.nested_tower(fields, warnings)
     return replace(ropes, extra_ropes=extra_ropes, vision=tower, warnings=tuple(warnings))
+
+
+def _read_like(fields: Fields, like: str, **others: Any) -> ModelRopes:
+    """Read a config whose model_type, or that of its text model, is unknown, by the rules of the model_type `like`.
+
+    Raises:
+        RopeError: as `read`, or the model_type is known, or `like` is not.
+    """
+    if like not in ARCHITECTURES and like not in WRAPPERS:
+        fix = f"`ropewalk explain --list` lists them.{nearest(like, [*ARCHITECTURES, *WRAPPERS])}"
+        raise error("from_config", "like must be a model_type that ropewalk knows", shown(like), fix)
+    text = text_model(fields, ARCHITECTURES, False)
+    own = text.get("model_type")
+    if not isinstance(own, str) or own in ARCHITECTURES:
+        must = "must be one that ropewalk does not know if like is passed"
+        raise text.error("model_type", must, shown(own), "Omit like.")
+    path = text.path.split(".")[:-1]
+    ropes = read(_with_model_type(fields.config, path, like), fields.source, pairing=None, **others)
+    warning = f"model_type {own!a:.80} is not known and is read by the rules of {like}, as like={like!r} asks."
+    ropes = replace(ropes, warnings=(warning, *ropes.warnings))
+    if ropes.model_type != like:  # a model that contains others
+        return ropes
+    return replace(ropes, model_type=own, like=like, config={**(ropes.config or {}), "model_type": own})
+
+
+def _with_model_type(config: Mapping[str, Any], path: list[str], model_type: str) -> dict[str, Any]:
+    """Return the config with another model_type in the object at the end of `path`."""
+    if not path:
+        return {**config, "model_type": model_type}
+    return {**config, path[0]: _with_model_type(config[path[0]], path[1:], model_type)}
 
 
 def _standalone_tower(fields: Fields) -> VisionRopes | None:
@@ -251,7 +285,7 @@ def _find_row(c: Reader) -> Architecture:
 
         return unknown.architecture(c, c.passed_pairing)
     inside = [key for key, value in c.config.items() if isinstance(value, Mapping) and "model_type" in value]
-    hint = f" It contains other models: pass config[{inside[0]!r}]." if inside else _class_hint(c)
+    hint = _class_hint(c) or (f" It contains other models: pass config[{inside[0]!r}]." if inside else "")
     raise c.error(
         "model_type",
         "must be one that ropewalk knows",
@@ -262,14 +296,16 @@ def _find_row(c: Reader) -> Architecture:
 
 
 def _class_hint(c: Reader) -> str:
-    """Return a hint if the key `architectures` names the class of a known model, else ""."""
+    """Return a hint if the key `architectures` names a class of a known model, with any head, else ""."""
     classes = c.get("architectures")
-    name = classes[0] if isinstance(classes, list) and classes else None
-    match = (
-        re.fullmatch(r"(\w{2,60})For(CausalLM|ConditionalGeneration|MaskedLM)", name) if isinstance(name, str) else None
-    )
-    key = match[1].lower() if match is not None else ""
-    known = next((model_type for model_type in ARCHITECTURES if model_type.replace("_", "") == key), None)
-    if known is None:
-        return ""
-    return f" Its class is {name}. If it is that model, pass {{**config, 'model_type': {known!r}}}."
+    known = {model_type.replace("_", "").lower(): model_type for model_type in (*WRAPPERS, *ARCHITECTURES)}
+    for name in classes if isinstance(classes, list) else ():
+        body = _CLASS.fullmatch(name) if isinstance(name, str) else None
+        model_type = known.get(body[1].replace("_", "").lower()) if body is not None else None
+        if model_type is not None:
+            return f" Its class is {name}. If it rotates as {model_type} does, pass {argument('like', model_type)}."
+    return ""
+
+
+_CLASS = re.compile(r"(\w{2,60}?)(?:For[A-Z]\w{1,60}|(?:Reward|LMHead)?Model)")
+"""The name of a class of transformers: that of the model, and its head (ForCausalLM, ForRewardModel, RewardModel)."""

@@ -67,6 +67,7 @@ class ModelRopes:
             expects; () if tokens have one position. A text token has the same position on every axis.
         vision: the ropes of the vision tower; None if the model has no tower or ropewalk does not know it. If the
             config describes only a tower, `layers` is ().
+        like: the model_type by whose rules an unknown `model_type` was read, or "".
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
@@ -86,6 +87,7 @@ class ModelRopes:
     layer_kinds: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     vision: VisionRopes | None = None
+    like: str = ""
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
@@ -236,7 +238,7 @@ def _write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     if not ropes.layers:
         fix = "Keep the config that was read."
         raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", fix)
-    row = ARCHITECTURES.get(ropes.model_type)
+    row = ARCHITECTURES.get(ropes.like or ropes.model_type)
     if row is None or ropes.config is None:
         raise error(
             _WHO,

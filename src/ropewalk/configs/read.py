@@ -25,6 +25,7 @@ def from_config(
     ignore: Collection[str] = (),
     download: bool = False,
     engine: str | None = None,
+    like: str | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> ModelRopes:
     """Read the ropes of a model from its config.
@@ -61,6 +62,8 @@ def from_config(
             The warnings list the keys that the engine ignores, and say so if it was not recorded what the engine reads
             for this model. The pairing is that of the original weights, which llama.cpp's converter permutes for some
             models. With None, the ropes have the numbers of the model's own code.
+        like: a model_type that ropewalk knows, such as "llama", by whose rules a Hugging Face config with an unknown
+            model_type is read. A warning says so. `.model_type` remains that of the config.
         weights: tensors, arrays or lists by name, such as a state dict, for a model of which a part of the rope is in
             the checkpoint (Mistral Large 4). Without it, the tensors are read from the safetensors files beside the
             config: first the headers, then only these tensors.
@@ -96,6 +99,7 @@ def from_config(
         ignore=ignore,
         download=download,
         engine=engine,
+        like=like,
         weights=weights,
     )
     assumed = [warning for warning in ropes.warnings if isinstance(warning, Assumed)]
@@ -114,6 +118,7 @@ def read_config(
     ignore: Collection[str] = (),
     download: bool = False,
     engine: str | None = None,
+    like: str | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
@@ -122,10 +127,11 @@ def read_config(
     if factor is not None:
         factor = number("from_config", "factor", factor, at_least=1.0)
     boolean("from_config", "download", download)
+    _check_like(like, pairing, engine)
     ignored = source.check_ignore(ignore)
     if engine is None:
         tensors = Weights(weights)
-        ropes = _read(config, pairing, base, factor, text_only, ignored, download, tensors)
+        ropes = _read(config, pairing, base, factor, text_only, ignored, download, like, tensors)
         if weights is not None and not tensors.needed:
             must, fix = "weights require a model of which a part of the rope is in the checkpoint", "Omit weights."
             raise error("from_config", must, f"{ropes.model_type}, whose config states all", fix)
@@ -150,6 +156,7 @@ def _read(
     text_only: bool,
     ignore: tuple[str, ...],
     download: bool,
+    like: str | None,
     weights: Weights,
 ) -> ModelRopes:
     path = source.gguf_path(config)
@@ -157,6 +164,7 @@ def _read(
         from ropewalk.configs.gguf import read as gguf
 
         _refuse_factor(factor)
+        _refuse_like(like, "a GGUF file")
         return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
     values, name = source.load(config, download=download)
     values = source.without_keys(values, ignore, name)
@@ -164,6 +172,7 @@ def _read(
         from ropewalk.configs import diffusers
 
         _refuse_factor(factor)
+        _refuse_like(like, "a config of diffusers")
         if pairing is not None or base is not None or text_only:
             must, got = "pairing, base and text_only require a text model", shown(values["_class_name"])
             raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
@@ -171,6 +180,7 @@ def _read(
     if source.is_params(values):
         from ropewalk.configs import meta
 
+        _refuse_like(like, "Meta's params.json")
         if pairing not in (None, "interleaved"):
             fix = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
             raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), fix)
@@ -178,7 +188,22 @@ def _read(
     _refuse_factor(factor)
     if isinstance(config, str | os.PathLike):
         weights.folder = Path(name).parent
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only, weights=weights)
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only, like=like, weights=weights)
+
+
+def _check_like(like: object, pairing: str | None, engine: str | None) -> None:
+    if like is None:
+        return
+    if not isinstance(like, str):
+        raise error("from_config", "like must be a model_type", shown(like), 'Pass a string, e.g. like="llama".')
+    other = "pairing" if pairing is not None else "engine" if engine is not None else ""
+    if other:
+        raise error("from_config", f"like and {other} must not both be passed", "both", "Omit one of them.")
+
+
+def _refuse_like(like: str | None, got: str) -> None:
+    if like is not None:
+        raise error("from_config", "like requires a Hugging Face config", got, "Omit it.")
 
 
 def _refuse_factor(factor: float | None) -> None:

@@ -15,6 +15,8 @@ from ropewalk.engines._config import ConfigRope as ConfigRope
 from ropewalk.engines._engine import ENGINE_KEYS as ENGINE_KEYS
 from ropewalk.engines._engine import Answer as Answer
 from ropewalk.engines._engine import Engine as Engine
+from ropewalk.engines._override import Flags as Flags
+from ropewalk.engines._override import spellings as spellings
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP
 from ropewalk.engines.mlx_lm import MLX_LM

@@ -17,6 +17,7 @@ from ropewalk._checks import RopeError
 from ropewalk.engines import _model_files
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
+from ropewalk.engines._override import Flags, Override
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, YaRN
 
@@ -127,6 +128,7 @@ class Engine:
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
+        override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own.
     """
 
@@ -137,6 +139,7 @@ class Engine:
     unknown: str
     files: str
     query_scale: str = ""
+    override: Override | Flags | None = None
     lender: Engine | None = None
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:

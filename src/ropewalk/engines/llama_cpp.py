@@ -19,7 +19,9 @@ from ropewalk.engines._engine import (
     with_attention_factor,
     yarn_magnitude,
 )
-from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Proportional, YaRN
+from ropewalk.engines._override import Flags
+from ropewalk.rope.rope import Rope
+from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
 _PHI = frozenset({"phi3", "phi3small", "phi4mm", "phimoe"})
 _MINICPM = frozenset({"minicpm", "minicpm3"})
@@ -103,6 +105,36 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     return Answer(config.rope)
 
 
+def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | None:
+    """Return the command that states a rope, and the rope that llama.cpp then computes.
+
+    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor.
+    """
+    scheme = rope.scaling
+    if config.several_axes:
+        return None
+    flags = f"--rope-freq-base {_number(rope.base)}"
+    if scheme is None:
+        flags = f"--rope-scaling none {flags}"
+    elif isinstance(scheme, Linear):
+        flags = f"--rope-scaling linear --rope-scale {_number(scheme.factor)} {flags}"
+    elif isinstance(scheme, YaRN) and not (scheme.mscale_all_dim and config.model_type in _WRITES_MSCALE):
+        flags = (
+            f"--rope-scaling yarn --rope-scale {_number(scheme.factor)} "
+            f"--yarn-orig-ctx {scheme.original_max_position_embeddings} "
+            f"--yarn-beta-fast {_number(scheme.beta_fast)} --yarn-beta-slow {_number(scheme.beta_slow)} {flags}"
+        )
+        scheme = replace(scheme, truncate=True)
+        scheme = with_attention_factor(scheme, _attention(config, scheme))
+    else:
+        return None
+    return f"llama-server -m MODEL.gguf {flags}", replace(read, base=rope.base, scaling=scheme)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
 # The model decides which of these keys are ignored, so the rule itself adds the note.
 _NOTED_BY_THE_RULE = frozenset(
     {
@@ -138,4 +170,5 @@ LLAMA_CPP = Engine(
     },
     files="llama_cpp",
     unknown="the converter knows no such rope type",
+    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp"),
 )

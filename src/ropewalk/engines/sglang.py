@@ -17,6 +17,7 @@ from ropewalk.engines._engine import (
     yarn_magnitude,
     yarn_with_extrapolation,
 )
+from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.engines.vllm import linear, proportional
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
@@ -96,4 +97,10 @@ SGLANG = Engine(
     files="sglang",
     lender=TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
+    override=Override(
+        json_argument("python -m sglang.launch_server --model-path MODEL --json-model-override-args"),
+        "srt/arg_groups/fields/model.py, srt/utils/hf_transformers/config.py",
+        merges="at the top",
+        deepest=1,
+    ),
 )

@@ -12,6 +12,7 @@ from ropewalk.engines._engine import (
     Rule,
     dynamic_by_factor,
 )
+from ropewalk.engines._override import Override, python_arguments
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 
 _FILE = "modeling_rope_utils.py"
@@ -74,4 +75,10 @@ TRANSFORMERS = Engine(
     },
     files="transformers",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
+    override=Override(
+        python_arguments("from_pretrained(MODEL"),
+        "configuration_utils.py",
+        merges="nowhere",
+        deepest=1,
+    ),
 )

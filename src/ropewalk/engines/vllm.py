@@ -16,6 +16,7 @@ from ropewalk.engines._engine import (
     with_attention_factor,
     yarn_magnitude,
 )
+from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
@@ -122,4 +123,11 @@ VLLM = Engine(
     lender=TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
+    # --rope-scaling and --rope-theta no longer exist. The JSON replaces the parameters after the config was loaded.
+    override=Override(
+        json_argument("vllm serve MODEL --hf-overrides"),
+        "engine/arg_utils.py, config/model.py",
+        merges="below the top",
+        deepest=4,
+    ),
 )

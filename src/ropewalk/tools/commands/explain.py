@@ -19,6 +19,7 @@ Examples:
   ropewalk explain path/to/config.json --length 128k
   ropewalk explain meta-llama/Llama-3.1-8B --download
   ropewalk explain params.json --factor 8
+  ropewalk explain path/to/config.json --for vllm
   cat config.json | ropewalk explain -
   ropewalk explain --list
 """,
@@ -30,6 +31,7 @@ Examples:
     help="Also show what happens at this sequence length, in tokens; 128k is 131,072.",
 )
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--like", metavar="MODEL_TYPE", help="Read an unknown model_type by the rules of this known one.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option(
     "--factor",
@@ -42,6 +44,12 @@ Examples:
     help="For multimodal models: show only the rope of text tokens; no effect on text models of one axis.",
 )
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+@click.option(
+    "--for",
+    "engine",
+    metavar="ENGINE",
+    help="Say how to make this engine rotate as the config says: transformers, vllm, sglang or llama.cpp.",
+)
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--list", "as_list", is_flag=True, help="List the model types that can be read, without a SOURCE.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -56,10 +64,12 @@ def explain(
     source: Path | None,
     length: int | None,
     pairing: str | None,
+    like: str | None,
     base: float | None,
     factor: float | None,
     text_only: bool,
     ignore: tuple[str, ...],
+    engine: str | None,
     download: bool,
     as_list: bool,
     as_json: bool,
@@ -75,9 +85,23 @@ def explain(
         return
     if source is None:
         raise click.UsageError("Missing argument 'SOURCE'.")
+    if engine is not None:
+        _refuse_others(context, "--for", {"source", "length", "pairing", "base", "ignore", "download", "as_json"})
+        found = ropewalk.diff.for_engine(
+            source, engine, length=length, pairing=pairing, base=base, ignore=ignore, download=download
+        )
+        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
+        return
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
-            source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+            source,
+            pairing=pairing,
+            base=base,
+            factor=factor,
+            text_only=text_only,
+            ignore=ignore,
+            download=download,
+            like=like,
         )
     pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
@@ -92,10 +116,7 @@ def explain(
 def _print_model_types(context: click.Context, *, as_json: bool) -> None:
     from ropewalk.configs.listing import model_types
 
-    for name in context.params:
-        passed = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if passed and name not in ("as_list", "as_json"):
-            raise click.UsageError("--list describes no config. Pass only --json with it.")
+    _refuse_others(context, "--list", {"as_json"})
     groups = model_types()
     if as_json:
         click.echo(json.dumps(groups, indent=2))
@@ -106,6 +127,16 @@ def _print_model_types(context: click.Context, *, as_json: bool) -> None:
         for name, words in names.items():
             click.echo(f"  {name:{width}}  {words}")
         click.echo()
+
+
+def _refuse_others(context: click.Context, option: str, allowed: set[str]) -> None:
+    """Raise an error if an argument was passed that has no effect beside an option."""
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        passed = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+        if passed and option not in parameter.opts and name not in allowed:
+            what = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+            raise click.UsageError(f"{what} has no effect with {option}. Drop one of them.")
 
 
 def _pictures(

@@ -1,4 +1,4 @@
-"""Compare how engines rotate for one config, or compare the rotation of two configs.
+"""Compare how engines rotate for one config, or the rotation of two configs. Find an engine's override for a config.
 
 Only configs are read, and no model is loaded or run. `ropewalk.engines` describes how each engine reads a config.
 """
@@ -10,3 +10,5 @@ from ropewalk.tools.diff.between_configs import ConfigDiff as ConfigDiff
 from ropewalk.tools.diff.between_configs import configs as configs
 from ropewalk.tools.diff.between_engines import EngineDiff as EngineDiff
 from ropewalk.tools.diff.between_engines import engines as engines
+from ropewalk.tools.diff.for_engine import ForEngine as ForEngine
+from ropewalk.tools.diff.for_engine import for_engine as for_engine

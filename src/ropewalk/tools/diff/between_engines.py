@@ -90,7 +90,7 @@ def engines(
     ropes, config_ropes = ropes_for_engines(
         source, *chosen, pairing=pairing, base=base, ignore=ignore, download=download
     )
-    setting = _setting(ropes, length)
+    setting = setting_of(ropes, length)
     rows, static_ropes = [], []
     for config, layers in config_ropes:
         answers = {engine.name: engine.answer(config) for engine in chosen}
@@ -107,8 +107,8 @@ def engines(
         "length": setting,
         "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
         "ropes": rows,
-        "query_scale": _query_scale(ropes, chosen),
-        "not_compared": _not_compared(ropes),
+        "query_scale": missing_query_scale(ropes, chosen),
+        "not_compared": not_compared(ropes),
         "warnings": list(ropes.warnings),
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
@@ -141,7 +141,8 @@ def _verdict(states: Mapping[str, str], *, selected: bool) -> str:
     return "agree"
 
 
-def _setting(ropes: ModelRopes, length: int | None) -> int:
+def setting_of(ropes: ModelRopes, length: int | None) -> int:
+    """Return the length that the engines are configured for, in tokens."""
     if length is not None:
         return _checks.length("diff.engines", "length", length)
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
@@ -221,7 +222,7 @@ def _compare_at_length(
     return found
 
 
-def _not_compared(ropes: ModelRopes) -> list[str]:
+def not_compared(ropes: ModelRopes) -> list[str]:
     """Return what the config states about the attention, and the comparison leaves out."""
     found = ["which layers rotate"] if None in ropes.layers else []
     if ropes.softmax_factor != 1.0:
@@ -229,7 +230,7 @@ def _not_compared(ropes: ModelRopes) -> list[str]:
     return found
 
 
-def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
+def missing_query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
     """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
     if ropes.query_scale is None or ropes.query_scale.llama_4_scaling_beta is None:
         return {}

@@ -14,9 +14,9 @@ _WIDTH = 100
 
 def engines_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
-    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *_wrap(_verdict(facts), "")]
+    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *wrap(_verdict(facts), "")]
     if facts["not_compared"]:
-        lines += _wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
+        lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
         lines += [line for at in row["at"] for line in _table(at, row, facts)]
@@ -24,22 +24,24 @@ def engines_text(facts: Mapping[str, Any]) -> str:
         lines += _notes(row, facts)
     if facts["query_scale"]:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
-        lines += _list(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
+        lines += bullets(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
     lines += ["", "how cos and sin are computed"]
-    lines += _list(f"{_name_and_version(entry)}: {entry['table']}" for entry in facts["engines"])
+    lines += bullets(f"{_name_and_version(entry)}: {entry['table']}" for entry in facts["engines"])
     if facts["warnings"]:
-        lines += ["", "warnings", *_list(f"! {warning}" for warning in facts["warnings"])]
+        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
 
 
-def _wrap(text: str, indent: str) -> list[str]:
+def wrap(text: str, indent: str) -> list[str]:
+    """Wrap a text for a terminal. Lines after the first one are indented further if `indent` is not empty."""
     inner = f"{indent}  " if indent else ""
     found = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=inner, break_long_words=False)
     return found or [""]
 
 
-def _list(items: Iterable[str]) -> list[str]:
-    return [line for item in items for line in _wrap(item, "  ")]
+def bullets(items: Iterable[str]) -> list[str]:
+    """Return sentences as indented, wrapped lines."""
+    return [line for item in items for line in wrap(item, "  ")]
 
 
 def layers(numbers: list[int], count: int) -> str:
@@ -146,7 +148,7 @@ def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     words = {"refused": "does not run it:", "absent": "", "unknown": "was not judged:"}
     stopped = [entry for entry in row["engines"] if entry["refused"]]
     lines = (f"{version[entry['name']]} {words[entry['why']]} {entry['refused']}." for entry in stopped)
-    return _list(" ".join(line.split()) for line in lines)
+    return bullets(" ".join(line.split()) for line in lines)
 
 
 _SEEN = {"run": "run", "read": "read, not run", "not recorded": "not recorded for this model"}
@@ -166,4 +168,4 @@ def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         notes = " ".join(entry["notes"]) + _DECIDED[entry["decided_by"]]
         where = f"{version[entry['name']]} ({entry['source']}; {_SEEN[entry['seen']]})"
         lines.append(f"{where}: {notes.strip() or 'It follows the config.'}")
-    return ["", "  what each engine does", *_list(lines)] if lines else []
+    return ["", "  what each engine does", *bullets(lines)] if lines else []

@@ -1,0 +1,93 @@
+"""`Override`: how a user gives an engine other rope parameters than the files of the model, and `spellings` of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ropewalk.engines._config import ConfigRope
+from ropewalk.rope.rope import Rope
+from ropewalk.schemes import LongRoPE, YaRN
+
+_ATTENTION_KEYS = ("attention_factor", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True)
+class Override:
+    """The argument with which an engine at one version replaces keys of a model's config.
+
+    Args:
+        write: returns the command with this argument, from the keys to replace. A nested config is an object in them.
+        source: the files of the engine that define the argument and apply it.
+        merges: where the engine merges the new `rope_parameters` into those of the config, instead of replacing them.
+        deepest: the largest depth of a nested config that the argument reaches.
+    """
+
+    write: Callable[[Mapping[str, Any]], str]
+    source: str
+    merges: Literal["nowhere", "at the top", "below the top"]
+    deepest: int
+
+    def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        """Return the `rope_parameters` that the engine has after the override, in a config at a depth."""
+        if self.merges == ("below the top" if depth else "at the top"):
+            return {**old, **new}
+        return dict(new)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The arguments with which an engine that reads no config.json at run time gets the rope of all layers.
+
+    Args:
+        write: returns the command with the arguments, and the rope that the engine then computes. It gets the rope of
+            the config, the rope that the engine computes without arguments, and the rope to state. It returns None if
+            no argument states its scheme.
+        source: the files of the engine that define the arguments and apply them.
+    """
+
+    write: Callable[[ConfigRope, Rope, Rope], tuple[str, Rope] | None]
+    source: str
+
+
+def json_argument(command: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return an `Override.write` that appends the keys to a command as JSON, quoted for a shell."""
+    return lambda keys: f"{command} {shlex.quote(json.dumps(keys))}"
+
+
+def python_arguments(call: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return an `Override.write` that adds the keys to a call in Python as arguments."""
+    return lambda keys: f"{call}, {', '.join(f'{key}={value!r}' for key, value in keys.items())})"
+
+
+def spellings(parameters: Mapping[str, Any], scaled: Rope | None) -> Iterator[dict[str, Any]]:
+    """Yield `rope_parameters` that mean the same in the code of some engine, beginning with `parameters`.
+
+    Engines read the attention factor from different keys.
+
+    Args:
+        parameters: the parameters in the schema of transformers 5, for all layers or for each kind of layer.
+        scaled: the rope of the layers that are scaled, or None.
+    """
+    yield dict(parameters)
+    scheme = None if scaled is None else scaled.scaling
+    if scaled is not None and isinstance(scheme, YaRN):
+        factor, default = scaled.attention_factor, YaRN(scheme.factor, 1).compute_attention_factor()
+        yield _changed(parameters, "yarn", {"attention_factor": factor})
+        yield _changed(parameters, "yarn", {"attn_factor": factor / default})
+    if scaled is not None and isinstance(scheme, LongRoPE):
+        short, long = (scaled.at_length(length).attention_factor for length in (1, 2**31))
+        yield _changed(parameters, "longrope", {"short_mscale": short, "long_mscale": long})
+
+
+def _changed(parameters: Mapping[str, Any], rope_type: str, keys: Mapping[str, float]) -> dict[str, Any]:
+    """Return the parameters with other keys of the attention factor where they have this rope_type."""
+    if parameters.get("rope_type") == rope_type:
+        return {**{key: value for key, value in parameters.items() if key not in _ATTENTION_KEYS}, **keys}
+    return {
+        key: _changed(value, rope_type, keys) if isinstance(value, Mapping) else value
+        for key, value in parameters.items()
+    }

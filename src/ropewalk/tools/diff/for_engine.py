@@ -1,0 +1,245 @@
+"""Find out whether an engine rotates as a config says, and the command with which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ropewalk import _checks
+from ropewalk._checks import RopeError
+from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
+from ropewalk.configs.hf import find_text
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.read import read_config
+from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
+from ropewalk.rope.rope import Rope
+from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared, setting_of
+from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, wrap
+from ropewalk.tools.diff.rope_difference import difference
+
+
+@dataclass(frozen=True)
+class ForEngine:
+    """What an engine needs to rotate as a config says.
+
+    Args:
+        facts: the whole result as a dict of JSON values.
+    """
+
+    facts: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> Literal["nothing needed", "command", "cannot", "not judged"]:
+        """The result in a word or two.
+
+        "nothing needed": the engine rotates as the config says. "command": it does with the command in
+        `facts["command"]`. "cannot": no argument that ropewalk knows makes it do so. "not judged": ropewalk does not
+        know what the engine reads for this model.
+        """
+        return self.facts["verdict"]  # type: ignore[no-any-return]
+
+    def text(self) -> str:
+        """Return the result as text for a terminal."""
+        return _text(self.facts)
+
+
+def for_engine(
+    source: Any,
+    name: str,
+    *,
+    length: int | None = None,
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> ForEngine:
+    """Compare the ropes of a config with those that an engine computes from it, and find a command that cures them.
+
+    A command is returned only if the engine's rules, for the config with the keys of the command, give the ropes of the
+    model. No engine is run.
+
+    Args:
+        source: as in `diff.engines`.
+        name: the engine, from `ropewalk.diff.ENGINES`, such as "vllm".
+        length: as in `diff.engines`.
+        pairing, base, ignore, download: as in `from_config`.
+
+    Returns:
+        A `ForEngine`, with the result as text (`.text()`) and as data (`.facts`).
+
+    Raises:
+        RopeError: the config cannot be read or states no length, or the engine is unknown or has no known arguments.
+    """
+    chosen = engine("diff.for_engine", name)
+    if chosen.override is None:
+        must, fix = "the engine must have known arguments", "Pass 'transformers', 'vllm', 'sglang' or 'llama.cpp'."
+        raise _checks.error("diff.for_engine", must, repr(name), fix)
+    ropes, configs = ropes_for_engines(source, chosen, pairing=pairing, base=base, ignore=ignore, download=download)
+    setting = setting_of(ropes, length)
+    apart, unknown = _apart(chosen, configs, dict(enumerate(ropes.layers)), setting)
+    scale = missing_query_scale(ropes, [chosen])
+    apart += [f"It does not scale q by its position: {why}." for why in scale.values()]
+    command = ""
+    loads = all(chosen.answer(config).rope or _refused_by_rule(chosen, config) for config, _ in configs)
+    if loads and not unknown and not scale and (apart or any(config.rope.scaling for config, _ in configs)):
+        values = configs[0][0].whole
+        # With the axes of tokens with several positions, which no rule needs but the written parameters.
+        whole = read_config(values, pairing=pairing, base=base, ignore=find_engine_keys(values))
+        command = _command(chosen, configs, whole, setting, copy=not apart)
+    verdict = "not judged" if unknown else "nothing needed" if not apart else "command" if command else "cannot"
+    return ForEngine(
+        {
+            "source": ropes.source,
+            "model_type": ropes.model_type,
+            "engine": chosen.name,
+            "version": chosen.version,
+            "layers": len(ropes.layers),
+            "length": setting,
+            "verdict": verdict,
+            "differences": unknown or apart,
+            "command": command or None,
+            "command_source": chosen.override.source if command else None,
+            "not_compared": not_compared(ropes),
+            "warnings": list(ropes.warnings),
+        }
+    )
+
+
+def _refused_by_rule(chosen: Engine, config: ConfigRope) -> bool:
+    """Whether the engine loads the config, and then its function for frequencies refuses it, which a command cures."""
+    return chosen.apply_rule(config).refusal == chosen.answer(config).refusal
+
+
+def _apart(
+    chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], own: Mapping[int, Rope | None], setting: int
+) -> tuple[list[str], list[str]]:
+    """Return how the ropes of the engine differ from those of the model, and why they cannot be judged, as sentences.
+
+    Args:
+        chosen: the engine.
+        configs: the ropes of the config that the engine reads, each with the indices of its layers.
+        own: the ropes of the layers of the model.
+        setting: the length that the engine is configured for, in tokens.
+    """
+    apart: list[str] = []
+    unknown: list[str] = []
+    for config, indices in configs:
+        answer, place = chosen.answer(config), layers(indices, len(own))
+        if not answer.is_judged:
+            why = (
+                f"it {answer.refusal}" if answer.refusal else f"what its file for {config.model} reads was not recorded"
+            )
+            (apart if answer.why == "absent" else unknown).append(f"{place}: {why}.")
+            continue
+        if answer.rope is None:
+            apart.append(f"{place}: it does not run this config: {answer.refusal}.")
+            continue
+        found = ""
+        for rope in dict.fromkeys(own[i] for i in indices):
+            if rope is None:
+                found = "it rotates layers that the model does not rotate"
+                continue
+            for sequence in sorted({_short(rope, setting), setting}):
+                theirs = answer.at(sequence, setting)
+                ours = rope if rope.is_static else rope.at_length(sequence)
+                found = found or _difference(ours, theirs, sequence)
+        if found:
+            apart.append(" ".join([f"{place}: {found}.", *answer.notes]))
+    return apart, unknown
+
+
+def _short(rope: Rope, setting: int) -> int:
+    """Return a length at which a scheme that depends on the length does not slow the pairs as at `setting`."""
+    trained = None if rope.scaling is None else rope.scaling.trained_length(setting)
+    return min(trained or setting, setting)
+
+
+def _difference(ours: Rope, theirs: Rope | None, sequence: int) -> str:
+    if theirs is None:
+        return "it has no rope"
+    apart = difference(ours, theirs, sequence)
+    if apart["same"]:
+        return ""
+    words = [frequencies(apart)] if apart.get("channels") or apart["inv_freq"]["pairs_that_differ"] else []
+    if theirs.attention_factor != ours.attention_factor:
+        words.append(f"the attention factor is {theirs.attention_factor:.6g} and not {ours.attention_factor:.6g}")
+    return f"for {sequence:,} tokens, {' and '.join(words)}"
+
+
+def _command(
+    chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], ropes: ModelRopes, setting: int, *, copy: bool
+) -> str:
+    """Return the first command with which the engine has the ropes of the model, or "".
+
+    Args:
+        chosen: the engine.
+        configs: the ropes of the config, for text tokens.
+        ropes: the ropes of the config.
+        setting: the length that the engine is configured for, in tokens.
+        copy: whether the command is for a config without scaling instead of this one.
+    """
+    override, first = chosen.override, configs[0][0]
+    if isinstance(override, Flags):
+        read = chosen.answer(first).rope
+        written = None if read is None or len(configs) > 1 else override.write(first, read, first.rope)
+        same = written is not None and not _difference(first.rope, written[1], setting)
+        return written[0] if same and written is not None else ""
+    path, _ = find_text(first.whole)
+    if override is None or len(path) > override.deepest:
+        return ""
+    try:
+        written_config = ropes.to_hf_config(version=5)
+    except RopeError:  # the model's own code does not read this schema
+        return ""
+    parameters = written_config.pop("rope_parameters", None) or {}
+    scaled = next((rope for rope in ropes.layers if rope is not None and rope.scaling is not None), None)
+    own = {**dict.fromkeys(range(len(ropes.layers))), **{i: config.rope for config, rows in configs for i in rows}}
+    section = {} if copy else {**parameters, **first.section}
+    for new in spellings(parameters, scaled):
+        applied = {"rope_parameters": override.applied(section, new, len(path))}
+        changed = _put(first.whole, path, {**written_config, **applied})
+        try:
+            _, found = ropes_for_engines(changed, chosen)
+        except RopeError:
+            continue
+        if _apart(chosen, found, own, setting) == ([], []):
+            return override.write(_put({}, path, {"rope_parameters": new}))
+    return ""
+
+
+def _put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config in which the object at the end of `path` is `value`."""
+    if not path:
+        return dict(value)
+    return {**config, path[0]: _put(config.get(path[0], {}), path[1:], value)}
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    name = f"{facts['engine']} {facts['version']}"
+    up_to = f"up to {facts['length']:,} tokens"
+    verdicts = {
+        "nothing needed": f"Nothing is needed: {name} rotates as the config says, {up_to}.",
+        "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
+        "cannot": f"{name} does not rotate as the config says, and ropewalk knows no argument with which it does.",
+        "not judged": f"{name} was not judged for this config.",
+    }
+    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *wrap(verdicts[facts["verdict"]], "")]
+    lines += bullets(facts["differences"])
+    if facts["command"] is not None:
+        if facts["verdict"] == "nothing needed":
+            lines += ["", "the same for a copy of the model whose config states no scaling"]
+        else:
+            lines += ["", "the command"]
+        lines.append(f"  {facts['command']}")
+    if facts["not_compared"]:
+        lines += ["", *wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")]
+    lines += ["", *wrap(_claim(facts, name), "")]
+    if facts["warnings"]:
+        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
+    return "\n".join(map(_checks.printable, lines))
+
+
+def _claim(facts: Mapping[str, Any], name: str) -> str:
+    source = f", and the command is defined in {facts['command_source']}" if facts["command"] is not None else ""
+    return f"This was checked with ropewalk's rules for {name}{source}. No engine was run."
