@@ -232,7 +232,7 @@ BUDGET = {
     "": 1250,
     "angles": 550,
     "attention": 4050,
-    "configs": 5690,
+    "configs": 5700,
     "configs/tables": 1620,
     "engines": 1250,
     "integrations": 2350,
