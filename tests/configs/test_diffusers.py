@@ -135,7 +135,14 @@ def test_ltx_says_that_its_heads_differ() -> None:
     assert "channel i of a head rotates with i + 64 (" in text
     assert "the channels are those of all 32 heads, of which each in turn has 64 pairs" in text
     assert "a second rope in each layer: audio_video" in text
+    assert "  ! the heads rotate differently: split the tables of the rope" in text
     assert from_config(FLUX).heads is None
+
+
+@pytest.mark.parametrize(("name", "warning"), [("Allegro", "apply those of extra_ropes"), ("Helios", "not a rotation")])
+def test_a_rope_that_is_not_all(name: str, warning: str) -> None:
+    (said,) = from_config({"_class_name": f"{name}Transformer3DModel"}).warnings
+    assert warning in said
 
 
 def test_cogvideox_2b_rotates_nothing() -> None:

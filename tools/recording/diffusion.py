@@ -110,7 +110,8 @@ def _ids(c: Case) -> Rotated:
     axes = c.axes_dims_rope
     if len(axes) == 4:  # time, height, width, text
         text = torch.cat((_zeros(c), c.count(axes=1)))
-        positions = torch.cat((text, torch.cat((c.grid, 0 * c.grid[:1]))), dim=1)
+        sides = c.grid * (0.5 if "flux3" in c.module.__name__ else 1)
+        positions = torch.cat((text, torch.cat((sides, 0 * c.grid[:1]))), dim=1)
     tables = c.position_class()(theta=c.config.get("rope_theta", 10000), axes_dim=list(axes))(positions.T)
     return positions, c.real(tables)
 

@@ -37,7 +37,7 @@ def allegro(fields: Fields, rope: Rope) -> _Completed:
         )
         for a in range(3)
     ]
-    fields.origins["ropes"] = "one for each third of the head, which are applied one after another"
+    fields.warnings.append("each rope rotates a third of the head: apply those of extra_ropes (height, width) as well.")
     return of_axes[0], {"extra_ropes": {"height": of_axes[1], "width": of_axes[2]}}
 
 
@@ -55,9 +55,17 @@ def cosmos(fields: Fields, rope: Rope) -> _Completed:
         value = number(fields.source, f"rope_scale[{i}]", scale, at_least=1 / _MAX_SCALE, at_most=_MAX_SCALE)
         base = rope.base * value ** (channels / max(channels - 2, 1))
         inv_freq += default.inv_freq(base, channels)
-    fields.origins["scaling"] = "rope_scale: NTK with the scale of each axis, written as one divisor for each pair"
+    fields.origins["scaling"] = "rope_scale: NTK with the scale of each axis, written as divisors of one progression"
     axis = () if rope.axes is None else rope.axes.axis
     return _with_frequencies(rope.base, "half", axis, inv_freq), {}
+
+
+def helios(fields: Fields, rope: Rope) -> _Completed:
+    """Warn about tokens that get means of cos and sin (center_down_sample_3d)."""
+    fields.warnings.append(
+        "tokens of the middle and long history get means of cos and sin, which is not a rotation: average the tables."
+    )
+    return rope, {}
 
 
 def text(fields: Fields, rope: Rope) -> _Completed:
@@ -120,7 +128,7 @@ def longrope(fields: Fields, rope: Rope) -> _Completed:
 
 def ltx(fields: Fields, rope: Rope) -> _Completed:
     """Let one progression run over the channels of all heads (LTXVideoRotaryPosEmbed)."""
-    heads = _heads(fields, "num_attention_heads")
+    heads = _size(fields, "num_attention_heads", 32)
     return _across_heads(fields, heads * rope.head_dim, 3, rope.base, "interleaved"), {"heads": heads}
 
 
@@ -130,32 +138,31 @@ def ltx2(fields: Fields, rope: Rope) -> _Completed:
     pairings: dict[Any, Pairing] = {None: "interleaved", "interleaved": "interleaved", "split": "half"}
     if not isinstance(kind, str | None) or kind not in pairings:
         raise fields.error("rope_type", "must be interleaved or split", shown(kind), "Check the config.")
-    heads, of_audio = _heads(fields, "num_attention_heads"), _heads(fields, "audio_num_attention_heads")
+    pairing, fix = pairings[kind], "Check that both belong to the same model."
+    heads, of_audio = (_size(fields, key, 32) for key in ("num_attention_heads", "audio_num_attention_heads"))
     if heads != of_audio:
-        fix = "Check that both belong to the same model."
         raise fields.error("audio_num_attention_heads", f"must equal num_attention_heads={heads}", str(of_audio), fix)
-    audio_head = fields.channels("audio_attention_head_dim") if fields.has("audio_attention_head_dim") else 64
-    both = fields.size("audio_cross_attention_dim") if fields.has("audio_cross_attention_dim") else 2048
-    widths = {"audio": heads * audio_head, "audio_cross_attention_dim": both}
-    for name, width in widths.items():
-        if width % (2 * heads):
-            fix = "Check that both belong to the same model."
-            raise fields.error(name, f"must be a multiple of 2 · {heads} heads", str(width), fix)
-    audio, cross = (_across_heads(fields, width, 1, rope.base, pairings[kind]) for width in widths.values())
+    both = _size(fields, "audio_cross_attention_dim", 2048)
+    if both % (2 * heads):
+        raise fields.error("audio_cross_attention_dim", f"must be a multiple of 2 · {heads} heads", str(both), fix)
+    audio = _across_heads(fields, heads * _size(fields, "audio_attention_head_dim", 64), 1, rope.base, pairing)
+    cross = _across_heads(fields, both, 1, rope.base, pairing)
     fields.origins["audio_video"] = "the cross attention of audio and video, whose only axis is time"
-    video = _across_heads(fields, heads * rope.head_dim, 3, rope.base, pairings[kind])
+    video = _across_heads(fields, heads * rope.head_dim, 3, rope.base, pairing)
+    fields.origins["pairing"] = "rope_type"
     return video, {"heads": heads, "extra_ropes": {"audio": audio, "audio_video": cross}}
 
 
-def _heads(fields: Fields, key: str) -> int:
-    heads = fields.size(key) if fields.has(key) else 32
-    fields.origins["heads"] = "the rope runs over the channels of all heads, which rotate differently"
-    return heads
+def _size(fields: Fields, key: str, default_size: int) -> int:
+    return fields.size(key) if fields.has(key) else default_size
 
 
 def _across_heads(fields: Fields, width: int, axes: int, base: float, pairing: Pairing) -> Rope:
     """Return the rope of LTX: frequencies from π/2 to base · π/2, each for every axis, after pairs without rotation."""
     integer(fields.source, "the number of channels of all heads", width, at_least=2, at_most=MAX_HEAD_DIM)
+    warning = "the heads rotate differently: split the tables of the rope, as docs/coming-from/diffusers.md shows."
+    if warning not in fields.warnings:
+        fields.warnings.append(warning)
     steps = width // (2 * axes)
     still = width // 2 - steps * axes
     inv_freq = [math.pi / 2 * base ** (i / max(steps - 1, 1)) for i in range(steps) for _ in range(axes)]

@@ -182,8 +182,9 @@ CLASSES: dict[str, Denoiser] = {
 CLASSES |= {
     "FluxControlNetModel": _FLUX,
     "Flux3Transformer2DModel": _axial(
-        ("time", "height", "width", "text"),
-        _IDS,
+        (*_THW, "text"),
+        "floats: half of the row and column of each patch in the second and third row; text counts up in the fourth; "
+        "the others are 0, but for reference images, which are negative in the fourth",
         (32, 32, 32, 32),
         (1e4, "rope_theta"),
         num_layers=5,
@@ -222,13 +223,13 @@ CLASSES |= {
     "MotifVideoTransformer3DModel": _hunyuan_row({"num_layers": 20, "num_single_layers": 40}),
     "HeliosTransformer3DModel": Denoiser(
         _THW,
-        "integers: the index of the frame in the whole video, and row and column of each patch; tokens of the middle "
-        "and long history get means of cos and sin, which is not a rotation; text is not rotated",
+        "integers: the index of the frame in the whole video, and row and column of each patch; text is not rotated",
         (44, 42, 42),
         "rope_dim",
         _HEAD,
         (1e4, "rope_theta"),
         {"num_layers": 40},
+        more=more.helios,
     ),
     "SanaVideoTransformer3DModel": Denoiser(
         _THW,
@@ -343,8 +344,8 @@ CLASSES |= {
     ),
     "LuminaNextDiT2DModel": Denoiser(
         _HW,
-        "integers: row and column of each patch; for larger images than those of training, the pipeline divides the "
-        "frequencies in the first steps, and multiplies the base in the others; text is not rotated",
+        "floats: row and column of each patch, divided by the ratio of the image's side to that of training; after "
+        "scaling_watershed, the pipeline multiplies the base by this ratio instead; text is not rotated",
         halves,
         "",
         {"hidden_size": 2304, "num_attention_heads": 32},
