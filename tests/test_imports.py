@@ -241,7 +241,7 @@ BUDGET = {
     "positions": 1150,
     "rope": 800,
     "rotation": 1800,
-    "schemes": 1850,
+    "schemes": 1900,
     "tools": 450,
     "tools/bench": 2300,
     "tools/check": 3000,

@@ -75,10 +75,17 @@ def test_transformers_with_several_kinds_of_layers() -> None:
 
 
 def test_transformers_with_a_default_config_that_is_unusable() -> None:
-    with pytest.raises(RopeError, match="default config of transformers:nanochat cannot be used") as e:
-        conformance.check("transformers:nanochat")
-    function = "transformers.models.nanochat.modeling_nanochat:apply_rotary_pos_emb"
+    with pytest.raises(RopeError, match="default config of transformers:xcodec2 cannot be used") as e:
+        conformance.check("transformers:xcodec2")
+    function = "transformers.models.xcodec2.modeling_xcodec2:apply_rotary_pos_emb"
     assert str(e.value).endswith(f"Or check the function alone: {function}.")
+
+
+def test_transformers_in_the_opposite_direction() -> None:
+    """The config states the direction by its model_type. A function alone states none."""
+    report = conformance.check("transformers:nanochat")
+    assert (report.verdict, report.found["direction"]) == ("right", "backwards")
+    function = "transformers.models.nanochat.modeling_nanochat:apply_rotary_pos_emb"
     assert conformance.check(function).codes == ["rotates-backwards"]
     assert conformance.check(function, ignore=["rotates-backwards"]).verdict == "right"
 

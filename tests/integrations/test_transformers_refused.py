@@ -47,8 +47,8 @@ class TestRefused:
         refused(llama, "angles must be one of 'exact', 'theirs', got 'fast'", angles="fast")
 
     def test_the_opposite_direction(self) -> None:
-        """NanoChat: its config cannot be read, and its function cannot be replaced."""
-        refused(tiny_models.build("nanochat"), "got 'nanochat'. It rotates in the opposite direction")
+        """NanoChat: its config can be read, but its function cannot be replaced."""
+        refused(tiny_models.build("nanochat"), "each pair by plus its angle, got nanochat, which rotates by minus")
         refused(
             tiny_models.build("nanochat"),
             "a function that ropewalk can replace must rotate .*nanochat",

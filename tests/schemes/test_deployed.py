@@ -15,7 +15,7 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import Rope, RopeError, from_config, schemes
+from ropewalk import Rope, RopeError, Rotation, from_config, schemes
 from ropewalk.rope.axes import Axes
 from ropewalk.schemes import RIFLEx, Scheme, TeleChat3, ThetaScale, YarnLog
 
@@ -192,6 +192,77 @@ def test_riflex_on_another_axis_of_the_same_size() -> None:
     expected[10] = 2 * np.pi / 100
     assert rope.inv_freq.tolist() == expected.tolist()
     assert Rope(16, 1e4, "half", scaling=RIFLEx(2, 100, turns=1.0)).inv_freq[2] == expected[10]
+
+
+@pytest.mark.parametrize("model_type", ["nanochat", "talkie"])
+def test_the_opposite_direction(model_type: str) -> None:
+    """q as the model's own code rotates it, and exact angles at far positions."""
+    config = {
+        "model_type": model_type,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+    }
+    ropes = from_config({**config, "rope_theta": 1e4})
+    [(_, row)] = rows(model_type)
+    q = torch.from_numpy(oracle.golden_q(row["params"]["shape"]))
+    expected = torch.tensor(row["rotated"]).view(q.shape)
+    rope = ropes.rope
+    assert (rope.at(torch.arange(q.shape[-2]))(q, layout="bhsd") - expected).abs().max() < 2e-6
+    positions = [0, 1, 100_003, -7, 2**31 - 1]
+    cos, sin = oracle.cos_sin(positions, [-w for w in oracle.inv_freq(1e4, 8)])
+    for found, exact in ((rope.at(torch.tensor(positions)), (cos, sin)), (rope.tables(positions), (cos, sin))):
+        tables = found if isinstance(found, tuple) else (found.cos, found.sin)
+        for table, wanted in zip(tables, exact, strict=True):
+            assert np.abs(np.asarray(table, dtype=np.float64) - wanted).max() <= 3.2e-8
+    assert rope.wavelength.tolist() == Rope(8, 1e4, "half").wavelength.tolist()
+    assert "reversed: on default" in ropes.explain()
+    assert "pairs 0-3 are not slowed" in ropes.explain()
+
+
+def test_the_opposite_direction_of_a_scheme() -> None:
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = {
+        "model_type": "nanochat",
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "rope_theta": 1e4,
+        "rope_scaling": scaling,
+    }
+    ropes = from_config(config)
+    assert ropes.rope.scaling == schemes.Reversed(schemes.Linear(4.0))
+    np.testing.assert_allclose(ropes.rope.inv_freq, [-float(w) / 4 for w in oracle.inv_freq(1e4, 8)], rtol=1e-15)
+    assert ropes.to_hf_config(version=4)["rope_scaling"] == scaling
+    assert from_config(ropes.to_hf_config(version=5)).rope == ropes.rope
+    assert from_config(config, engine="transformers").rope == ropes.rope
+    with pytest.raises(RopeError, match="config: Reversed: scaling must be a scheme that is the same at every length"):
+        from_config({**config, "max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
+
+
+def test_fope_is_refused_with_a_way_that_works() -> None:
+    """The message names the tables of each key head, which `Rotation` applies as vLLM 0.32 does."""
+    llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    scaled = {**llama, "rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "fope_sep_head": True}}
+    for config in (scaled, {"model_type": "interns1_pro", "text_config": {}}):
+        with pytest.raises(RopeError, match=r"FoPE.*Rotation\(cos, sin, pairing='half', per_head=True\)"):
+            from_config(config)
+    [(_, row)] = rows("fope")
+    p = row["params"]
+    tokens, heads, key_heads, dim, pairs = (p[name] for name in ("tokens", "heads", "key_heads", "dim", "pairs"))
+    angle = torch.arange(tokens)[:, None] * torch.tensor([float(w) for w in oracle.inv_freq(1e4, dim)[:pairs]]).double()
+    mixed = [
+        torch.einsum("tD,hDd->htd", table, torch.from_numpy(make((key_heads, pairs, pairs))).double())
+        for table, make in ((angle.cos(), oracle.golden_q), (angle.sin(), oracle.golden_k))
+    ]
+    cos, sin = (torch.nn.functional.pad(table, (0, dim // 2 - pairs), value=1).float() for table in mixed)
+    group = heads // key_heads
+    of_q = Rotation(*(t.repeat_interleave(group, 0) for t in (cos, sin)), pairing="half", per_head=True)
+    of_k = Rotation(cos, sin, pairing="half", per_head=True)
+    for rotation, name, make, count in ((of_q, "q", oracle.golden_q, heads), (of_k, "k", oracle.golden_k, key_heads)):
+        x = torch.from_numpy(make((1, tokens, count, dim)))
+        expected = torch.tensor(row[name]).view(x.shape)
+        assert (rotation(x, layout="bshd") - expected).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """deployed.json: what classes and functions of engines compute, of which each is run alone.
 
---source names a folder that contains the packages sglang and vllm, which need not be installed, and riflex_utils.py.
+--source names a folder that contains the packages mlx_lm, sglang, transformers and vllm, which need not be installed,
+and riflex_utils.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import math
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,8 @@ import torch
 
 from . import files
 from .model import CannotRecordError
-from .rotated import shortest
+from .peers import package
+from .rotated import golden, shortest
 from .sources import RecordOuter
 
 
@@ -56,6 +59,15 @@ class Base:
     ) -> None:
         self.head_size, self.rotary_dim, self.base = head_size, rotary_dim, base
         self.max_position_embeddings, self.is_neox_style = max_position_embeddings, is_neox_style
+
+
+class Table(torch.nn.Module):
+    """Replaces the base class of a rotary class with weights."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        for name, value in arguments.items():
+            setattr(self, name, value)
 
 
 def axes(select: Callable[[Any, torch.Tensor], Any], module: Any) -> list[int]:
@@ -124,6 +136,30 @@ def openpangu(row: dict[str, Any], source: Path) -> dict[str, Any]:
     return {"axis": axes(lambda own, positions: own._rebuild_pos_emb(positions), module)}
 
 
+def fope(row: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Record q and k after vLLM's class, whose coefficients are known numbers."""
+    file = "vllm/model_executor/layers/rotary_embedding/fope.py"
+    scope = run(
+        source,
+        file,
+        "FourierRotaryEmbedding",
+        RotaryEmbedding=Table,
+        nn=torch.nn,
+        F=torch.nn.functional,
+        rotate_neox=lambda x: torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1),
+    )
+    p = row["params"]
+    module = scope["FourierRotaryEmbedding"](
+        p["dim"], p["dim"], p["tokens"], 1e4, True, torch.float32, False, p["key_heads"], p["pairs"], True, 0.5
+    )
+    with torch.no_grad():
+        for name, values in (("cos_coef", "q"), ("sin_coef", "k")):
+            getattr(module, name).copy_(golden(values, [p["key_heads"], p["pairs"], p["pairs"]]))
+    q, k = golden("q", [p["tokens"], p["heads"] * p["dim"]]), golden("k", [p["tokens"], p["key_heads"] * p["dim"]])
+    rotated = module.forward_native(torch.arange(p["tokens"]), q, k)
+    return {"q": shortest(rotated[0].flatten()), "k": shortest(rotated[1].flatten())}
+
+
 def riflex(row: dict[str, Any], source: Path) -> dict[str, Any]:
     """Record the frequencies of RIFLEx's function: those that it multiplies with positions."""
     scope = run(source, "riflex_utils.py", "get_1d_rotary_pos_embed_riflex", np=np)
@@ -132,7 +168,36 @@ def riflex(row: dict[str, Any], source: Path) -> dict[str, Any]:
     return {"inv_freq": shortest(outer.inv_freq)}
 
 
-_RECORDERS = {recorder.__name__: recorder for recorder in (grok, telechat3, bailing, openpangu, riflex)}
+def nanochat(row: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Record q after the functions of transformers, with the cos and sin that its rotary class computes."""
+    file = "transformers/models/nanochat/modeling_nanochat.py"
+    functions = run(
+        source, file, "apply_rotary_pos_emb", "rotate_half", use_kernel_forward_from_hub=lambda _: lambda f: f
+    )
+    q = golden("q", row["params"]["shape"])
+    tokens, dim = q.shape[-2:]
+    angle = torch.arange(tokens).float()[:, None] * (1.0 / (1e4 ** (torch.arange(0, dim, 2).float() / dim)))
+    angle = torch.cat((angle, angle), dim=-1)[None]
+    return {"rotated": shortest(functions["apply_rotary_pos_emb"](q, q, angle.cos(), angle.sin())[0].flatten())}
+
+
+def talkie(row: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Record q after mlx-lm's attention has rotated it."""
+    core, layers = package("mlx.core"), package("mlx.nn")
+    core.set_default_device(core.cpu)
+    q = golden("q", row["params"]["shape"])
+    names = ("ModelArgs", "rms_norm", "HeadGain", "Attention")
+    scope = run(
+        source, "mlx_lm/models/talkie.py", *names, mx=core, nn=layers, dataclass=dataclass, BaseModelArgs=object
+    )
+    arguments = scope["ModelArgs"](hidden_size=q.shape[-1], num_attention_heads=1, head_dim=q.shape[-1], rope_theta=1e4)
+    rotated = scope["Attention"](arguments)._rope(core.array(q.numpy()), 0)
+    return {"rotated": shortest(torch.tensor(rotated.tolist()).flatten())}
+
+
+_RECORDERS = {
+    recorder.__name__: recorder for recorder in (fope, grok, telechat3, bailing, openpangu, riflex, nanochat, talkie)
+}
 
 
 def record(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class Architecture:
         query_scale: a function that returns another factor of q.
         learned: a function that returns the scheme whose numbers are in the checkpoint, from the reader, the scheme of
             the config and the number of rotated channels.
+        backwards: whether each pair rotates by minus its angle.
         rotates_values: whether the model also rotates the values, and rotates the attention's output back.
         axes: the rule that assigns the pairs to the axes of the positions (M-RoPE); None if tokens have one position.
         check: a function that raises a RopeError for configs that no `Rope` describes, or adds warnings.
@@ -150,6 +151,7 @@ class Architecture:
     query_beta: bool = False
     query_scale: Callable[[Reader], QueryScale | HeadQueryScale | None] | None = None
     learned: Callable[[Reader, Scaling | None, int], Scaling] | None = None
+    backwards: bool = False
     rotates_values: bool = False
     axes: AxesRule | None = None
     check: Callable[[Reader], None] | None = None

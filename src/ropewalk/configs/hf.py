@@ -21,11 +21,12 @@ from ropewalk.configs.layers import NO_ROPE
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
+from ropewalk.configs.tables.no_rope import FOPE
 from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import SCHEMES, Scaling, build
+from ropewalk.schemes import BY_NAME, SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
@@ -153,6 +154,8 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         axes = row.axes_of(c, rope_keys, rotary_dim)
         scheme = scheme if row.learned is None else row.learned(c, scheme, rotary_dim)
         with c.prefix_errors():
+            if row.backwards:
+                scheme = BY_NAME["Reversed"](scheme)  # type: ignore[call-arg]
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
         ropes[name] = rope
         schemes += [] if scheme is None else [scheme]
@@ -233,6 +236,8 @@ def _parameters(
             continue
         elif key in without_effect:
             c.warnings.append(f"{entry.where} has no effect: it {without_effect[key]}.")
+        elif key in ("fope_init_factor", "fope_sep_head", "num_inv_freq"):
+            raise c.error(entry.where, "must not be given", shown(entry.value), FOPE)
         elif key in axes_rules.KEYS:
             must = "must not be given, since ropewalk knows this model_type with one position for each token"
             fix = (

@@ -225,7 +225,7 @@ def _ratio(before: float, after: float) -> float | None:
 
     Return None if the factor is infinite, because the scheme stops the pair.
     """
-    ratio = before / after if after else math.inf
+    ratio = abs(before / after) if after else math.inf
     return ratio if math.isfinite(ratio) else None
 
 

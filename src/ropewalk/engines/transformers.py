@@ -72,6 +72,7 @@ TRANSFORMERS = Engine(
         "longrope": Rule(_FILE, _longrope, _LONGROPE_KEYS),
         "llama3": Rule(_FILE),
         "proportional": Rule(_FILE),
+        "reversed": Rule("models/nanochat/modeling_nanochat.py", evidence="read"),
     },
     files="transformers",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",

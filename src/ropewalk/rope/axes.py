@@ -281,14 +281,16 @@ def frequencies(
             "Omit scaling, whose numbers assume one progression over the whole head, or pass other axes.",
         )
     lengths = (rotary_dim // 2,) if axes is None else axes.lengths
-    keys = list(zip(lengths, schemes_of_axes(scaling, len(lengths)), strict=True))
+    scaled = [scheme is not None for scheme in schemes_of_axes(scaling, len(lengths))]
+    keys = list(zip(lengths, scaled, strict=True))
     resolved = {}
-    for length, scheme in dict.fromkeys(keys):
-        found = (default.inv_freq(base, 2 * length), 1.0) if scheme is None else of_scheme(scheme, base, 2 * length)
+    for key in set(keys):
+        channels, scheme = 2 * key[0], scaling if key[1] else None
+        found = (default.inv_freq(base, channels), 1.0) if scheme is None else of_scheme(scheme, base, channels)
         if found is None:
             return None
-        resolved[length, scheme] = found
-    progressions, factors = zip(*(resolved[key] for key in keys), strict=True)
+        resolved[key] = found
+    progressions, factors = zip(*map(resolved.__getitem__, keys), strict=True)
     return progressions[0] if axes is None else axes.of_each_pair(progressions), max(factors)
 
 

@@ -149,12 +149,12 @@ class Rope:
 
     @property
     def wavelength(self) -> np.ndarray:
-        """The wavelength of each pair in tokens, 2π / inv_freq: float64 `[rotary_dim // 2]`; inf if inv_freq is 0.
+        """The wavelength of each pair in tokens, 2π / |inv_freq|: float64 `[rotary_dim // 2]`; inf if inv_freq is 0.
 
         Raises:
             RopeError: the frequencies depend on the length (use `at_length`).
         """
-        return np.array([2 * math.pi / w if w else math.inf for w in self._frequencies()], dtype=np.float64)
+        return np.array([2 * math.pi / abs(w) if w else math.inf for w in self._frequencies()], dtype=np.float64)
 
     @property
     def is_static(self) -> bool:

@@ -22,6 +22,7 @@ from ropewalk.schemes.yarn import YaRN
 
 if TYPE_CHECKING:
     from ropewalk.schemes.lerope import LeRoPE
+    from ropewalk.schemes.reversed import Reversed
     from ropewalk.schemes.riflex import RIFLEx
     from ropewalk.schemes.telechat3 import TeleChat3
     from ropewalk.schemes.theta_scale import ThetaScale
@@ -41,6 +42,7 @@ __all__ = [
     "PerPair",
     "Proportional",
     "RIFLEx",
+    "Reversed",
     "Scaling",
     "Scheme",
     "TeleChat3",
@@ -57,6 +59,7 @@ __all__ = [
 _LATER = {
     "LeRoPE": ("lerope", ""),
     "RIFLEx": ("riflex", ""),
+    "Reversed": ("reversed", ""),
     "TeleChat3": ("telechat3", "telechat3-yarn"),
     "ThetaScale": ("theta_scale", "theta_scale"),
     "YarnLog": ("yarn_log", "yarn_log"),

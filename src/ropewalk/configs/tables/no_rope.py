@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.rows import other_positions, refused, without_rope
 
+FOPE = (
+    "It has FoPE, whose cos and sin mix several frequencies, so no Rope describes it: compute them from cos_coef and "
+    "sin_coef of the checkpoint, and pass them to Rotation(cos, sin, pairing='half', per_head=True). Each head of q "
+    "takes the tables of its key head."
+)
+"""Why a config with FoPE is refused."""
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
 _BY_HEAD = "transformers rotates each head by the index of the head, not by the position of the token."
 # Maps the positions that models use instead of a rope to their model_types.
@@ -29,7 +37,7 @@ _OTHER_POSITIONS = {
 NO_ROPE_MODELS: dict[str, Architecture] = {
     **{name: other_positions(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
-    "nanochat": refused("nanochat", "It rotates in the opposite direction. Build the Rope and negate the positions."),
+    "interns1_pro": replace(refused("", FOPE), source="vLLM 0.32 models/interns1_pro.py", in_transformers=False),
     "vjepa2": refused(
         "vjepa2",
         "It uses cos and sin of other channels for a pair, which is not a rotation; see docs/several-axes.md.",

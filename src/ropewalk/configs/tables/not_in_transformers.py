@@ -285,6 +285,7 @@ REMOTE: dict[str, Architecture] = {
         heads=("n_heads", "num_attention_heads"),
         layers=("n_layers", "num_hidden_layers"),
     ),
+    "talkie": remote("mlx-lm 0.32.2 models/talkie.py", backwards=True, kinds={ALL: Kind(implied_base=1_000_000.0)}),
     "nemotron-nas": remote(
         "modeling_decilm.py of Llama-3_1-Nemotron-51B-Instruct; vLLM model_executor/models/nemotron_nas.py",
         pattern=functions.nemotron_nas_kinds,

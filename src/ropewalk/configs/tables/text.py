@@ -165,6 +165,8 @@ TEXT: dict[str, Architecture] = {
         partial_keys=("partial_rotary_factor", "rope_pct"),
         fixed={"rotary_scaling_factor": (1.0, "another factor")},
     ),
+    # Each pair rotates by minus its angle.
+    "nanochat": row("nanochat", backwards=True),
     # Multi-head latent attention.
     "deepseek_v2": latent("deepseek_v2", output_order=None),
     "deepseek_v3": latent("deepseek_v3"),

@@ -219,6 +219,12 @@ class _Configs:
         """
         model_type = getattr(config, "model_type", None)
         known = model_type in ARCHITECTURES
+        if known and ARCHITECTURES[str(model_type)].backwards:
+            must, fix = (
+                "the model must rotate each pair by plus its angle",
+                "Use from_config(model.config) in your code.",
+            )
+            raise error(WHO, must, f"{model_type}, which rotates by minus", fix)
         learned = known and ARCHITECTURES[str(model_type)].learned is not None
         weights = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters())} if learned else None
         ignored: tuple[str, ...] = ()

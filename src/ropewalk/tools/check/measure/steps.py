@@ -174,7 +174,8 @@ def _judge_law(subject: Subject, structure: Structure, multipliers: Tensor, expe
             measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.error(multipliers, SMALL) < law.CLOSE:
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
-    report.found["direction"] = "backwards" if measured.kind == "backwards" else "forwards"
+    stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
+    report.found["direction"] = "backwards" if (measured.kind == "backwards") != stated_backwards else "forwards"
     report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"
     if measured.code is not None and not (measured.code == "wrong-frequencies" and "wrong-slice" in report.codes):
         report.add(measured.code, measured.says)
