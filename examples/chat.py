@@ -44,13 +44,15 @@ def conversation(name: str, turns: int = 9) -> str:
 
 def train(model: GPT, steps: int, rows: int = 16) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(steps):
+    for step in range(steps):
         tokens = encode([conversation(name) for name in random.choices(NAMES, k=rows)])
         logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if step % 50 == 0:
+            print(f"training, step {step} of {steps}: loss {loss.item():.2f}")
 
 
 class Chat:

@@ -275,7 +275,7 @@ def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> N
 def test_the_numbers_of_the_home_page_are_those_of_the_readme() -> None:
     """Other tests compare the numbers of the README with the results."""
     for claim in (
-        r"within ([\d.e-]+) of the exact values",
+        r"within ([\d.e-]+) of those of the float64 frequencies",
         r"up to ([\d.e-]+) within the first 131,072",
         r"4,096 tokens takes ([\d.–]+) ms",
         r"formula takes ([\d.–]+) ms",

@@ -55,7 +55,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def sources() -> dict[str, bytes]:
     """Return the files that the entry imports, directly and indirectly, by their paths in a variant."""
-    found = {"__init__.py": INIT.encode(), "LICENSE": (ROOT / "LICENSE").read_bytes()}
+    licenses = {path.name: path.read_bytes() for path in (ROOT / "LICENSE", ROOT / "csrc" / "THIRD_PARTY_LICENSES")}
+    found = {"__init__.py": INIT.encode(), **licenses}
     waiting = [ENTRY]
     while waiting:
         name = waiting.pop()
@@ -76,8 +77,9 @@ def compiled(wheels: list[Path]) -> dict[str, dict[str, bytes]]:
             for name in archive.namelist():
                 if file := COMPILED.fullmatch(name):
                     found.setdefault(platform_of(wheel.stem.rpartition("-")[2]), {})[file[1]] = archive.read(name)
-    if not wheels and (spec := importlib.util.find_spec("ropewalk.kernels._cpu")) and spec.origin:
-        file = Path(spec.origin)
+    installed = importlib.util.find_spec("ropewalk") and importlib.util.find_spec("ropewalk.kernels._cpu")
+    if not wheels and installed and installed.origin:
+        file = Path(installed.origin)
         found[platform_of(f"{platform.system()}_{platform.machine()}")] = {file.name: file.read_bytes()}
     if not found:
         raise SystemExit("No compiled module was found. Install ropewalk with a C++ compiler, or pass wheels.")

@@ -13,26 +13,56 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import Axes, Rope, RopeError, from_config
+from ropewalk import Axes, ModelRopes, Rope, RopeError, Rotation, from_config
 from ropewalk.configs.tables.denoisers import CLASSES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ROWS = {row["class_name"]: row for row in json.loads((GOLDEN / "diffusers.json").read_text())["rows"]}
 
+GOLDEN_INPUTS = {"q": oracle.golden_q, "k": oracle.golden_k}
+OF_BLOCKS = {"AllegroTransformer3DModel": ("height", "width")}
+"""Classes whose ropes are applied one after another."""
+
 
 def test_rotated() -> None:
-    """The tolerance is the error of a float32 product of position and frequency, although most classes use float64."""
+    """The tolerance is the error of a float32 product of position and frequency, although most classes use float64.
+
+    Positions that are not integers are rounded to float32 as well.
+    """
 
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])
-        positions = torch.tensor(row["positions"])
-        assert len(ropes.axis_names) == len(positions)
-        assert ropes.rope.head_dim == row["head_dim"]
-        x = torch.from_numpy(oracle.golden_q([1, 1, positions.shape[1], row["head_dim"]]).copy())
-        expected = np.array(row["q_rot"], dtype=np.float32).reshape(x.shape)
-        bound = math.sqrt(2) * np.array([p * 2.0**-23 + 1e-6 for p in positions.abs().amax(0).tolist()])[:, None]
-        assert (np.abs(ropes.rope.at(positions)(x, layout="bhsd").numpy() - expected) <= bound).all()
-        assert not np.allclose(x.numpy(), expected, atol=0.1)
+        assert len(ropes.axis_names) == (len(row["q_positions"]) if isinstance(row["q_positions"][0], list) else 0)
+        compare(ropes, ropes.rope, row)
+        assert set(ropes.extra_ropes) == {*row.get("others", {}), *OF_BLOCKS.get(row["class_name"], ())}
+        for name, other in row.get("others", {}).items():
+            compare(ropes, ropes.extra_ropes[name], other)
+
+    def compare(ropes: ModelRopes, rope: Rope, row: dict[str, Any]) -> None:
+        assert (ropes.heads or 1) == row["heads"]
+        assert rope.head_dim == row["heads"] * row["head_dim"]
+        for name in ("q", "k"):
+            positions = torch.tensor(row[f"{name}_positions"])
+            static = rope if rope.is_static else rope.at_length(int(positions.max()) + 1)
+            x = torch.from_numpy(GOLDEN_INPUTS[name]([1, row["heads"], positions.shape[-1], row["head_dim"]]).copy())
+            tables = static.at(positions.double() if positions.is_floating_point() else positions)
+            rotated = x
+            for block in (tables, *(ropes.extra_ropes[n].at(positions) for n in OF_BLOCKS.get(ropes.model_type, ()))):
+                rotated = of_heads(block, row["heads"])(rotated, layout="bhsd")
+            chosen = sorted({0, row["heads"] - 1})
+            expected = np.array(row[f"{name}_rot"], dtype=np.float32).reshape(x[:, chosen].shape)
+            scale = np.abs(static.inv_freq).max()
+            bound = [scale * p * 2.0**-23 * (1 if positions.dtype == torch.int64 else 2) + 1e-6
+                     for p in positions.double().reshape(-1, positions.shape[-1]).abs().amax(0).tolist()]  # fmt: skip
+            bound = math.sqrt(2) * static.attention_factor * np.array(bound)[:, None]
+            assert (np.abs(rotated[:, chosen].numpy() - expected) <= bound).all(), name
+            assert not np.allclose(x[:, chosen].numpy(), expected, atol=0.1)
+
+    def of_heads(rotation: Rotation, heads: int) -> Rotation:
+        if heads == 1:
+            return rotation
+        tables = (table.unflatten(-1, (heads, -1)).transpose(0, 1) for table in (rotation.cos, rotation.sin))
+        return Rotation(*tables, pairing=rotation.pairing, per_head=True)
 
     each(ROWS.items(), check)
 
@@ -45,11 +75,8 @@ def test_class_defaults_are_those_of_the_class() -> None:
     """Older files omit values that equal the defaults of the constructor."""
 
     def check(row: dict[str, Any]) -> None:
-        left = {key: value for key, value in row["config"].items() if key in ("_class_name", CLASSES[name(row)].switch)}
+        left = {key: row["config"][key] for key in ("_class_name", *row["given"])}
         assert from_config(left).layers == from_config(row["config"]).layers
-
-    def name(row: dict[str, Any]) -> str:
-        return str(row["class_name"])
 
     each(ROWS.items(), check)
 
@@ -77,6 +104,38 @@ def test_flux() -> None:
     json.dumps(ropes.facts(), allow_nan=False)
     with pytest.raises(RopeError, match="must come from a Hugging Face config"):
         ropes.to_hf_config(version=5)
+
+
+def test_a_part_of_the_head() -> None:
+    """HiDream rotates the first half of each head if axes_dims_rope add up to it."""
+    config = {"_class_name": "HiDreamImageTransformer2DModel", "axes_dims_rope": [32, 16, 16]}
+    assert from_config(config).rope == Rope(128, 1e4, "interleaved", rotary_dim=64, axes=Axes.axial((32, 16, 16)))
+
+
+def test_cosmos_without_scales_has_plain_blocks() -> None:
+    ropes = from_config({"_class_name": "CosmosTransformer3DModel", "rope_scale": [1.0, 1.0, 1.0]})
+    assert ropes.rope == Rope(128, 1e4, "half", axes=Axes.axial((44, 42, 42)))
+
+
+def test_sana_wm_without_positions() -> None:
+    assert from_config({"_class_name": "SanaWMTransformer3DModel", "use_pe": False}).layers == (None,) * 20
+
+
+def test_kandinsky_6_may_rotate_in_cross_attention() -> None:
+    config = {"_class_name": "Kandinsky6Transformer3DModel", "ca_rope": True, "axes_dims_a": [16, 24, 24]}
+    ropes = from_config(config)
+    assert ropes.extra_ropes["audio"] == Rope(64, 1e4, "interleaved")
+    assert ropes.origins["cross attention"].startswith("ca_rope")
+
+
+def test_ltx_says_that_its_heads_differ() -> None:
+    ropes = from_config({"_class_name": "LTX2VideoTransformer3DModel", "rope_type": "split"})
+    assert (ropes.heads, ropes.rope.head_dim, ropes.facts()["heads"]) == (32, 4096, 32)
+    text = ropes.explain()
+    assert "channel i of a head rotates with i + 64 (" in text
+    assert "the channels are those of all 32 heads, of which each in turn has 64 pairs" in text
+    assert "a second rope in each layer: audio_video" in text
+    assert from_config(FLUX).heads is None
 
 
 def test_cogvideox_2b_rotates_nothing() -> None:
@@ -132,8 +191,39 @@ def test_cogvideox_2b_rotates_nothing() -> None:
             {"_class_name": "MochiTransformer3DModel"},
             "copy its pos_frequencies into LearnedRope.projected(...).inv_freq",
         ),
-        ({"_class_name": "LTXVideoTransformer3DModel"}, "run over the whole width of the model. A Rope has the same"),
-        ({"_class_name": "LTX2VideoTransformer3DModel"}, "run over the whole width of the model. A Rope has the same"),
+        ({"_class_name": "ErnieImageTransformer2DModel"}, "different angles, which is not a rotation"),
+        ({"_class_name": "ZImageControlNetModel"}, "pass the folder of that transformer"),
+        ({"_class_name": "RFD4ProteinaTransformer"}, "It has no rotary positions"),
+        ({"_class_name": "HiDreamImageTransformer2DModel"}, "axes_dims_rope must be a list of 3 numbers of channels"),
+        (
+            {"_class_name": "HiDreamImageTransformer2DModel", "axes_dims_rope": [64, 64, 32]},
+            "axes_dims_rope must add up to at most the 128 channels of a head (attention_head_dim), got [64, 64, 32]",
+        ),
+        ({"_class_name": "MiniMaxH3Transformer3DModel", "rope_freq_dim": 22}, "up to at most the 128 channels"),
+        ({"_class_name": "MiniMaxH3Transformer3DModel", "rope_freq_dim": [16]}, "rope_freq_dim must be an integer"),
+        (
+            {"_class_name": "CosmosTransformer3DModel", "rope_scale": [1.0, 2.0]},
+            "rope_scale must be a list of 3 numbers",
+        ),
+        ({"_class_name": "CosmosTransformer3DModel", "rope_scale": [1.0, 2.0, 0]}, "rope_scale[2] must be"),
+        ({"_class_name": "Kandinsky6Transformer3DModel", "axes_dims_a": 64}, "axes_dims_a must be a list of numbers"),
+        (
+            {"_class_name": "OmniGenTransformer2DModel", "rope_scaling": {"type": "su"}},
+            "rope_scaling must have short_factor and long_factor",
+        ),
+        ({"_class_name": "LTX2VideoTransformer3DModel", "rope_type": "half"}, "rope_type must be interleaved or split"),
+        (
+            {"_class_name": "LTX2VideoTransformer3DModel", "audio_num_attention_heads": 16},
+            "audio_num_attention_heads must equal num_attention_heads=32, got 16",
+        ),
+        (
+            {"_class_name": "LTX2VideoTransformer3DModel", "audio_cross_attention_dim": 2050},
+            "audio_cross_attention_dim must be a multiple of 2 · 32 heads, got 2050",
+        ),
+        (
+            {"_class_name": "LTXVideoTransformer3DModel", "num_attention_heads": 2**20},
+            "the number of channels of all heads must be an integer from 2 to 65536",
+        ),
         ({"_class_name": "FluxPipeline"}, "got 'FluxPipeline'. It is a pipeline: pass the folder of its transformer"),
         ({"_class_name": "Mine", "transformer": ["diffusers", "X"]}, "transformer/ next to model_index.json"),
     ],
@@ -162,9 +252,8 @@ def test_a_misspelt_class_is_recognised() -> None:
     assert suggested_class("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
     # Other classes of diffusers 0.42.1, some with names that are similar to a known one.
     others = (
-        "BriaFibo2Transformer2DModel CogView4Transformer2DModel CosmosTransformer3DModel EasyAnimateTransformer3DModel "
-        "ErnieImageTransformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel SanaTransformer2DModel "
-        "SanaVideoTransformer3DModel Transformer2DModel WanAnimate2Transformer3DModel AutoencoderKL"
+        "CogView3PlusTransformer2DModel DiTTransformer2DModel HunyuanDiT2DControlNetModel LatteTransformer3DModel "
+        "SanaTransformer2DModel SD3Transformer2DModel Transformer2DModel UNetDreamLiteModel AutoencoderKL"
     )
     assert {suggested_class(name) for name in others.split()} == {""}
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from each import each
 from ropewalk import NTK, DynamicNTK, Rope, RopeError, from_config
+from ropewalk.configs.tables.not_in_transformers import REMOTE
 
 INTERNLM = {
     "model_type": "internlm",
@@ -142,3 +148,44 @@ def test_latent_attention_of_an_unknown_model() -> None:
         known.output_order,
     )
     assert "read like that of DeepSeek-V3" in ropes.warnings[0]
+
+
+ENGINES = {"mlx_lm": 20, "sglang": 17, "vllm": 13}
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def recorded(engine: str) -> list[tuple[str, dict[str, Any]]]:
+    rows = json.loads((GOLDEN / f"engine_models/remote_of_{engine}.json").read_text())["rows"]
+    return [(row["model_type"], row) for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore:.* so the base is:UserWarning")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ropes_are_those_that_engines_build(engine: str) -> None:
+    """Layers without a rope that follow the last rope are not in the recordings of SGLang and vLLM."""
+
+    def check(row: dict[str, Any]) -> None:
+        layers = from_config(row["config"], text_only=True).layers
+        modules = 2 if row["model_type"] == "longcat_flash_ngram" else 1  # each layer has two attention modules
+        assert layers[::modules] == layers[modules - 1 :: modules]
+        expected = {index: group["rope"] for group in row["ropes"] for index in group["layers"]}
+        for index, rope in enumerate(layers[::modules]):
+            found = expected.pop(index, None)
+            if rope is None or found is None:
+                assert rope is found
+                continue
+            assert (rope.rotary_dim, rope.pairing) == (found["rotary_dim"], found["pairing"])
+            rtol = 2**-24 * (4 + 8 + math.log(rope.base))  # measured angles, and a power in float32
+            np.testing.assert_allclose(rope.inv_freq, found["inv_freq"], rtol=rtol)
+            assert rope.attention_factor == pytest.approx(found["attention_factor"], rel=2e-7)
+        assert not expected
+
+    rows = recorded(engine)
+    assert len(rows) == ENGINES[engine]
+    each(rows, check)
+
+
+@pytest.mark.parametrize(("engine", "label"), [("mlx_lm", "mlx-lm 0"), ("sglang", "SGLang 0"), ("vllm", "vLLM 0")])
+def test_rows_that_name_an_engine_were_run_in_it(engine: str, label: str) -> None:
+    named = {name for name, row in REMOTE.items() if label in row.source and "read, not run" not in row.source}
+    assert named <= {name for name, _ in recorded(engine)}

@@ -24,7 +24,7 @@ from rotating_functions import rotating_function
 kernels = pytest.importorskip("kernels", "0.17")
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL, WORKER = ROOT / "tools" / "hub_kernel.py", ROOT / "tests" / "hub_kernel_worker.py"
+TOOL, WORKER = ROOT / "tools" / "hub_kernel.py", Path(__file__).with_name("hub_kernel_worker.py")
 BATCH, HEADS, TOKENS, CHANNELS = 3, 4, 5, 16
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -228,13 +229,19 @@ def test_the_page_has_the_numbers_of_the_recorded_report():
 
 
 def test_the_page_has_the_recorded_numbers_of_other_positions():
-    recorded = rows_of((DOCS / "assets" / "lab" / "baselines.txt").read_text("utf-8").partition("loss on the copy")[0])
-    named = {label.removesuffix(", separate training"): cells for label, cells in recorded.items()}
-    rope = rows_of(RECORDED.partition("loss on the copy")[0])["none"]
+    recorded = {"rope": ["3", *rows_of(RECORDED.partition("loss on the copy")[0])["none"]]}
+    tables = (DOCS / "assets" / "lab" / "baselines.txt").read_text("utf-8")
+    for _, seeds, table in re.findall(
+        r"accuracy of the copy; (one|mean of (\d)) seed[^|]*(.*?)\n\n", tables, re.DOTALL
+    ):
+        for label, cells in rows_of(table).items():
+            recorded[label.removesuffix(", separate training")] = [seeds or "1", *cells]
+    head = recorded["× trained length"]
+    head[0] = "seeds"
     section = (DOCS / "lab.md").read_text("utf-8").partition("## Learned, sinusoidal and no positions\n")[2]
     shown = rows_of(section.partition("\n## ")[0])
-    times = [named["× trained length"].index(x) for x in shown["× trained length"]]
-    assert shown == {label: [cells[i] for i in times] for label, cells in (named | {"rope": rope}).items()}
+    columns = [head.index(cell) for cell in shown["× trained length"]]
+    assert shown == {label: [cells[i] for i in columns] for label, cells in recorded.items()}
     assert set(shown) == {"× trained length", "rope", *methods.BASELINES}
 
 

@@ -86,7 +86,7 @@ def test_explain_lists_the_model_types() -> None:
         "half; time, height, width",
         "read from thinker_config",
         "height, width",
-        "image, row, column",
+        "interleaved; image, row, column",
         "half",
         "ALiBi.",
     ]  # fmt: skip

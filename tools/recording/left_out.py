@@ -14,8 +14,8 @@ WITHOUT_ROPE = """
 """
 # Encoders of images and sound, parts that need other inputs, and models that contain a text model with its own type.
 OTHERS = """
-    EvollaModel autoformer bark blt bridgetower_vision_model canary chameleon_vqgan clvp
-    cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dia dots3_note_audio_encoder
+    EvollaModel autoformer bark bridgetower_vision_model canary chameleon_vqgan clvp
+    cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dots3_note_audio_encoder
     edgetam_video_mask_decoder edgetam_video_prompt_encoder
     funnel gemma3n_audio gemma3n_vision gemma4_audio
     gemma4_unified_audio gemma4_unified_vision glm_image_vision

@@ -2,15 +2,19 @@
 
 A row states the name of a small config in `configs` of the file, and the keys about rotation that are added to it. It
 has the rope of each layer, or the error with which the engine rejects the config.
+
+engine_models/remote_of_ENGINE.json: the same for models that transformers does not have, with a config in each row.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from . import exllamav3_models, files, llama_cpp_models, mlx_models, sglang_models, vllm_models
 from .model import CannotRecordError
@@ -57,6 +61,37 @@ def probe(engine: Engine, config: dict[str, Any]) -> dict[str, Any]:
         return {"refused": message(error)}
 
 
+def record_remote(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
+    """Record again a model that transformers does not have. Its config is read by a class without defaults."""
+    config = row["config"]
+    name = config["model_type"]
+    if engine is not mlx_models.ENGINE:
+        auto = importlib.import_module("transformers.models.auto.configuration_auto")
+        if name not in auto.CONFIG_MAPPING:
+            auto.AutoConfig.register(name, type("Remote", (PretrainedConfig,), {"model_type": name, "__init__": _fill}))
+    return {"model_type": name, "file": engine.file(config), "config": config, "ropes": layers(engine.ropes(config))}
+
+
+def _fill(self: Any, **values: Any) -> None:
+    """Build a config without defaults, with the base in `rope_parameters` as well, as in classes of transformers 5."""
+    if "rope_theta" in values and "rope_scaling" not in values:
+        values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values["rope_theta"]})
+    for key, value in values.items():  # the constructor of the base class reads some of them
+        if not isinstance(getattr(type(self), key, None), property):
+            setattr(self, key, value)
+    PretrainedConfig.__init__(self, **values)
+
+
+def _remote(name: str, package: str, engine: Engine) -> files.Golden:
+    """Return the golden file of an engine's models that transformers does not have."""
+    return files.Golden(
+        f"engine_models/remote_of_{name}.json",
+        lambda row: str(row["model_type"]),
+        lambda row: record_remote(engine, row),
+        package=package,
+    )
+
+
 def _goldens(name: str, package: str, engine: Callable[[Path | None], Engine], *, source: bool) -> list[files.Golden]:
     """Return the golden files of an engine: the rows of its model files, and the ropes of its models."""
     return [
@@ -91,4 +126,5 @@ GOLDEN = [
         for golden in _goldens(each.name, each.package, lambda _, each=each: each, source=False)  # type: ignore[misc]
     ),
     *_goldens("llama_cpp", "torch", _llama_cpp, source=True),
+    *(_remote(each.name, each.package, each) for each in ENGINES[:3]),
 ]

@@ -355,9 +355,10 @@ class Architecture:
         if not self.head_dim_divides:
             fix = f"Add it: in {c.get('model_type')} it is not hidden_size / num_attention_heads."
             raise c.error(key, "must be given", "none", fix)
-        c.origins["head_dim"] = c.quotient(self.hidden, self.heads)
+        heads = (kind.heads_key, *self.heads) if kind.heads_key else self.heads
+        c.record_origin("head_dim", c.quotient(self.hidden, heads))
         fix = f"It is required if {key} is not given." if key else ""
-        return c.head_width(self.hidden, self.heads, "head_dim", fix=fix)
+        return c.head_width(self.hidden, heads, "head_dim", fix=fix)
 
     def _rotary_dim(self, c: Reader, rope_keys: dict[str, ConfigValue], head_dim: int) -> int:
         """Return the number of channels of a head that rotate."""

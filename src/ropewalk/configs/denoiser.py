@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from ropewalk._layout import Pairing
+from ropewalk.configs.reader import Fields
+from ropewalk.rope.axes import Axes
+from ropewalk.rope.rope import Rope
+
+
+def blocks(channels: tuple[int, ...], head_dim: int) -> Axes:
+    """Return axes with a block of channels for each axis."""
+    return Axes.axial(channels)
 
 
 @dataclass(frozen=True)
@@ -11,17 +22,25 @@ class Denoiser:
     """The facts that a transformer class of diffusers implies about rotation.
 
     Args:
-        axis_names: the names of the axes of the positions.
+        axis_names: the names of the axes of the positions. If there is one, tokens have one position.
         positions: what the positions on these axes are, in words.
         channels: the number of channels of each axis for configs that do not state it, or a function that computes
-            these numbers from head_dim.
+            these numbers from head_dim. () if the config must state them.
         key: config key of the number of channels of each axis; "" if head_dim determines it.
         head: maps config keys to the defaults of the class. There is one key, that of head_dim, or there are two: that
-            of the width of the model and that of the number of heads.
+            of the width of the model and that of the number of heads. {} if the channels of all axes are the head.
         base: the default base of the class, and the config key of the base; "" if there is no such key.
         layers: maps config keys to the defaults of the class. The number of layers is the sum of their values.
-        switch: config key that enables the rotation. Nothing rotates unless its value is true. "" if there is none.
+        switch: config key that enables the rotation, and its default. Nothing rotates if its value is false. The key is
+            "" if there is none.
         position_keys: other keys about rotation, which change only the positions and not the rope.
+        pairing: the pairing of the class.
+        whole: whether the channels of all axes must fill the head. Otherwise, its other channels do not rotate.
+        unit: if the value of `key` is one integer for all axes, the number of channels of each axis that it is
+            multiplied by; 0 if it is a list.
+        axes: function that computes the axis of each pair from the channels and head_dim.
+        more: function that completes the rope. It is passed the config, and returns the rope and further arguments of
+            `ModelRopes`. None if the rope is complete.
     """
 
     axis_names: tuple[str, ...]
@@ -31,8 +50,13 @@ class Denoiser:
     head: Mapping[str, int]
     base: tuple[float, str]
     layers: Mapping[str, int]
-    switch: str = ""
+    switch: tuple[str, bool] = ("", False)
     position_keys: tuple[str, ...] = ()
+    pairing: Pairing = "interleaved"
+    whole: bool = True
+    unit: int = 0
+    axes: Callable[[tuple[int, ...], int], Axes] = blocks
+    more: Callable[[Fields, Rope], tuple[Rope, dict[str, Any]]] | None = None
 
 
 def wan_channels(head_dim: int) -> tuple[int, ...]:
@@ -47,3 +71,39 @@ def wan_channels(head_dim: int) -> tuple[int, ...]:
 def cogvideox_channels(head_dim: int) -> tuple[int, ...]:
     """Return the numbers of channels of time (a quarter), height (three eighths) and width (three eighths)."""
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
+
+
+def thirds(head_dim: int) -> tuple[int, ...]:
+    """Return a third of the head for each of three axes."""
+    return (head_dim // 3,) * 3
+
+
+def halves(head_dim: int) -> tuple[int, ...]:
+    """Return half of the head for each of two axes."""
+    return (head_dim // 2,) * 2
+
+
+def half_of_head(head_dim: int) -> tuple[int, ...]:
+    """Return half of the head for the only axis."""
+    return (head_dim // 2,)
+
+
+def all_of_head(head_dim: int) -> tuple[int, ...]:
+    """Return the whole head for the only axis."""
+    return (head_dim,)
+
+
+def column_first(channels: tuple[int, ...], head_dim: int) -> Axes:
+    """Return axes whose first block of channels is that of the column, for positions (row, column)."""
+    return Axes.axial(channels, order=(1, 0))
+
+
+def alternating(channels: tuple[int, ...], head_dim: int) -> Axes:
+    """Return axes whose pairs use the row and the column in turn."""
+    return Axes.alternating(channels)
+
+
+def interleaved(sections: tuple[int, ...], head_dim: int) -> Axes:
+    """Return interleaved M-RoPE. Time has the pairs that the sections of height and width leave."""
+    _, height, width = sections
+    return Axes.interleaved((head_dim // 2 - height - width, height, width))

@@ -1,7 +1,6 @@
 """Read configs of diffusers' transformers, which denoise images and video. The key `_class_name` names the class.
 
-Their heads have one block of channels for each axis of the positions. The pairs are interleaved, and each block has its
-own progression of frequencies.
+Most heads have one block of channels for each axis of the positions. Each block has its own progression of frequencies.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ropewalk.configs.denoiser import Denoiser
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import Fields
 from ropewalk.configs.tables.denoisers import CLASSES, REFUSED
-from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
 
 
@@ -31,15 +29,19 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     origins = {"pairing": f"_class_name {name} (diffusers 0.42.1)", "positions": row.positions}
     layers = sum(fields.layers((key,)) if fields.has(key) else default for key, default in row.layers.items())
     origins["layers"] = " + ".join(row.layers)
-    if row.switch and not fields.boolean(row.switch, False):
-        origins["rope"] = f"{row.switch} is not true, so nothing rotates"
+    key, default_value = row.switch
+    if key and not fields.boolean(key, default_value):
+        origins["rope"] = f"{key} is not true, so nothing rotates"
         return ModelRopes((None,) * layers, name, source, origins=origins)
     head_dim, of_head = _head(fields, row)
     channels = _channels(fields, row, head_dim)
-    if sum(channels) != head_dim:
-        must = f"must add up to the {head_dim} channels of a head ({of_head})"
+    if not row.head:
+        head_dim, of_head = sum(channels), row.key
+    total = sum(channels)
+    if total > head_dim or (row.whole and total != head_dim):
+        must = f"must add up to {'' if row.whole else 'at most '}the {head_dim} channels of a head ({of_head})"
         default = "" if fields.has(row.key) else " (the default of the class)"
-        got = f"{list(channels)}{default}, which adds up to {sum(channels)}"
+        got = f"{list(channels)}{default}, which adds up to {total}"
         raise fields.error(row.key or of_head, must, got, "Check that both belong to the same model.")
     origins["head_dim"] = of_head
     origins["axes"] = row.key or of_head
@@ -47,12 +49,15 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     origins["base"] = f"implied by {name}"
     if key and fields.has(key):
         base, origins["base"] = fields.check_base(key, fields.get(key)), key
-    warnings = unread_keys.refuse(fields, {}, (*row.position_keys, row.key))
     with fields.prefix_errors():
-        rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))
-    return ModelRopes(
-        (rope,) * layers, name, source, axis_names=row.axis_names, origins=origins, warnings=tuple(warnings)
-    )
+        axes = None if len(channels) == 1 else row.axes(channels, head_dim)
+        rotary_dim = total if axes is None else 2 * axes.pairs
+        rope = Rope(head_dim, base, row.pairing, rotary_dim=rotary_dim, axes=axes)
+        rope, further = (rope, {}) if row.more is None else row.more(fields, rope)
+    origins.update(fields.origins)
+    warnings = (*fields.warnings, *unread_keys.refuse(fields, {}, (*row.position_keys, row.key)))
+    names = () if rope.axes is None else row.axis_names
+    return ModelRopes((rope,) * layers, name, source, axis_names=names, origins=origins, warnings=warnings, **further)
 
 
 def _hint(name: str, values: Mapping[str, Any]) -> str:
@@ -77,8 +82,10 @@ def _digits(name: str) -> str:
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
-    """Return head_dim, and a text that names the keys that it came from."""
+    """Return head_dim, and a text that names the keys that it came from; (0, "") if the channels determine it."""
     sizes = {key: fields.size(key) if fields.has(key) else default for key, default in row.head.items()}
+    if not sizes:
+        return 0, ""
     if len(sizes) == 1:
         ((key, size),) = sizes.items()
         return integer(fields.source, key, size, at_least=2, at_most=MAX_HEAD_DIM), key
@@ -91,11 +98,14 @@ def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
 
 def _channels(fields: Fields, row: Denoiser, head_dim: int) -> tuple[int, ...]:
     """Return the number of channels of each axis."""
-    if not isinstance(row.channels, tuple):
+    if callable(row.channels):
         return row.channels(head_dim)
     numbers = fields.get(row.key)
-    if numbers is None:
+    if numbers is None and row.channels:
         return row.channels
+    if row.unit:
+        number = integer(fields.source, row.key, numbers, at_least=1, at_most=MAX_HEAD_DIM)
+        return (row.unit * number,) * len(row.channels)
     if not isinstance(numbers, list | tuple) or len(numbers) != len(row.axis_names):
         must = f"must be a list of {len(row.axis_names)} numbers of channels: {', '.join(row.axis_names)}"
         raise fields.error(row.key, must, shown(numbers), "Check that it is the list of this model.")

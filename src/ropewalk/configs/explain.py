@@ -44,7 +44,7 @@ def _vision_lines(vision: dict[str, Any]) -> list[str]:
     for number, rope in enumerate(vision["ropes"], 1):
         if count > 1:
             lines += ["", f"vision tower, rope {number} of {count}, which are applied one after another"]
-        lines += _rope_lines(rope, {**vision, "trained_length": None, "length": None})
+        lines += _rope_lines(rope, {**vision, "heads": None, "trained_length": None, "length": None})
     return lines
 
 
@@ -82,8 +82,9 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     rows = [
         ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
         ("base", f"{rope['base']:g}"),
-        ("pairing", f"{rope['pairing']}: {_format_pairing(rope)}"),
+        ("pairing", f"{rope['pairing']}: {_format_pairing(rope, info['heads'])}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
+        *([] if info["heads"] is None else [("heads", _format_heads(rope, info["heads"]))]),
         *([] if rope["axes"] is None else [("axes", _format_axes(rope["axes"], info["axis_names"]))]),
         ("wavelengths", _format_wavelengths(rotating, rope["axes"] is None)),
         ("slowed", _format_slowing(rope["slowed_by"])),
@@ -140,10 +141,15 @@ def _format_parameter(value: Any) -> str:
     return str(value)
 
 
-def _format_pairing(rope: dict[str, Any]) -> str:
+def _format_pairing(rope: dict[str, Any], heads: int | None) -> str:
     if rope["pairing"] == "half":
-        return f"channel i rotates with i + {rope['rotary_dim'] // 2} (GPT-NeoX, Hugging Face's Llama)"
+        distance = rope["rotary_dim"] // 2 // (heads or 1)
+        return f"channel i{' of a head' if heads else ''} rotates with i + {distance} (GPT-NeoX, Hugging Face's Llama)"
     return "channel 2i rotates with 2i + 1 (GPT-J, Meta's Llama)"
+
+
+def _format_heads(rope: dict[str, Any], heads: int) -> str:
+    return f"the channels are those of all {heads} heads, of which each in turn has {rope['pairs'] // heads} pairs"
 
 
 def _format_factor(factor: float) -> str:

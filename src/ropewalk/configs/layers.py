@@ -30,6 +30,7 @@ class Kind:
         scaled: whether the scaling of the model applies to this kind of layer.
         head_dim_key: key of the head size of this kind, which is looked up before the keys of the model; "" if there is
             none.
+        heads_key: the same for the number of heads, in a model without a key of the head size.
         dim_key: the same for the number of channels that rotate, in GGUF files.
         section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
     """
@@ -38,6 +39,7 @@ class Kind:
     implied_base: float | None = None
     scaled: bool = True
     head_dim_key: str = ""
+    heads_key: str = ""
     dim_key: str = ""
     section: str = ""
 

@@ -7,6 +7,7 @@ from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.gguf.architectures import ARCHITECTURES as GGUF
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.denoisers import CLASSES
+from ropewalk.configs.tables.denoisers import REFUSED as REFUSED_CLASSES
 from ropewalk.configs.tables.towers import TOWERS
 from ropewalk.configs.tables.wrappers import WRAPPERS
 
@@ -28,7 +29,7 @@ def model_types() -> dict[str, dict[str, str]]:
         "Models that contain a text model": {name: f"read from {key}" for name, key in WRAPPERS.items()},
         "Vision towers": {name: ", ".join(row.axis_names) for name, row in TOWERS.items()},
         "Diffusion transformers of diffusers, by _class_name": {
-            name: ", ".join(row.axis_names) for name, row in CLASSES.items()
+            name: f"{row.pairing}; {', '.join(row.axis_names)}" for name, row in CLASSES.items()
         },
         "Architectures of llama.cpp, in GGUF files": {
             name: str(row.pairing) for name, row in GGUF.items() if not row.refusal
@@ -36,6 +37,7 @@ def model_types() -> dict[str, dict[str, str]]:
         "Models in which no layer rotates": {name: row.source for name, row in rows.items() if name not in rotating},
         "Models that are refused, and why": {
             **{name: _reason(name, row.refusal) for name, row in ARCHITECTURES.items() if row.refusal},
+            **REFUSED_CLASSES,
             **{f"{name} (GGUF)": row.refusal for name, row in GGUF.items() if row.refusal},
         },
     }

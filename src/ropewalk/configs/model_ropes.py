@@ -54,6 +54,8 @@ class ModelRopes:
         max_position_embeddings: the length in tokens that the config states, or None.
         extra_ropes: maps a name to a rope that layers have besides their own (DeepSeek-V3.2's "indexer"), or the key
             of another part of the model to its rope (Dia's "encoder_config").
+        heads: the number of heads over whose channels each rope runs, if they rotate differently (LTX). Each head in
+            turn has the next pairs of the rope, in its pairing. None if a rope is that of every head.
         softmax_factor: the factor of the attention's softmax scale, dimensionless (in DeepSeek, its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
@@ -77,6 +79,7 @@ class ModelRopes:
     trained_length: int | None = None
     max_position_embeddings: int | None = None
     extra_ropes: Mapping[str, Rope] = field(default_factory=dict, hash=False)
+    heads: int | None = None
     softmax_factor: float = 1.0
     query_scale: QueryScale | HeadQueryScale | None = None
     output_order: str | None = None
@@ -154,6 +157,7 @@ class ModelRopes:
                 name: _rope_facts(rope, None if name.endswith("_config") else self.trained_length, length)
                 for name, rope in self.extra_ropes.items()
             },
+            "heads": self.heads,
             "softmax_factor": self.softmax_factor,
             "query_scale": None if self.query_scale is None else dataclasses.asdict(self.query_scale),
             "output_order": self.output_order,

@@ -109,6 +109,66 @@ def cohere2_moe_kinds(c: Reader, count: int) -> list[str]:
     ]
 
 
+def bailing_kinds(c: Reader, count: int) -> list[str]:
+    """Return full attention for the last of every `layer_group_size` layers, and for those after the last group."""
+    group = c.size("layer_group_size")
+    c.origins["layer_types"] = "layer_group_size: the last layer of each group rotates, and those after the last group"
+    whole = count - count % group
+    return ["full_attention" if (i + 1) % group == 0 or i >= whole else "linear_attention" for i in range(count)]
+
+
+def plamo2_kinds(c: Reader, count: int) -> list[str]:
+    """Return full attention for the middle of every `mamba_step` layers, or for all without Mamba."""
+    if not c.boolean("mamba_enabled", True):
+        return ["full_attention"] * count
+    step = c.size("mamba_step") if c.has("mamba_step") else 2
+    c.origins["layer_types"] = "mamba_step: one of so many layers has attention"
+    middle = step // 2
+    return [
+        "full_attention" if (i % step == middle if count > middle else i == count - 1) else "mamba"
+        for i in range(count)
+    ]
+
+
+def minicpm_sala_kinds(c: Reader, count: int) -> list[str]:
+    """Repeat the list `mixer_types`. A switch says whether the layers of each of the two types rotate."""
+    key = "mixer_types"
+    types = c.get(key) or ["minicpm4"]
+    if not isinstance(types, list):
+        raise c.error(
+            key, "must be a list of kinds of layers", shown(types), "Check that it is the list of this model."
+        )
+    switches = {"minicpm4": "attn_use_rope", "lightning-attn": "lightning_use_rope"}
+    kinds = ["lightning-attn" if kind in ("lightning", "lightning_attn") else kind for kind in types]
+    kinds = check_kinds(c, key, [kinds[i % len(kinds)] for i in range(count)], switches)
+    c.origins["layer_types"] = f"{key}, attn_use_rope and lightning_use_rope"
+    return [kind if c.boolean(switches[kind], True) else NO_ROPE for kind in kinds]
+
+
+def iquest_q1_kinds(c: Reader, count: int) -> list[str]:
+    """Join three lists of kinds, of which the middle one repeats. The layers in `no_rope_layers` do not rotate."""
+    full, sliding = "full_attention", "sliding_attention"
+    middle = "hybrid_layers_types_block"
+    parts = [
+        c.get("first_layers_types") or [full],
+        c.get(middle) or [full, sliding, sliding, sliding],
+        c.get("last_layers_types") or [full] * 3,
+    ]
+    repeated = c.size("num_hybrid_layers_block") if c.has("num_hybrid_layers_block") else 21
+    if (
+        not all(isinstance(part, list) for part in parts)
+        or len(parts[0] + parts[2]) + len(parts[1]) * repeated != count
+    ):
+        must = f"must give the kinds of {count} layers, with first_layers_types and last_layers_types"
+        raise c.error(middle, must, shown(c.get(middle)), c.list_fix)
+    kinds = check_kinds(c, middle, parts[0] + parts[1] * repeated + parts[2], (full, sliding))
+    if not (c.boolean("use_hybrid_layers", True) and c.boolean("use_sliding_window", True)):
+        kinds = [full] * count
+    still = c.get("no_rope_layers") or []
+    c.origins["layer_types"] = f"{middle} and no_rope_layers"
+    return [NO_ROPE if i in still else kind for i, kind in enumerate(kinds)]
+
+
 # configs that no Rope describes, and warnings
 
 
@@ -118,6 +178,15 @@ def refuse_baichuan_13b(c: Reader) -> None:
         must = "must be 4096, since only Baichuan 7B has a rope"
         fix = "The 13B uses ALiBi, so there is no rope to describe."
         raise c.error("hidden_size", must, shown(c.get("hidden_size")), fix)
+
+
+def refuse_rope_head_dim(c: Reader) -> None:
+    """Raise a RopeError if only some pairs of K2 Horizon rotate: their partners are half a whole head away."""
+    head_dim = c.head_width(("hidden_size",), ("num_attention_heads",), "head_dim")
+    head_dim = c.channels("head_dim") if c.has("head_dim") else head_dim
+    if c.has("rope_head_dim") and c.channels("rope_head_dim") != head_dim:
+        must = f"must be the head size {head_dim}"
+        raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
 
 
 def qwen_length(c: Reader) -> int | None:
@@ -200,6 +269,13 @@ def add_telechat_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
     if alpha > 1:
         c.add(rope_keys, "rope_type", "dynamic", where)
         c.add(rope_keys, "alpha", float(alpha), where)
+
+
+def rename_deepseek_yarn(_: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Replace the name "deepseek_yarn", which engines have for YaRN with the keys of DeepSeek."""
+    named = rope_keys.get("rope_type")
+    if named is not None and named.value == "deepseek_yarn":
+        rope_keys["rope_type"] = ConfigValue("yarn", named.where)
 
 
 # the factor of q

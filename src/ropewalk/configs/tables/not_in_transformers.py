@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families import functions
-from ropewalk.configs.layers import ALL, Kind, LayerCodes
+from ropewalk.configs.families.latent import Latent
+from ropewalk.configs.layers import ALL, Every, Kind, LayerCodes, LayerIndices
 from ropewalk.configs.rows import remote
 
-_FULL = "full_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _IMPLIED_BASE = {"kinds": {ALL: Kind(implied_base=10_000.0)}}
+_MLX = "mlx-lm 0.32.2 models"
+_SGLANG = "SGLang 0.5.23 srt/models"
+_VLLM = "vLLM 0.32.0 model_executor/models"
+
+
+def _latent(code: str, **fields: Any) -> Architecture:
+    """Build the `Architecture` of a model outside transformers with the latent attention of DeepSeek-V3."""
+    pairing = {"pairing": "interleaved", "output_order": "half"}
+    return Latent(source=code, in_transformers=False, **{**pairing, **fields})
+
 
 REMOTE: dict[str, Architecture] = {
     **{
@@ -45,6 +58,142 @@ REMOTE: dict[str, Architecture] = {
         )
         for name in ("RefinedWeb", "RefinedWebModel")
     },
+    # The whole head of every layer rotates. The head size is hidden / heads if head_dim is not given.
+    **{
+        name: remote(code)
+        for name, code in (
+            ("Klear", f"{_MLX}/Klear.py"),
+            ("iquestloopcoder", f"{_MLX}/iquestloopcoder.py; {_SGLANG}/iquest_loopcoder.py"),
+            ("nanbeige", f"{_MLX}/nanbeige.py; {_SGLANG}/nanbeige.py"),
+            ("sdar", f"{_SGLANG}/sdar.py"),
+            ("sdar_moe", f"{_SGLANG}/sdar_moe.py"),
+            ("solar", f"{_VLLM}/solar.py"),
+            ("minicpmo", f"{_VLLM}/minicpmo.py: Qwen 2 or 3 with flat keys (read, not run)"),
+            ("molmo", f"{_VLLM}/molmo.py"),
+            ("Dream", "dream/model/modeling_dream.py of NVlabs/Fast-dLLM at 6a3fe3242 (read, not run)"),
+        )
+    },
+    "exaone": remote(f"{_MLX}/exaone.py; {_VLLM}/exaone.py", layers=("num_layers", "num_hidden_layers")),
+    "k2_horizon": remote(f"{_VLLM}/k2_horizon.py", check=functions.refuse_rope_head_dim),
+    "xllm": remote(f"{_SGLANG}/xllm.py (read, not run)", check=functions.refuse_rope_head_dim),
+    "TeleFLM": remote(f"{_VLLM}/teleflm.py", **_IMPLIED_BASE),
+    "step3_text": remote(f"{_VLLM}/step3_text.py", head_dim_divides=False),
+    "plamo": remote(f"{_MLX}/plamo.py", **_IMPLIED_BASE),
+    "lille-130m": remote(
+        f"{_MLX}/lille-130m.py",
+        pairing="interleaved",
+        head_dim_keys=(),
+        hidden=("n_embd",),
+        heads=("n_head",),
+        layers=("n_layer",),
+    ),
+    "openelm": remote(
+        f"{_MLX}/openelm.py",
+        head_dim_divides=False,
+        layers=("num_transformer_layers",),
+        kinds={ALL: Kind(bases=("rope_freq_constant",), implied_base=10_000.0)},
+        keys_without_effect={"rope_max_length": "it is the length of a table"},
+    ),
+    "phi3small": remote(
+        f"{_MLX}/phi3small.py",
+        head_dim_keys=(),
+        kinds={ALL: Kind(bases=("rope_embedding_base",), implied_base=1_000_000.0)},
+        fixed={"rope_position_scale": (1.0, "divided positions"), "rope_scaling": (None, "its own LongRoPE")},
+    ),
+    # Some of the channels of each head rotate.
+    "phi-msft": remote(
+        f"{_MLX}/phixtral.py",
+        head_dim_keys=(),
+        hidden=("n_embd", "model_dim"),
+        heads=("n_head", "num_heads"),
+        layers=("n_layer", "num_layers"),
+        dim_key="rotary_dim",
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        keys_without_effect={"flash_rotary": "it selects a kernel"},
+    ),
+    **{
+        name: remote(code, partial=1.0, dim_key="rotary_dim")
+        for name, code in (
+            ("bailing_moe", f"{_MLX}/bailing_moe.py; {_VLLM}/bailing_moe.py"),
+            ("bailing_moe_v2", f"{_VLLM}/bailing_moe.py"),
+            ("llada2_moe", f"{_SGLANG}/llada2.py"),
+            ("sarvam_moe", f"{_VLLM}/sarvam.py"),
+        )
+    },
+    "bailing_moe_linear": remote(f"{_MLX}/bailing_moe_linear.py", partial=1.0),
+    "param2moe": remote(f"{_VLLM}/param2moe.py", partial=1.0),
+    # Multi-head latent attention.
+    "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
+    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py", more_keys=functions.rename_deepseek_yarn),
+    "gigachat3_5": _latent(
+        f"{_SGLANG}/gigachat35.py",
+        kinds={_FULL: Kind(), _LINEAR: None},
+        pattern=LayerIndices("full_attention_layers", _FULL, _LINEAR, otherwise=_LINEAR, overrides_layer_types=False),
+    ),
+    "longcat_flash_ngram": _latent(
+        f"{_MLX}/longcat_flash_ngram.py",
+        layers=functions.longcat_layers,
+        query_scale=functions.longcat_query_scale,
+    ),
+    "bailing_moe_v3": _latent(
+        f"{_MLX}/bailing_moe_v3.py; {_SGLANG}/bailing_moe_v3.py",
+        partial_keys=(),
+        kinds={_FULL: Kind(), _LINEAR: None},
+        pattern=functions.bailing_kinds,
+        keys_without_effect={"partial_rotary_factor": "qk_rope_head_dim channels rotate"},
+    ),
+    # The layers differ.
+    "baichuan_m1": remote(
+        f"{_MLX}/baichuan_m1.py",
+        head_dim_keys=(),
+        kinds={_FULL: Kind(), _SLIDING: Kind(heads_key="num_swa_attention_heads")},
+        pattern=LayerIndices("sliding_window_layers", _SLIDING, _FULL, otherwise=_FULL),
+    ),
+    "gear": remote(
+        f"{_MLX}/gear.py",
+        head_dim_divides=False,
+        kinds={
+            _FULL: Kind(),
+            _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False),
+            "conv_mixer": None,
+        },
+    ),
+    "jet_nemotron": remote(
+        f"{_SGLANG}/jet_nemotron.py", head_dim_keys=(), kinds={"attn": Kind(), "swa": Kind(), "jet": None}
+    ),
+    "minicpm_sala": remote(
+        f"{_SGLANG}/minicpm.py",
+        kinds={"minicpm4": Kind(), "lightning-attn": Kind(head_dim_key="lightning_head_dim")},
+        pattern=functions.minicpm_sala_kinds,
+    ),
+    "iquest_q1": remote(
+        f"{_SGLANG}/iquest_q1.py",
+        head_dim_divides=False,
+        partial=0.25,
+        dim_key="rotary_dim",
+        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
+        pattern=functions.iquest_q1_kinds,
+    ),
+    "plamo2": remote(
+        f"{_MLX}/plamo2.py",
+        head_dim_keys=("hidden_size_per_head",),
+        head_dim_divides=False,
+        kinds={_FULL: Kind(bases=(), implied_base=10_000.0), "mamba": None},
+        pattern=functions.plamo2_kinds,
+    ),
+    "plamo3": remote(
+        f"{_MLX}/plamo3.py; {_VLLM}/plamo3.py",
+        head_dim_divides=False,
+        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_theta",), scaled=False)},
+        pattern=Every(8, _FULL, _SLIDING, key="sliding_window_pattern"),
+    ),
+    "spark2_5": remote(
+        f"{_MLX}/spark2_5.py; {_SGLANG}/spark2_5.py",
+        head_dim_divides=False,
+        partial=1.0,
+        kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())},
+        pattern=Every(4, _FULL, _SLIDING),
+    ),
     "stablelm_epoch": remote(
         "modeling_stablelm_epoch.py of stablelm-3b-4e1t",
         head_dim_keys=(),
@@ -80,7 +229,7 @@ REMOTE: dict[str, Architecture] = {
             "modeling_minimax_m1.py of MiniMax-M1-40k; vLLM model_executor/models/minimax_text_01.py",
             partial=1.0,
             dim_key="rotary_dim",
-            kinds={_FULL: Kind(), "linear_attention": None},
+            kinds={_FULL: Kind(), _LINEAR: None},
             pattern=LayerCodes("attn_type_list", {0: "linear_attention", 1: _FULL}),
         )
         for name in ("minimax_m1", "minimax_text_01")

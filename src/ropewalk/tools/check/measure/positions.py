@@ -47,7 +47,7 @@ def judge_far(baseline: Baseline) -> None:
     for p in REPORTED:
         if p in errors:
             exact = 2.0**-24 * max(1.0, 2 * law.factor)
-            limit = f"float32 angles lose up to {float32_error(p):.1e}"
+            limit = f"allowed for float32 angles: {float32_error(p):.1e}"
             like = "exact to float32" if errors[p] < 4 * exact else limit
             report.grade(f"error at {p:,}", f"{errors[p]:.1e} of cos and sin; {like}", True, errors[p])
     if table_end:
