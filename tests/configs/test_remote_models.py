@@ -189,3 +189,25 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
 def test_rows_that_name_an_engine_were_run_in_it(engine: str, label: str) -> None:
     named = {name for name, row in REMOTE.items() if label in row.source and "read, not run" not in row.source}
     assert named <= {name for name, _ in recorded(engine)}
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+
+
+def test_keys_of_published_files() -> None:
+    """Qwen 1 with a rope_theta, Hunyuan Large with a switch, and Microsoft's VibeVoice with a decoder_config."""
+    qwen = from_config({"model_type": "qwen", "rotary_emb_base": 1e4, "rope_theta": 1e6, "kv_channels": 16, **SIZES})
+    assert qwen.rope == Rope(16, 1e4, "half")
+    assert "rope_theta has no effect: the model's code reads rotary_emb_base." in qwen.warnings
+    hunyuan = {"model_type": "hunyuan", "rope_theta": 1e4, **SIZES}
+    assert from_config({**hunyuan, "use_rotary_pos_emb": True}).rope == Rope(16, 1e4, "half")
+    assert from_config({**hunyuan, "use_rotary_pos_emb": False}).layers == (None, None)
+    decoder = {"model_type": "qwen2", "rope_theta": 1e6, **SIZES}
+    for key in ("text_config", "decoder_config"):
+        assert from_config({"model_type": "vibevoice", key: decoder}).rope == Rope(16, 1e6, "half")
+    pangu = from_config({"model_type": "PanguEmbedded", "rope_theta": 16e6, "bias": True, **SIZES})
+    assert pangu.rope == Rope(16, 16e6, "half")
+    embed = {"model_type": "nvembed", "text_config": {**decoder, "model_type": "bidir_mistral"}}
+    assert from_config({**embed, "latent_attention_config": {"model_type": "latent_attention"}}).rope == Rope(
+        16, 1e6, "half"
+    )

@@ -18,6 +18,7 @@ from ropewalk.configs.tables.wrappers import (
     FLAT_AS,
     FLAT_OR_NESTED,
     MISSING_MODEL_TYPES,
+    OTHER_KEYS,
     OTHER_PARTS,
     TEXT_AS,
     TEXT_KEYS,
@@ -57,6 +58,8 @@ def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> F
     if model_type not in WRAPPERS:
         return None if model_type in known or pairing_passed else _part_of_unknown(fields, model_type, known)
     key = WRAPPERS[model_type]
+    if not fields.has(key):
+        key = OTHER_KEYS.get(model_type, key)
     inner = fields.get(key)
     flat = FLAT_AS.get(model_type)
     if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):

@@ -33,7 +33,7 @@ REMOTE: dict[str, Architecture] = {
             (
                 "hunyuan",
                 "modeling_hunyuan.py of Tencent-Hunyuan-Large",
-                {"head_dim_keys": ("head_dim", "attention_head_dim")},
+                {"head_dim_keys": ("head_dim", "attention_head_dim"), "switch": ("use_rotary_pos_emb", (None, True))},
             ),
             ("internlm2", "modeling_internlm2.py of internlm2-chat-7b; vLLM model_executor/models/internlm2.py", {}),
             ("llava_llama", "llava_llama.py of LLaVA: Llama with flat keys", _IMPLIED_BASE),
@@ -71,6 +71,8 @@ REMOTE: dict[str, Architecture] = {
             ("solar", f"{_VLLM}/solar.py"),
             ("minicpmo", f"{_VLLM}/minicpmo.py: Qwen 2 or 3 with flat keys (read, not run)"),
             ("molmo", f"{_VLLM}/molmo.py"),
+            ("PanguEmbedded", f"{_VLLM}/openpangu.py (read, not run)"),
+            ("bidir_mistral", "modeling_nvembed.py of NV-Embed-v2: Mistral without a causal mask (read, not run)"),
             ("Dream", "dream/model/modeling_dream.py of NVlabs/Fast-dLLM at 6a3fe3242 (read, not run)"),
         )
     },
@@ -300,6 +302,7 @@ REMOTE: dict[str, Architecture] = {
         partial_keys=("rotary_pct",),
         partial=1.0,
         kinds={ALL: Kind(bases=("rotary_emb_base",))},
+        keys_without_effect={"rope_theta": "the model's code reads rotary_emb_base"},
         check=functions.warn_of_qwen_ntk,
         trained_length=functions.qwen_length,
     ),

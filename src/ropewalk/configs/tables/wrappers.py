@@ -30,6 +30,9 @@ WRAPPERS: dict[str, str] = {
 }
 """Maps the model_type of a model that contains others to the key of its text model."""
 
+OTHER_KEYS = {"vibevoice": "decoder_config"}
+"""Maps the model_type of a model to another key of its text model, for files written by the model's own code."""
+
 OTHER_PARTS = {"blt": ("patcher_config", "encoder_config", "decoder_config"), "dia": ("encoder_config",)}
 """Maps the model_type of a model to the keys of the parts that rotate beside its text model."""
 
