@@ -89,7 +89,7 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
         *([] if info["heads"] is None else [("heads", _format_heads(rope, info["heads"]))]),
         *([] if rope["axes"] is None else [("axes", _format_axes(rope["axes"], info["axis_names"]))]),
         ("wavelengths", _format_wavelengths(rotating, rope["axes"] is None)),
-        ("slowed", _format_slowing(rope["slowed_by"])),
+        *([] if info["heads"] else [("slowed", _format_slowing(rope["slowed_by"]))]),
         ("attention factor", _format_factor(rope["attention_factor"])),
     ]
     if rope["resolved_at_length"] is not None:

@@ -166,7 +166,9 @@ def _across_heads(fields: Fields, width: int, axes: int, base: float, pairing: P
     steps = width // (2 * axes)
     still = width // 2 - steps * axes
     inv_freq = [math.pi / 2 * base ** (i / max(steps - 1, 1)) for i in range(steps) for _ in range(axes)]
-    axis = [0] * still + [a for _ in range(steps) for a in range(axes)]
+    axis = [(pair - still) % axes for pair in range(width // 2)]
+    fields.origins["head_dim"] = "num_attention_heads · attention_head_dim"
+    fields.origins["scaling"] = "powers of the base times π/2, written as divisors of one progression"
     return _with_frequencies(base, pairing, axis if axes > 1 else None, [0.0] * still + inv_freq)
 
 
