@@ -174,6 +174,16 @@ def test_llama_cpp_overwrites_the_attention_factor_of_yarn() -> None:
     assert row["attention_factor"] == ROWS["llama.cpp", "yarn"]["attention_factor"]
 
 
+def test_notes_about_an_engine_that_needs_nothing() -> None:
+    """SGLang follows a LongRoPE, except at one position."""
+    phi = {**FLAT, "model_type": "phi3", "original_max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    scaling = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [16.0] * 64}
+    found = diff.for_engine({**phi, "rope_scaling": scaling}, "sglang")
+    assert found.verdict == "nothing needed"
+    assert "so that token is not rotated." in " ".join(found.facts["notes"])
+    assert "so that token is not rotated." in " ".join(found.text().split())
+
+
 def test_refusals() -> None:
     with pytest.raises(RopeError, match=r"the engine must have known arguments, got 'mlx-lm'\. Pass 'transformers'"):
         diff.for_engine(FLAT, "mlx-lm")

@@ -78,6 +78,7 @@ def for_engine(
     ropes, configs = ropes_for_engines(source, chosen, pairing=pairing, base=base, ignore=ignore, download=download)
     setting = setting_of(ropes, length)
     apart, unknown = _apart(chosen, configs, dict(enumerate(ropes.layers)), setting)
+    notes = dict.fromkeys(note for config, _ in configs for note in chosen.answer(config).notes)
     scale = missing_query_scale(ropes, [chosen])
     apart += [f"It does not scale q by its position: {why}." for why in scale.values()]
     command = ""
@@ -98,6 +99,7 @@ def for_engine(
             "length": setting,
             "verdict": verdict,
             "differences": unknown or apart,
+            "notes": [] if unknown else [note for note in notes if note not in " ".join(apart)],
             "command": command or None,
             "command_source": chosen.override.source if command else None,
             "not_compared": not_compared(ropes),
@@ -225,7 +227,7 @@ def _text(facts: Mapping[str, Any]) -> str:
         "not judged": f"{name} was not judged for this config.",
     }
     lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *wrap(verdicts[facts["verdict"]], "")]
-    lines += bullets(facts["differences"])
+    lines += bullets([*facts["differences"], *facts["notes"]])
     if facts["command"] is not None:
         if facts["verdict"] == "nothing needed":
             lines += ["", "the same for a copy of the model whose config states no scaling"]
