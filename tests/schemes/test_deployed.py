@@ -15,7 +15,7 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import Rope, RopeError, Rotation, from_config, schemes
+from ropewalk import Rope, RopeError, Rotation, formats, from_config, schemes
 from ropewalk.rope.axes import Axes
 from ropewalk.schemes import RIFLEx, Scheme, TeleChat3, ThetaScale, YarnLog
 
@@ -217,6 +217,10 @@ def test_the_opposite_direction(model_type: str) -> None:
         for table, wanted in zip(tables, exact, strict=True):
             assert np.abs(np.asarray(table, dtype=np.float64) - wanted).max() <= 3.2e-8
     assert rope.wavelength.tolist() == Rope(8, 1e4, "half").wavelength.tolist()
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = torch.tensor([-float(w) for w in oracle.inv_freq(1e4, 8)]).to(dtype)
+        assert formats.difference(rope, stored, 1.0) == ""
+        assert "inv_freq[0] 1 instead of -1" in formats.difference(rope, -stored, 1.0)
     assert "reversed: on default" in ropes.explain()
     assert "pairs 0-3 are not slowed" in ropes.explain()
 
