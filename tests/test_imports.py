@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4050,
     "configs": 5530,
     "configs/tables": 1330,
-    "engines": 1250,
+    "engines": 1260,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,
