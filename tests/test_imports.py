@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4050,
     "configs": 5950,
     "configs/tables": 1850,
-    "engines": 1400,
+    "engines": 1450,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,

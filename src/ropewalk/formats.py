@@ -100,7 +100,7 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
         return f"{found.numel()} frequencies instead of {expected.numel()}"
     dtype = torch.finfo(stored_dtype(found))
     if dtype.bits == 16:
-        error = error + expected * dtype.eps / 2 + dtype.smallest_normal * dtype.eps / 2
+        error = error + expected.abs() * dtype.eps / 2 + dtype.smallest_normal * dtype.eps / 2
     wrong = ~((found - expected).abs() <= error)
     if bool(wrong.any()):
         pair = int(wrong.nonzero()[0])
@@ -110,7 +110,8 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
 
 def _rounding(inv_freq: Tensor) -> Tensor:
     """Return the error of frequencies that float32 code computes, as `FLOAT32` describes."""
-    return inv_freq * FLOAT32 + torch.xlogy(inv_freq, inv_freq).abs() * 2.0**-24
+    size = inv_freq.abs()
+    return size * FLOAT32 + torch.xlogy(size, size).abs() * 2.0**-24
 
 
 def stored_dtype(table: Tensor) -> torch.dtype:

@@ -15,7 +15,9 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import Rope, RopeError, Rotation, from_config, schemes
+from ropewalk import Rope, RopeError, Rotation, formats, from_config, schemes
+from ropewalk.configs.engine_ropes import ropes_for_engines
+from ropewalk.engines import ENGINES
 from ropewalk.rope.axes import Axes
 from ropewalk.schemes import RIFLEx, Scheme, TeleChat3, ThetaScale, YarnLog
 
@@ -159,6 +161,40 @@ def test_telechat3() -> None:
     assert TeleChat3(4.0, 8, attention_factor=1.5).compute_attention_factor() == 1.5
 
 
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+NANOCHAT = {**LLAMA, "model_type": "nanochat", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+TELECHAT3 = {
+    **LLAMA,
+    "model_type": "telechat3",
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "telechat3-yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "factor", "sign"),
+    [
+        ("vllm", TELECHAT3, 1.242601513195981, 1),
+        ("vllm", {**TELECHAT3, "rope_scaling": {**TELECHAT3["rope_scaling"], "attention_factor": 2.0}}, 1.2426015, 1),
+        ("mlx-lm", TELECHAT3, 1.3465735902799727, 1),
+        ("mlx-lm", NANOCHAT, 1.0, -1),
+        ("transformers", NANOCHAT, 1.0, -1),
+        ("sglang", TELECHAT3, None, 1),
+    ],
+)  # fmt: skip
+def test_engines(engine: str, config: dict[str, Any], factor: float | None, sign: int) -> None:
+    """mlx-lm 0.32.2 gives TeleChat 3 the factor of YaRN, and SGLang 0.5.23 does not know the scheme."""
+    [(config_rope, _)] = ropes_for_engines(config)[1]
+    answer = ENGINES[engine].apply_rule(config_rope)
+    if factor is None:
+        assert answer.refusal == "get_rope: Unknown RoPE scaling type (ValueError)"
+        return
+    assert answer.rope is not None
+    assert answer.rope.attention_factor == pytest.approx(factor, rel=1e-7)
+    assert answer.rope.inv_freq.tolist() == from_config(config).rope.inv_freq.tolist()
+    assert np.sign(answer.rope.inv_freq[0]) == sign
+
+
 def test_riflex() -> None:
     """One pair of the first axis has the frequency of the authors' code. All others are as without the scheme."""
 
@@ -217,6 +253,10 @@ def test_the_opposite_direction(model_type: str) -> None:
         for table, wanted in zip(tables, exact, strict=True):
             assert np.abs(np.asarray(table, dtype=np.float64) - wanted).max() <= 3.2e-8
     assert rope.wavelength.tolist() == Rope(8, 1e4, "half").wavelength.tolist()
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = torch.tensor([-float(w) for w in oracle.inv_freq(1e4, 8)]).to(dtype)
+        assert formats.difference(rope, stored, 1.0) == ""
+        assert "inv_freq[0] 1 instead of -1" in formats.difference(rope, -stored, 1.0)
     assert "reversed: on default" in ropes.explain()
     assert "pairs 0-3 are not slowed" in ropes.explain()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
@@ -17,7 +18,11 @@ from ropewalk.engines._engine import (
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, PerPair, YaRN
 
+if TYPE_CHECKING:
+    from ropewalk.schemes import Reversed
+
 _FILE = "models/rope_utils.py"
+_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
@@ -56,6 +61,10 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     return Answer(rope, notes=("It uses the long list at every length and ignores short_factor.",))
 
 
+def _reversed(config: ConfigRope, scaling: Reversed) -> Answer:
+    return Answer(config.with_scaling(replace(scaling, scaling=None)))
+
+
 MLX_LM = Engine(
     name="mlx-lm",
     version="0.32.2",
@@ -66,7 +75,9 @@ MLX_LM = Engine(
         "linear": Rule(_FILE),
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
-        "yarn": Rule(_FILE, _yarn, frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})),
+        "yarn": Rule(_FILE, _yarn, _YARN_KEYS),
+        "telechat3-yarn": Rule(_FILE, _yarn, _YARN_KEYS, evidence="read"),
+        "reversed": Rule("models/nanochat.py, models/talkie.py", _reversed, frozenset(), evidence="read"),
         # short_factor is listed because the rule adds its own note about it.
         "longrope": Rule(_FILE, _longrope, frozenset({"short_factor", "long_factor"})),
         "llama3": Rule(_FILE),

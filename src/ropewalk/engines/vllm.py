@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
@@ -20,7 +21,11 @@ from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
+if TYPE_CHECKING:
+    from ropewalk.schemes import TeleChat3
+
 _FOLDER = "model_executor/layers/rotary_embedding"
+_TELECHAT3_KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"})
 _INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not iterable)"
 
 
@@ -36,6 +41,11 @@ def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     if scaling.factor != 1.0:
         return Answer(config.with_scaling(replace(scaling, factor=1.0)))
     return Answer(config.rope)
+
+
+def _telechat3(config: ConfigRope, scaling: TeleChat3) -> Answer:
+    """Replace an attention factor that the config states, as vLLM does, by that of the formula."""
+    return Answer(config.with_scaling(replace(scaling, attention_factor=None)))
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
@@ -111,6 +121,7 @@ VLLM = Engine(
             f"{_FOLDER}/dynamic_ntk_scaling_rope.py", _dynamic, frozenset({"factor", "max_trained_positions"})
         ),
         "yarn": Rule(f"{_FOLDER}/yarn_scaling_rope.py", _yarn),
+        "telechat3-yarn": Rule("transformers_utils/config.py", _telechat3, _TELECHAT3_KEYS, evidence="read"),
         "longrope": Rule(
             f"{_FOLDER}/phi3_long_rope_scaled_rope.py",
             _longrope,
