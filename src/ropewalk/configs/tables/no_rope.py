@@ -29,6 +29,15 @@ _OTHER_POSITIONS = {
 NO_ROPE_MODELS: dict[str, Architecture] = {
     **{name: other_positions(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
+    "qwen2_5_omni_token2wav": refused("qwen2_5_omni", "Its diffusion transformer rotates one head only."),
+    "lightglue": refused(
+        "lightglue",
+        "It computes the angles of points in an image with a layer, whose weights are in the checkpoint.",
+    ),
+    "esmfold2": refused(
+        "esmfold2",
+        "It rotates atoms by coordinates in space and by numbers of residues, which are not token positions.",
+    ),
     "nanochat": refused("nanochat", "It rotates in the opposite direction. Build the Rope and negate the positions."),
     "vjepa2": refused(
         "vjepa2",
