@@ -226,6 +226,10 @@ def test_models_that_contain_another() -> None:
         ({"model_type": "k2_horizon", "head_dim": 64, "rope_head_dim": 32}, "rope_head_dim must be the head size 64"),
         ({"model_type": "phi3small", "rope_scaling": {"type": "su"}}, "rope_scaling must be None"),
         ({"model_type": "iquest_q1", "head_dim": 64}, "must give the kinds of 2 layers"),
+        (
+            {"model_type": "iquest_q1", "head_dim": 64, "num_hidden_layers": 88, "no_rope_layers": 3},
+            "no_rope_layers must be a list of layer numbers below 88",
+        ),
         ({"model_type": "minicpm_sala", "mixer_types": "attn"}, "mixer_types must be a list"),
         ({"model_type": "esmfold2"}, "rotates atoms"),
         ({"model_type": "lightglue"}, "angles of points"),
