@@ -234,6 +234,61 @@ def test_several_parts() -> None:
         from_config({"model_type": "blt2", "decoder_config": small, "global_config": whole["global_config"]})
 
 
+def test_parts_of_encoders_decoders_and_policies() -> None:
+    """The sizes and bases are those of transformers' classes. An encoder may have a rope for each kind of layer."""
+    sizes = {"hidden_size": 2304, "num_attention_heads": 8, "head_dim": 256, "max_position_embeddings": 8192}
+    module = {**sizes, "model_type": "t5_gemma_module", "num_hidden_layers": 3, "rope_theta": 1e4}
+    gemma = from_config({"model_type": "t5gemma", "encoder": {**module, "rope_theta": 2e4}, "decoder": module})
+    assert (gemma.layers, gemma.extra_ropes) == ((Rope(256, 1e4, "half"),) * 3, {"encoder": Rope(256, 2e4, "half")})
+
+    nested = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    text = {**sizes, "model_type": "t5gemma2_text", "num_hidden_layers": 6, "rope_parameters": nested}
+    second = from_config(
+        {
+            "model_type": "t5gemma2",
+            "encoder": {"model_type": "t5gemma2_encoder", "text_config": text},
+            "decoder": {**text, "model_type": "t5gemma2_decoder"},
+        }
+    )
+    sliding, full = Rope(256, 1e4, "half"), Rope(256, 1e6, "half")
+    assert second.layers == (*[sliding] * 5, full)
+    assert second.extra_ropes == {"encoder.sliding_attention": sliding, "encoder.full_attention": full}
+    assert "another part of the model: encoder.full_attention\n" in second.explain()
+
+    action = {"model_type": "gemma", "hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 18}
+    action |= {"head_dim": 256, "rope_theta": 1e4}
+    language = {"model_type": "paligemma", "text_config": {"model_type": "gemma", "rope_theta": 2e4}}
+    policy = from_config({"model_type": "pi0", "vlm_config": language, "dit_config": action})
+    assert (policy.rope, policy.extra_ropes) == (Rope(256, 2e4, "half"), {"dit_config": Rope(256, 1e4, "half")})
+
+    speech = {"hidden_size": 1280, "num_attention_heads": 10, "num_hidden_layers": 2, "rope_theta": 1e4}
+    diarization = {**speech, "model_type": "nemotron3_diarization_audio", "hidden_size": 640}
+    audio = {
+        "model_type": "nemotron3_5_transcribe_audio",
+        "asr_config": {**speech, "model_type": "nemotron3_5_transcribe_asr_audio"},
+        "diarization_config": {"model_type": "nemotron3_diarization", "audio_config": diarization},
+    }
+    heard, other = Rope(128, 1e4, "half", rotary_dim=64), Rope(64, 1e4, "half")
+    assert (from_config(audio).rope, from_config(audio).extra_ropes) == (heard, {"diarization_config": other})
+    model = {"model_type": "nemo_speechlm", "audio_config": audio}
+    model["text_config"] = {"model_type": "nemotron_h", "num_hidden_layers": 2}
+    ropes = from_config(model)
+    assert ropes.layers == (None, None)
+    assert ropes.extra_ropes == {"audio_config.asr_config": heard, "audio_config.diarization_config": other}
+
+    lasr = {"model_type": "lasr_encoder", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 17}
+    assert from_config({"model_type": "lasr_ctc", "encoder_config": {**lasr, "rope_theta": 1e4}}).rope == other
+
+
+def test_audio_encoder_with_the_names_of_whisper() -> None:
+    """transformers reads whisper_config, of published files, and half of each head rotates."""
+    config = {"model_type": "dots3_note_audio_encoder", "hidden_size": 1024, "num_attention_heads": 8}
+    config |= {"num_hidden_layers": 3}
+    assert from_config(config).layers == (Rope(128, 1e4, "half", rotary_dim=64),) * 3
+    config["whisper_config"] = {"d_model": 1280, "encoder_attention_heads": 20, "encoder_layers": 32}
+    assert from_config(config).layers == (Rope(64, 1e4, "half", rotary_dim=32),) * 32
+
+
 def test_defaults_of_a_nested_text_model() -> None:
     """These configs have only the keys that the files of Gemma 3 4B and LLaVA 1.5 have."""
     scaling = {"factor": 8.0, "rope_type": "linear"}

@@ -211,3 +211,62 @@ def test_keys_of_published_files() -> None:
     assert from_config({**embed, "latent_attention_config": {"model_type": "latent_attention"}}).rope == Rope(
         16, 1e6, "half"
     )
+
+
+def test_models_that_contain_another() -> None:
+    """The keys are those of the config classes of vLLM 0.32.0 and SGLang 0.5.23 (read, not run, except kimi_vl)."""
+    text = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 3e5}
+    text["max_position_embeddings"] = 4096
+    step = {**text, "head_dim": 32}
+    for name, key, inner, rope in (
+        ("NVLM_D", "llm_config", {"model_type": "qwen2", **text}, Rope(64, 3e5, "half")),
+        ("bagel", "llm_config", text, Rope(64, 3e5, "half")),
+        ("jet_vlm", "text_config", {**text, "layer_types": ["attn", "swa"]}, Rope(64, 3e5, "half")),
+        ("locateanything", "text_config", text, Rope(64, 3e5, "half")),
+        ("ovis2_5", "llm_config", {"model_type": "qwen3", **step}, Rope(32, 3e5, "half")),
+        ("pointsv1.5_chat", "llm_config", text, Rope(64, 3e5, "half")),
+        ("step3_vl", "text_config", step, Rope(32, 3e5, "half")),
+    ):
+        ropes = from_config({"model_type": name, key: inner})
+        assert (ropes.rope, ropes.warnings) == (rope, ())
+    assert from_config({"model_type": "kimi_k3", "text_config": {"num_hidden_layers": 2}}).layers == (None, None)
+    openvla = {"model_type": "openvla", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    with pytest.warns(UserWarning, match="not stated"):
+        assert from_config(openvla).rope == Rope(128, 1e4, "half")
+    dots = from_config({"model_type": "dots_ocr", **text, "vision_config": {}})
+    assert dots.rope == Rope(64, 3e5, "half")
+    assert dots.vision is not None
+    assert dots.vision.model_type == "dots_vit"
+    llada = {"model_type": "llada", "d_model": 256, "n_heads": 4, "n_layers": 2, "rope_theta": 5e5, "rope": True}
+    assert from_config(llada).rope == Rope(64, 5e5, "half")
+    assert from_config({**llada, "rope": False}).layers == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "k2_horizon", "head_dim": 64, "rope_head_dim": 32}, "rope_head_dim must be the head size 64"),
+        ({"model_type": "phi3small", "rope_scaling": {"type": "su"}}, "rope_scaling must be None"),
+        ({"model_type": "iquest_q1", "head_dim": 64}, "must give the kinds of 2 layers"),
+        (
+            {"model_type": "iquest_q1", "head_dim": 64, "num_hidden_layers": 88, "no_rope_layers": 3},
+            "no_rope_layers must be a list of layer numbers below 88",
+        ),
+        ({"model_type": "minicpm_sala", "mixer_types": "attn"}, "mixer_types must be a list"),
+        ({"model_type": "esmfold2"}, "rotates atoms"),
+        ({"model_type": "lightglue"}, "angles of points"),
+    ],
+)
+def test_what_is_refused(config: dict[str, Any], message: str) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 3e5}
+    with pytest.raises(RopeError) as raised:
+        from_config({**sizes, **config})
+    assert message in str(raised.value)
+
+
+def test_plamo2_without_mamba() -> None:
+    config = {"model_type": "plamo2", "hidden_size_per_head": 64, "num_hidden_layers": 6, "mamba_step": 4}
+    rope = Rope(64, 1e4, "half")
+    assert from_config(config).layers == (None, None, rope, None, None, None)
+    assert from_config({**config, "num_hidden_layers": 2}).layers == (None, rope)
+    assert from_config({**config, "mamba_enabled": False}).layers == (rope,) * 6

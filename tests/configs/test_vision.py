@@ -21,7 +21,11 @@ from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.positions import grid
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-ROWS = {row["model_type"]: row for row in json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]}
+ROWS = {
+    row["model_type"]: row
+    for name in ("vision_towers", "remote_towers")
+    for row in json.loads((GOLDEN / f"{name}.json").read_text())["rows"]
+}
 
 
 def tower(config: Any, **how: Any) -> VisionRopes:

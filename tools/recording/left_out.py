@@ -6,8 +6,8 @@ one by one. Remove a name here when ropewalk supports it.
 
 # Their modeling file mentions rotary positions, but the recorded layer rotates nothing.
 WITHOUT_ROPE = """
-    blenderbot-small bridgetower_text_model canary_decoder clvp_decoder deimv2 dpr emu3_vqgan esmfold2
-    granite_docling_vision groupvit_text_model groupvit_vision_model internvl_vision lightglue mllama_vision_model
+    blenderbot-small bridgetower_text_model canary_decoder clvp_decoder deimv2 dpr emu3_vqgan
+    granite_docling_vision groupvit_text_model groupvit_vision_model internvl_vision mllama_vision_model
     molmo2_vision moonshine_streaming_encoder perceiver phi4_multimodal_audio phi4_multimodal_vision
     pix2struct_text_model pix2struct_vision_model pp_doclayout_v2 qianfan_ocr_vision qwen2_audio_encoder radio
     reformer sew-d siglip2_text_model siglip_text_model siglip_vision_model unlimited_ocr_vision_encoder vits
@@ -15,22 +15,22 @@ WITHOUT_ROPE = """
 # Encoders of images and sound, parts that need other inputs, and models that contain a text model with its own type.
 OTHERS = """
     EvollaModel autoformer bark bridgetower_vision_model canary chameleon_vqgan clvp
-    cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dots3_note_audio_encoder
+    cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision
     edgetam_video_mask_decoder edgetam_video_prompt_encoder
     funnel gemma3n_audio gemma3n_vision gemma4_audio
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
     glm_image_vqmodel glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
-    inkling2 inkling_audio inkling_mm_model inkling_vision lasr_ctc lfm3_vl
+    inkling2 inkling_audio inkling_mm_model inkling_vision lfm3_vl
     minicpmv4_7 minicpmv4_7_vision molmo2_adapter muse_glimmer
-    muse_spark muse_spark_audio nemo_speechlm nemotron3_5_transcribe_audio
-    nemotron3_diarization nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc
+    muse_spark muse_spark_audio
+    nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc
     parakeet_encoder parakeet_rnnt parakeet_tdt pe_audio pe_audio_video pe_video pix2struct
-    qwen2_5_omni_audio_encoder qwen2_5_omni_bigvgan qwen2_5_omni_token2wav
+    qwen2_5_omni_audio_encoder qwen2_5_omni_bigvgan
     qwen3_omni_moe_audio_encoder
     rag
     sam2_video_mask_decoder sam2_video_prompt_encoder sam3 sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder
     sam3_mask_decoder sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
-    sam3_vision_model sapiens2_head siglip2 t5gemma t5gemma2 t5gemma2_encoder
+    sam3_vision_model sapiens2_head siglip2
     time_series_transformer timm_wrapper unlimited_ocr_sam_vision_model unlimited_ocr_vision video_llama_3
 
 """

@@ -17,7 +17,7 @@ def text(info: dict[str, Any]) -> str:
         lines += ["", f"layers {ranges(group['layers'])} of {info['layers']}"]
         lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], info)
     for name, rope in info["others"].items():
-        if name.endswith("_config"):
+        if name != "indexer":
             lines += ["", f"another part of the model: {name}", *_rope_lines(rope, {**info, "trained_length": None})]
         else:
             lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, info)]

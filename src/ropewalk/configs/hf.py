@@ -63,9 +63,13 @@ def read(
     )
     ropes = _read_text(reader)
     extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
-    for part in [] if text_only else other_parts(fields):
+    for key, part in [] if text_only else other_parts(fields, ARCHITECTURES):
         read_part = _read_text(Reader(part.config, part.source, part.path, pairing=None, base=None, text_only=True))
-        extra_ropes[part.path.removesuffix(".")] = read_part.rope
+        if len(set(read_part.layers)) == 1:
+            extra_ropes[key] = read_part.rope
+        else:
+            kinds = zip(read_part.layer_kinds, read_part.layers, strict=True)
+            extra_ropes |= {f"{key}.{kind}": rope for kind, rope in kinds if rope is not None}
         warnings += [*read_part.warnings, *part.warnings]
     if not text_only and any(map(fields.has, TOWER_KEYS)):
         from ropewalk.configs import vision

@@ -154,7 +154,7 @@ class ModelRopes:
             ],
             "vision": None if self.vision is None else _vision_facts(self.vision),
             "others": {
-                name: _rope_facts(rope, None if name.endswith("_config") else self.trained_length, length)
+                name: _rope_facts(rope, self.trained_length if name == "indexer" else None, length)
                 for name, rope in self.extra_ropes.items()
             },
             "heads": self.heads,

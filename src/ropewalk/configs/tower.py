@@ -50,10 +50,17 @@ def axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) ->
     return ropes
 
 
-def kimi(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Build one rope whose pairs alternate between width and height, each with its own progression of frequencies."""
-    half = head_dim // 2
-    return (Rope(head_dim, base, "half", axes=Axes.alternating((half, half), order=(1, 0))),)
+def kimi(pairing: Pairing) -> Callable[..., tuple[Rope, ...]]:
+    """Return a function that builds one rope whose pairs alternate between width and height.
+
+    Each of the two has its own progression of frequencies.
+    """
+
+    def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
+        half = head_dim // 2
+        return (Rope(head_dim, base, pairing, axes=Axes.alternating((half, half), order=(1, 0))),)
+
+    return ropes
 
 
 def pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:

@@ -120,11 +120,12 @@ def _has_type(inner: object, known: Container[str]) -> bool:
     return isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS)
 
 
-def other_parts(fields: Fields) -> list[Fields]:
-    """Return the parts of the model that rotate beside the one that `text_model` returns (an encoder)."""
+def other_parts(fields: Fields, known: Container[str]) -> list[tuple[str, Fields]]:
+    """Return the keys and configs of the parts that rotate beside the one that `text_model` returns (an encoder)."""
     model_type = fields.get("model_type")
     keys = OTHER_PARTS.get(model_type, ()) if isinstance(model_type, str) else ()
-    return [_part(fields, key, inner) for key in keys if isinstance(inner := fields.get(key), Mapping)]
+    parts = [(key, _part(fields, key, inner)) for key in keys if isinstance(inner := fields.get(key), Mapping)]
+    return [(key, text_model(part, known, False)) for key, part in parts]
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

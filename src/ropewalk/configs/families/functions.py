@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ropewalk._checks import error, integer, nearest, number, short_key, shown
 from ropewalk.configs.architecture import HeadQueryScale, QueryScale
-from ropewalk.configs.layers import ALL, NO_ROPE, check_kinds
+from ropewalk.configs.layers import ALL, NO_ROPE, LayerIndices, check_kinds
 from ropewalk.configs.reader import ConfigValue, Reader
 from ropewalk.schemes import Scaling
 
@@ -164,9 +164,9 @@ def iquest_q1_kinds(c: Reader, count: int) -> list[str]:
     kinds = check_kinds(c, middle, parts[0] + parts[1] * repeated + parts[2], (full, sliding))
     if not (c.boolean("use_hybrid_layers", True) and c.boolean("use_sliding_window", True)):
         kinds = [full] * count
-    still = c.get("no_rope_layers") or []
+    rotates = LayerIndices("no_rope_layers", NO_ROPE, ALL, otherwise=ALL).kinds(c, count) or []
     c.origins["layer_types"] = f"{middle} and no_rope_layers"
-    return [NO_ROPE if i in still else kind for i, kind in enumerate(kinds)]
+    return [kind if how == ALL else NO_ROPE for kind, how in zip(kinds, rotates, strict=True)]
 
 
 # configs that no Rope describes, and warnings

@@ -38,6 +38,15 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
     **{name: other_positions(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
     "interns1_pro": replace(refused("", FOPE), source="vLLM 0.32 models/interns1_pro.py", in_transformers=False),
+    "qwen2_5_omni_token2wav": refused("qwen2_5_omni", "Its diffusion transformer rotates one head only."),
+    "lightglue": refused(
+        "lightglue",
+        "It computes the angles of points in an image with a layer, whose weights are in the checkpoint.",
+    ),
+    "esmfold2": refused(
+        "esmfold2",
+        "It rotates atoms by coordinates in space and by numbers of residues, which are not token positions.",
+    ),
     "vjepa2": refused(
         "vjepa2",
         "It uses cos and sin of other channels for a pair, which is not a rotation; see docs/several-axes.md.",

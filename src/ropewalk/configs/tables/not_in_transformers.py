@@ -69,6 +69,7 @@ REMOTE: dict[str, Architecture] = {
             ("sdar", f"{_SGLANG}/sdar.py"),
             ("sdar_moe", f"{_SGLANG}/sdar_moe.py"),
             ("solar", f"{_VLLM}/solar.py"),
+            ("dots_ocr", f"{_SGLANG}/dots_ocr.py: Qwen 2 with flat keys (read, not run)"),
             ("minicpmo", f"{_VLLM}/minicpmo.py: Qwen 2 or 3 with flat keys (read, not run)"),
             ("molmo", f"{_VLLM}/molmo.py"),
             ("PanguEmbedded", f"{_VLLM}/openpangu.py (read, not run)"),
@@ -96,6 +97,15 @@ REMOTE: dict[str, Architecture] = {
         layers=("num_transformer_layers",),
         kinds={ALL: Kind(bases=("rope_freq_constant",), implied_base=10_000.0)},
         keys_without_effect={"rope_max_length": "it is the length of a table"},
+    ),
+    "llada": remote(
+        "llada/model/modeling_llada.py of hills-code/Fast-dLLM at c26b88fe7 (read, not run)",
+        head_dim_keys=(),
+        hidden=("d_model",),
+        heads=("n_heads",),
+        layers=("n_layers",),
+        switch=("rope", (True,)),
+        keys_without_effect={"rope_full_precision": "it selects the dtype of q and k while they rotate"},
     ),
     "phi3small": remote(
         f"{_MLX}/phi3small.py",
@@ -126,6 +136,7 @@ REMOTE: dict[str, Architecture] = {
     "bailing_moe_linear": remote(f"{_MLX}/bailing_moe_linear.py", partial=1.0),
     "param2moe": remote(f"{_VLLM}/param2moe.py", partial=1.0),
     # Multi-head latent attention.
+    "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys (read, not run)"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
     "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py", more_keys=functions.rename_deepseek_yarn),
     "gigachat3_5": _latent(

@@ -153,6 +153,16 @@ TEXT: dict[str, Architecture] = {
     "phi": row("phi", partial=0.5, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
     "phi3": partial_rotation("phi3", 1.0),
     "phi4_multimodal": partial_rotation("phi4_multimodal", 1.0),
+    # Files that were not written by transformers have the sizes of the encoder under the names of Whisper.
+    "dots3_note_audio_encoder": row(
+        "dots3_note",
+        partial=0.5,
+        head_dim_keys=(),
+        hidden=("whisper_config.d_model", "hidden_size"),
+        heads=("whisper_config.encoder_attention_heads", "num_attention_heads"),
+        layers=("whisper_config.encoder_layers", "num_hidden_layers"),
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+    ),
     "glmasr_encoder": partial_rotation("glmasr", 0.5),
     "nemotron3_5_transcribe_asr_audio": partial_rotation("nemotron3_5_transcribe", 0.5),
     "nemotron3_5_transcribe_word_timestamp": partial_rotation("nemotron3_5_transcribe", 0.5),

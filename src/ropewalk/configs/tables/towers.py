@@ -79,11 +79,19 @@ TOWERS: dict[str, Tower] = {
     "inkling2_vision": _tower("inkling2", axial("interleaved", order=(1, 0)), 1024, 16),
     "kimi_k25_vision": _tower(
         "kimi_k25",
-        kimi,
+        kimi("half"),
         1152,
         16,
         width=("hidden_size", "vt_hidden_size"),
         heads=("num_attention_heads", "vt_num_attention_heads"),
+    ),
+    "moonvit": Tower("vLLM 0.32.0 model_executor/models/moonvit.py", kimi("interleaved")),
+    "dots_vit": Tower(
+        "vLLM 0.32.0 model_executor/models/dots_ocr.py",
+        axial(),
+        positions=_MERGED,
+        width=("embed_dim", "hidden_size"),
+        sizes=(1536, 12, None),
     ),
     "pixtral": _tower("pixtral", pixtral, 1024, 16),
     "minimax_m3_vl_vision": _tower(
@@ -131,12 +139,18 @@ TOWERS: dict[str, Tower] = {
 }
 
 TOWER_OF_MODEL = {
+    "colqwen3": "qwen3_vl_vision",
     "dots3_note": "dots3_note_vision_encoder",
+    "dots_ocr": "dots_vit",
+    "dots_vlm": "dots_vit",
     "glm46v": "glm4v_vision",
+    "kimi_vl": "moonvit",
     "llama4": "llama4_vision_model",
     "mistral3": "pixtral",
     "qwen2_5_omni_thinker": "qwen2_5_omni_vision_encoder",
+    "ops_colqwen3": "qwen3_vl_vision",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe_vision_encoder",
+    "qwen3_vl_nemotron_embed": "qwen3_vl_vision",
     "sam3_vision_model": "sam3_vit_model",
     "step3p7": "step3p5_vision",
 }

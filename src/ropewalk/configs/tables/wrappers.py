@@ -1,6 +1,7 @@
 """Models that contain a text model, and the defaults of text models whose configs omit them.
 
-Source: the config classes of transformers 5.23.
+Source: the config classes of transformers 5.23, and for models that it does not have those of vLLM 0.32.0
+(transformers_utils/configs, model_executor/models) and SGLang 0.5.23 (srt/configs).
 """
 
 from __future__ import annotations
@@ -11,29 +12,52 @@ _WITH_TEXT_CONFIG = (
     "gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr got_ocr2 "
     "granite4_vision granite_docling granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 "
     "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video "
-    "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 "
+    "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo nemo_speechlm ovis2 "
     "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_5_omni_thinker qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr "
-    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm step3p7 unlimited_ocr vibevoice "
-    "video_llava vipllava voxtral voxtral_realtime "
+    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm step3p7 t5gemma2_encoder "
+    "unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
 )
+# Models whose code is not in transformers: maps the key of the text model to their model_types.
+_REMOTE = {
+    "text_config": "colqwen3 funaudiochat intern_s2_preview jet_vlm kimi_k3 kimi_vl locateanything midashenglm "
+    "moss_transcribe_diarize opencua openvla ops_colqwen3 qwen3_vl_nemotron_embed step3_vl ultravox",
+    "llm_config": "NVLM_D bagel h2ovl_chat ovis ovis2_5 pointsv1.5_chat skywork_chat",
+}
 WRAPPERS: dict[str, str] = {
     **dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config"),
+    **{name: key for key, names in _REMOTE.items() for name in names.split()},
     "deepseek_vl_v2": "language_config",
     "infimm-zephyr": "language",
     "qwen2_5_omni": "thinker_config",
     "qwen3_omni_moe": "thinker_config",
     "internvl_chat": "llm_config",
     "blt": "global_config",
+    "colpali": "vlm_config",
+    "colqwen2": "vlm_config",
     "dia": "decoder_config",
     "bailing_moe_v3_vl": "text_config",
     "openpangu_vl": "text_config",
+    "lasr_ctc": "encoder_config",
+    "nemotron3_5_transcribe_audio": "asr_config",
+    "nemotron3_diarization": "audio_config",
+    "pi0": "vlm_config",
+    "t5gemma": "decoder",
+    "t5gemma2": "decoder",
 }
 """Maps the model_type of a model that contains others to the key of its text model."""
 
 OTHER_KEYS = {"vibevoice": "decoder_config"}
 """Maps the model_type of a model to another key of its text model, for files written by the model's own code."""
 
-OTHER_PARTS = {"blt": ("patcher_config", "encoder_config", "decoder_config"), "dia": ("encoder_config",)}
+OTHER_PARTS = {
+    "blt": ("patcher_config", "encoder_config", "decoder_config"),
+    "dia": ("encoder_config",),
+    "nemo_speechlm": ("audio_config.asr_config", "audio_config.diarization_config", "word_timestamp_config"),
+    "nemotron3_5_transcribe_audio": ("diarization_config",),
+    "pi0": ("dit_config",),
+    "t5gemma": ("encoder",),
+    "t5gemma2": ("encoder",),
+}
 """Maps the model_type of a model to the keys of the parts that rotate beside its text model."""
 
 TOWER_KEYS = ("vision_config", "thinker_config", "backbone_config")
@@ -48,7 +72,16 @@ FLAT_AS = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan
 # nest them: maps them to the key of the nested config.
 FLAT_OR_NESTED = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
 # Models whose nested text config omits its model_type: maps them to that model_type.
-MISSING_MODEL_TYPES = {"deepseek_vl_v2": "deepseek_ocr_text"}
+MISSING_MODEL_TYPES = {
+    "bagel": "qwen2",
+    "deepseek_vl_v2": "deepseek_ocr_text",
+    "jet_vlm": "jet_nemotron",
+    "kimi_k3": "kimi_linear",
+    "locateanything": "qwen2",
+    "openvla": "llama",
+    "pointsv1.5_chat": "qwen2",
+    "step3_vl": "step3_text",
+}
 # Models whose text model is not as its model_type says: maps them to the model_type to read, and to the keys beside the
 # text model that concern it.
 TEXT_AS = {"bailing_moe_v3_vl": ("bailing_moe_v3_vl_text", ("mrope_section",))}
