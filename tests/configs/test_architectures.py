@@ -214,7 +214,7 @@ def test_several_parts() -> None:
     local = Rope(64, 5e5, "interleaved")
     parts = {"patcher_config": Rope(64, 2e4, "interleaved"), "encoder_config": local, "decoder_config": local}
     assert blt.extra_ropes == parts
-    assert "another part of the model: encoder_config\n" in blt.explain()
+    assert "another rope: encoder_config\n" in blt.explain()
     assert blt.explain().count("trained length") == 1
     assert from_config(whole, text_only=True).extra_ropes == {}
     dia = from_config(
@@ -253,7 +253,7 @@ def test_parts_of_encoders_decoders_and_policies() -> None:
     sliding, full = Rope(256, 1e4, "half"), Rope(256, 1e6, "half")
     assert second.layers == (*[sliding] * 5, full)
     assert second.extra_ropes == {"encoder.sliding_attention": sliding, "encoder.full_attention": full}
-    assert "another part of the model: encoder.full_attention\n" in second.explain()
+    assert "another rope: encoder.full_attention\n" in second.explain()
 
     action = {"model_type": "gemma", "hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 18}
     action |= {"head_dim": 256, "rope_theta": 1e4}

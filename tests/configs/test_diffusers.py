@@ -134,7 +134,7 @@ def test_ltx_says_that_its_heads_differ() -> None:
     text = ropes.explain()
     assert "channel i of a head rotates with i + 64 (" in text
     assert "the channels are those of all 32 heads, of which each in turn has 64 pairs" in text
-    assert "a second rope in each layer: audio_video" in text
+    assert "another rope: audio_video" in text
     assert "time: every third pair from 2 to 2045; height: every third pair from 0 to 2046;" in text
     assert "slowed" not in text  # its frequencies are far above those of a usual rope
     assert ropes.origins["head_dim"] == "num_attention_heads · attention_head_dim"

@@ -18,7 +18,7 @@ def text(info: dict[str, Any]) -> str:
         lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], info)
     for name, rope in info["others"].items():
         if name != "indexer":
-            lines += ["", f"another part of the model: {name}", *_rope_lines(rope, {**info, "trained_length": None})]
+            lines += ["", f"another rope: {name}", *_rope_lines(rope, {**info, "trained_length": None})]
         else:
             lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, info)]
     lines += [] if info["vision"] is None else _vision_lines(info["vision"])
