@@ -1,8 +1,6 @@
 // The module ropewalk.kernels._cpu, which passes raw addresses, shapes and strides from Python to the kernels. The Python code in
 // rotation/checks.py has checked the tensors. This file compares the sizes again, because a wrong size would access memory
 // outside of a tensor.
-#include <cstdio>  // nanobind writes to stderr, and the stable ABI does not include it
-
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
