@@ -30,7 +30,7 @@ class ThetaScale(Scheme):
 
     Examples:
         >>> round(ThetaScale(16.0, 8192).as_base(10_000.0, 128))
-        351958
+        351655
     """
 
     rope_type: ClassVar[str] = "theta_scale"

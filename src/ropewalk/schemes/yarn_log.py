@@ -25,8 +25,8 @@ class YarnLog(Scheme):
         RopeError: as in `YaRN`.
 
     Examples:
-        >>> YarnLog(16.0, 8192, beta_fast=8.0).inv_freq(10_000.0, 4)
-        (1.0, 0.000625)
+        >>> YarnLog(16.0, 8192, beta_fast=8.0).inv_freq(10_000.0, 8)
+        (1.0, 0.1, 0.01, 0.00025)
     """
 
     rope_type: ClassVar[str] = "yarn_log"
