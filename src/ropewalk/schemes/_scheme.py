@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ropewalk import _checks
+from ropewalk.schemes import default
 
 
 class GgufFile(Protocol):
@@ -276,6 +277,41 @@ class Scheme(Scaling):
     def at_length(self, n: int) -> Scheme:
         """Return this scheme, which is the same at every length."""
         return self
+
+
+class OnTop(Scheme):
+    """A scheme that changes the frequencies of another one, or the default ones, and keeps everything else of it.
+
+    A subclass declares the field `scaling`: the other scheme, which is the same at every length; None for the default.
+    """
+
+    scaling: Scheme | None
+
+    def __post_init__(self) -> None:
+        if self.scaling is not None and not isinstance(self.scaling, Scheme):
+            must = "scaling must be a scheme that is the same at every length, or None"
+            raise _checks.error(type(self).__name__, must, _checks.shown(self.scaling), "Pass e.g. YaRN(...).")
+
+    @property
+    def before(self) -> Any:
+        """What has the methods `inv_freq` and `inv_freq_float32` of the frequencies that this scheme changes."""
+        return default if self.scaling is None else self.scaling
+
+    def compute_attention_factor(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.compute_attention_factor()
+
+    @property
+    def softmax_factor(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.softmax_factor
+
+    def trained_length(self, longest: int | None) -> int | None:
+        return longest if self.scaling is None else self.scaling.trained_length(longest)
+
+    def facts(self) -> dict[str, Any]:
+        own = super().facts()
+        own.pop("scaling")
+        inner = {} if self.scaling is None else self.scaling.facts()
+        return {**own, "on": inner.pop("rope_type", "default"), **inner}
 
 
 class LengthDependent(Scaling):

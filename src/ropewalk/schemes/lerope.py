@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import OnTop, Scheme
 from ropewalk.schemes.per_pair import check_one_per_pair
 
 _LARGEST = 100.0  # far beyond what training learns; the bound keeps frequencies finite
 
 
 @dataclass(frozen=True)
-class LeRoPE(Scheme):
+class LeRoPE(OnTop):
     """Learned frequencies: multiplies the frequency of pair i by e^alpha[i].
 
     Args:
@@ -50,39 +50,20 @@ class LeRoPE(Scheme):
             for i, value in enumerate(self.alpha)
         )
         object.__setattr__(self, "alpha", alpha)
-        if self.scaling is not None and not isinstance(self.scaling, Scheme):
-            must = "scaling must be a scheme that is the same at every length, or None"
-            raise _checks.error("LeRoPE", must, _checks.shown(self.scaling), "Pass e.g. YaRN(...).")
+        super().__post_init__()
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies of `scaling`, each multiplied by e^alpha, in radians per position."""
         check_one_per_pair("LeRoPE", "alpha", self.alpha, rotary_dim)
-        before = default if self.scaling is None else self.scaling
-        return tuple(w * math.exp(a) for w, a in zip(before.inv_freq(base, rotary_dim), self.alpha, strict=True))
+        return tuple(w * math.exp(a) for w, a in zip(self.before.inv_freq(base, rotary_dim), self.alpha, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return inv_freq · exp(alpha) in float32, as transformers 5.23 computes it."""
         import torch
 
         check_one_per_pair("LeRoPE", "alpha", self.alpha, rotary_dim)
-        before = default if self.scaling is None else self.scaling
         inv_freq, alpha = (
             torch.tensor(x, dtype=torch.float32, device="cpu")
-            for x in (before.inv_freq_float32(base, rotary_dim), self.alpha)
+            for x in (self.before.inv_freq_float32(base, rotary_dim), self.alpha)
         )
         return default.to_floats(inv_freq * alpha.exp())
-
-    def compute_attention_factor(self) -> float:
-        return 1.0 if self.scaling is None else self.scaling.compute_attention_factor()
-
-    @property
-    def softmax_factor(self) -> float:
-        return 1.0 if self.scaling is None else self.scaling.softmax_factor
-
-    def trained_length(self, longest: int | None) -> int | None:
-        return longest if self.scaling is None else self.scaling.trained_length(longest)
-
-    def facts(self) -> dict[str, Any]:
-        inner = {} if self.scaling is None else self.scaling.facts()
-        name = inner.pop("rope_type", "default")
-        return {"rope_type": self.rope_type, "alpha": list(self.alpha), "on": name, **inner}
