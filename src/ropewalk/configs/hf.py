@@ -26,7 +26,7 @@ from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import BY_NAME, SCHEMES, Scaling, build
+from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
@@ -159,7 +159,9 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         scheme = scheme if row.learned is None else row.learned(c, scheme, rotary_dim)
         with c.prefix_errors():
             if row.backwards:
-                scheme = BY_NAME["Reversed"](scheme)  # type: ignore[call-arg]
+                from ropewalk.schemes.reversed import Reversed
+
+                scheme = Reversed(cast(Any, scheme))
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
         ropes[name] = rope
         schemes += [] if scheme is None else [scheme]
