@@ -342,3 +342,16 @@ def test_schemes_of_single_models_are_imported_when_they_are_used() -> None:
         scheme = schemes.BY_NAME[name]
         assert (scheme.__name__, scheme.rope_type if scheme.in_configs else "") == (name, rope_type)
         assert scheme.aliases == ()
+
+
+@pytest.mark.parametrize("on_top", [schemes.Reversed, lambda scheme: schemes.LeRoPE([0.5] * 4, scheme)])
+def test_a_scheme_on_top_keeps_the_rest_of_the_other(on_top: Any) -> None:
+    scaled = on_top(schemes.YaRN(4.0, 4096, mscale_all_dim=1.0, mscale=2.0))
+    mscale = 0.1 * np.log(4) + 1
+    assert scaled.softmax_factor == pytest.approx(mscale**2)
+    assert scaled.compute_attention_factor() == pytest.approx((0.2 * np.log(4) + 1) / mscale)
+    assert scaled.trained_length(16_384) == 4096
+    assert {"on": "yarn", "factor": 4.0}.items() <= scaled.facts().items()
+    plain = on_top(None)
+    assert (plain.softmax_factor, plain.compute_attention_factor(), plain.trained_length(77)) == (1.0, 1.0, 77)
+    assert plain.facts()["on"] == "default"
