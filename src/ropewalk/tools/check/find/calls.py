@@ -95,7 +95,7 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         must = "arguments (--arg) require a class, or a function that computes all tables"
         names = ", ".join(expected.arguments)
         raise _checks.error("check", must, f"{names} for a function that is called with tokens", "Drop them.")
-    return target, None
+    return memory.on_device(target), None
 
 
 _WRAPPERS = {"numpy": "np.asarray", "jax": "jnp.asarray", "mlx": "mx.array"}
@@ -118,7 +118,7 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
     return None
 
 
-_TOKENS, _HEADS = 5, 3
+_TOKENS, _HEADS = 5, 4
 _PERFECT = 30  # the largest score
 
 
