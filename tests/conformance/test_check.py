@@ -550,6 +550,15 @@ class TestReport:
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
 
+    def test_the_smallest_case(self) -> None:
+        report = conformance.Report("mine")
+        report.add("size-dependent", "The last head is not rotated.", "3 heads of 80 channels, 1 token")
+        report.add("wrong-base", "The base is 500 instead of 10000.")
+        first, second = report.to_dict()["findings"]
+        assert (first["case"], second["case"]) == (None, "3 heads of 80 channels, 1 token")
+        assert "    The last head is not rotated.\n    Smallest case: 3 heads of 80 channels, 1 token.\n" in str(report)
+        assert str(report).count("Smallest case") == 1
+
     def test_every_bug_has_a_fix(self) -> None:
         for code, bug in BUGS.items():
             assert code == code.lower()
