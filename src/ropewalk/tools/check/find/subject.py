@@ -32,6 +32,33 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The caches of a call that stores k and v of each token in a slot.
+
+    Args:
+        slots: the slot of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored.
+        keys_before, keys: the keys in all slots before and after the call, `[slots, heads, head_dim]`.
+        values_before, values: the same for the values, or None if the target stores none.
+    """
+
+    slots: Tensor
+    keys_before: Tensor
+    keys: Tensor
+    values_before: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a fused call computes: q, k and v `[batch, seq, heads, head_dim]`, or None for each that it lacks."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None = None
+    stored: Stored | None = None
+
+
+@dataclass(frozen=True)
 class Subject:
     """The target as one function of q, k and positions.
 
@@ -48,6 +75,14 @@ class Subject:
         tables: the format of cos and sin that the target accepts or computes, or None.
         channels: the number of channels of a head.
         arguments: the arguments of the target's constructor, or None.
+        in_place: whether the target writes its results into q and k, or into the qkv that it is passed.
+        axes: the number of axes of positions, which are then `[axes, batch, seq]`. None means `[batch, seq]`.
+        resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
+            does not take these. None if the sizes of the target are fixed.
+        takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
+        fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
+            heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k.
+            What is not passed has values that change no result. None if the target is not fused.
     """
 
     signature: str
@@ -61,6 +96,19 @@ class Subject:
     tables: str | None = None
     channels: int = 64
     arguments: Arguments | None = field(default=None, repr=False)
+    in_place: bool = False
+    axes: int | None = None
+    resize: Callable[[int, int], Subject | None] | None = None
+    takes: frozenset[str] = frozenset()
+    fused: Callable[..., Results] | None = None
+
+    def stored(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor) -> Stored | None:
+        """Return what a call with these tensors stores, or None if the target has no cache.
+
+        Raises:
+            CallError: as for `call_native`.
+        """
+        return None if self.fused is None else self.fused(q, k, positions, v=v, slots=slots).stored
 
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
