@@ -10,6 +10,7 @@ from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
     Engine,
+    Rounding,
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
@@ -79,7 +80,7 @@ _YARN_KEYS = frozenset(
 SGLANG = Engine(
     name="SGLang",
     version="0.5.23",
-    table="Angles are float32 products. cos and sin are float32 on GPUs, and have the model's dtype elsewhere.",
+    rounding=Rounding(table="float32", source=f"{_FOLDER}/base.py"),
     rules={
         "default": Rule(f"{_FOLDER}/base.py"),
         "linear": Rule(f"{_FOLDER}/base.py", linear),

@@ -9,6 +9,7 @@ from ropewalk.engines._engine import (
     HUNYUAN,
     Answer,
     Engine,
+    Rounding,
     Rule,
     dynamic_by_factor,
 )
@@ -62,7 +63,7 @@ _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "factor", "attention_
 TRANSFORMERS = Engine(
     name="transformers",
     version="5.23.0",
-    table="Angles are float32 products. cos and sin are rounded to the dtype of the model, except in a few models.",
+    rounding=Rounding(source="models/llama/modeling_llama.py"),
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

@@ -11,6 +11,7 @@ from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
     Engine,
+    Rounding,
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
@@ -112,7 +113,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 VLLM = Engine(
     name="vLLM",
     version="0.32.0",
-    table="Angles are float32 products. The table of cos and sin is rounded to the dtype of the model.",
+    rounding=Rounding(source=f"{_FOLDER}/base.py"),
     rules={
         "default": Rule(f"{_FOLDER}/base.py"),
         "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", linear),

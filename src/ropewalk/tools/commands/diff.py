@@ -34,12 +34,15 @@ Examples:
 )
 @click.option(
     "--engine",
+    "--engines",
     "engines",
     multiple=True,
     metavar="NAME",
-    help="Compare only this engine: transformers, vllm, sglang, llama.cpp, mlx-lm or exllamav3. May be repeated; the "
-    "first one is the reference.",
+    callback=lambda _ctx, _option, names: tuple(name.strip() for several in names for name in several.split(",")),
+    help="Compare only this engine: transformers, vllm, sglang, llama.cpp, mlx-lm or exllamav3. May be repeated, or "
+    "a list with commas; the first one is the reference.",
 )
+@click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
@@ -53,6 +56,7 @@ def diff(
     source: Path,
     source2: Path | None,
     engines: tuple[str, ...],
+    trainers: bool,
     as_json: bool,
     plot: Path | None,
     **options: Any,
@@ -72,14 +76,15 @@ def diff(
     names a single engine, the status is 0 if it runs the config.
     """
     try:
-        if source2 is not None and engines:
+        if source2 is not None and (engines or trainers):
             raise click.UsageError(
-                "--engine is for one config, so it cannot be combined with SOURCE2. Drop one of them."
+                f"--{'engine' if engines else 'trainers'} is for one config, so it cannot be combined with SOURCE2. "
+                "Drop one of them."
             )
         if plot is not None:
             ropewalk.plots.check_path(plot)
         if source2 is None:
-            found: Any = ropewalk.diff.engines(source, names=engines, **options)
+            found: Any = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
             rows, status = found.facts["ropes"], _STATUS[found.verdict]
         else:
             found = ropewalk.diff.configs(source, source2, **options)

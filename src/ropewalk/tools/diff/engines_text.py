@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ropewalk._checks import printable
@@ -25,8 +25,8 @@ def engines_text(facts: Mapping[str, Any]) -> str:
     if facts["query_scale"]:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
         lines += bullets(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
-    lines += ["", "how cos and sin are computed"]
-    lines += bullets(f"{_name_and_version(entry)}: {entry['table']}" for entry in facts["engines"])
+    if facts["ropes"]:
+        lines += ["", "how the engines round", *_roundings(facts)]
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
@@ -107,13 +107,15 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
         )
         for name, entry in at["engines"].items()
     ]
-    widths = [max(len(line[i]) for line in (head, *cells)) for i in range(4)]
-    lines = [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
-        for line in (head, *cells)
-    ]
     title = f"  a sequence of {at['sequence']:,} tokens, compared with {row['compared_with']}:"
-    return ["", title, *(line.rstrip() for line in lines)]
+    return ["", title, *_columns([head, *cells])]
+
+
+def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of a table as indented lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return [f"  {row}".rstrip() for row in rows]
 
 
 def frequencies(apart: Mapping[str, Any]) -> str:
@@ -141,6 +143,18 @@ def scores(apart: Mapping[str, Any]) -> str:
     if not apart["inv_freq"]["pairs_that_differ"]:
         return f"{ratio:.4g} times"
     return f"{found['largest_change']:.3g} at distance {found['at_distance']:,}"
+
+
+def _roundings(facts: Mapping[str, Any]) -> Iterable[str]:
+    """Return a table with the dtype of each step in each engine, for the first ropes that the engine runs."""
+    steps = ("inv_freq", "angle", "table", "rotation")
+    cells = [("engine", "inv_freq", "angle", "cos, sin", "rotation", "known")]
+    for entry in facts["engines"]:
+        of_rows = (found for row in facts["ropes"] for found in row["engines"] if found["name"] == entry["name"])
+        found = next((one["rounding"] for one in of_rows if one["rounding"] is not None), None)
+        if found is not None:
+            cells.append((_name_and_version(entry), *(found[step] for step in steps), _SEEN[found["evidence"]]))
+    return _columns(cells)
 
 
 def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
