@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4050,
     "configs": 6000,
     "configs/tables": 1950,
-    "engines": 1470,
+    "engines": 1500,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,
@@ -247,7 +247,7 @@ BUDGET = {
     "tools/check": 3100,
     "tools/commands": 1200,
     "tools/convert": 2100,
-    "tools/diff": 1160,
+    "tools/diff": 1200,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }
