@@ -29,7 +29,14 @@ LIBRARIES = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+# Files that `check` cannot call yet, or accuses. A file that it finds right must be taken off.
+WAITING: set[str] = set()
+LATE = [pytest.mark.xfail(strict=True)]
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=LATE if path.stem in WAITING else []) for path in FILES]
+)
 def test_forms(path: Path) -> None:
     example = runpy.run_path(str(path))
     report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
