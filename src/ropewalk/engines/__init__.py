@@ -1,11 +1,11 @@
-"""Compute the ropes that inference engines use for a config. Each engine has a file, with a rule for each scheme.
+"""Compute the ropes that inference engines and trainers use for a config. Each has a file, with a rule for each scheme.
 
 A rule reproduces the function of the engine that computes frequencies, and names its source file. A table says which
 models the engine has, and which keys of a config the file of each model reads. Which layers rotate comes from
 `from_config`.
 
-To add an engine, write its file with the rules, add it to `ENGINES`, and record which keys its models read:
-`tools/recording/tables.py` writes the JSON file beside it.
+To add an engine, write its file with the rules and with how it rounds, add it to `ENGINES` or `TRAINERS`, and record
+which keys its models read: `tools/recording/tables.py` writes the JSON file beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ropewalk.engines._config import ConfigRope as ConfigRope
 from ropewalk.engines._engine import ENGINE_KEYS as ENGINE_KEYS
 from ropewalk.engines._engine import Answer as Answer
 from ropewalk.engines._engine import Engine as Engine
+from ropewalk.engines._engine import Rounding as Rounding
 from ropewalk.engines._override import Flags as Flags
 from ropewalk.engines._override import spellings as spellings
 from ropewalk.engines.exllamav3 import EXLLAMAV3
@@ -25,10 +26,14 @@ from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.engines.vllm import VLLM
 
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
+"""The inference engines, by their names in lower case."""
+
+TRAINERS: dict[str, Engine] = {}
+"""The trainers, by their names in lower case. They are compared only if they are named."""
 
 
 def engine(who: str, name: object) -> Engine:
-    """Look up an engine by its name, in upper or lower case.
+    """Look up an engine or a trainer by its name, in upper or lower case.
 
     Args:
         who: the function that the user called, for the error message.
@@ -38,5 +43,6 @@ def engine(who: str, name: object) -> Engine:
         RopeError: no engine has this name.
     """
     key = name.lower() if isinstance(name, str) else name
-    _checks.choice(who, "engine", key, tuple(ENGINES))
-    return ENGINES[str(key)]
+    both = {**ENGINES, **TRAINERS}
+    _checks.choice(who, "engine", key, tuple(both))
+    return both[str(key)]

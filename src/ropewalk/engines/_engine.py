@@ -1,4 +1,4 @@
-"""`Engine`: an inference engine at one version, with a `Rule` for each scheme that computes the rope of the engine.
+"""`Engine`: an inference engine or a trainer at one version, with a `Rule` for each scheme that computes its rope.
 
 What an engine computes depends on two parts of its code: the file of the model decides which keys are read
 (`_model_files`), and a function for rotary embeddings computes frequencies from them. A rule reproduces this function.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ropewalk._checks import RopeError
@@ -53,6 +53,39 @@ HUNYUAN = ("hunyuan",)
 _OWN_CODE = "the scaling is in the model's own code instead of the config, which is not described here"
 
 DecidingLength = Literal["nothing", "the call", "the setting"]
+Dtype = Literal["float64", "float32", "bfloat16", "the model's"]
+"""A dtype, or that of the model, in which q and k are."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What an engine rounds on the way from the base to a rotated channel. Equal fields mean equal operations.
+
+    Args:
+        inv_freq: the dtype of the frequencies when they are multiplied by positions.
+        computed: how the frequencies are computed, in a few words. "float32 powers" are the operations of transformers,
+            which `numerics="float32"` of `Rope.at` repeats.
+        where: where they are computed if the model is on a GPU, whose powers have other last bits.
+        angle: the dtype of position × inv_freq.
+        table: the dtype of cos and sin when channels are multiplied by them.
+        rotation: the dtype in which channels are multiplied and added. "the model's" rounds each product and the sum,
+            and any other dtype rounds once at the end, to the dtype of the model.
+        factor: what the attention factor multiplies, and in which dtype.
+        notes: what else is rounded, in whole sentences.
+        source: the files from which this was taken.
+        evidence: "run" if tests compute the bits of the engine's own code on a CPU by this profile, else "read".
+    """
+
+    inv_freq: Dtype = "float32"
+    computed: str = "float32 powers"
+    where: Literal["CPU", "GPU"] = "GPU"
+    angle: Dtype = "float32"
+    table: Dtype = "the model's"
+    rotation: Dtype = "the model's"
+    factor: str = "cos and sin in float32"
+    notes: str = ""
+    source: str = ""
+    evidence: Literal["run", "read"] = "read"
 
 
 @dataclass(frozen=True)
@@ -70,6 +103,7 @@ class Answer:
         source: the files of the engine from which this answer was taken.
         evidence: "run" if it was recorded from the running engine, and tests compare both. "read" if a part was only
             taken from the engine's code. "not recorded" if only the rule is known, and not what the model's file reads.
+        rounding: how the engine rounds for this config; None in a rule's answer for that of the rule or the engine.
     """
 
     rope: Rope | None
@@ -79,6 +113,7 @@ class Answer:
     why: Literal["", "refused", "absent", "unknown"] = ""
     source: str = ""
     evidence: Evidence = "read"
+    rounding: Rounding | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -108,39 +143,43 @@ class Rule:
         reads: the keys of the scaling that the engine reads; None for the fields of the scheme. A note lists the keys
             that the engine ignores.
         evidence: as in `Answer`.
+        rounding: how the engine rounds for this scheme; None if as for others.
     """
 
     source: str
     answer: Callable[[ConfigRope, Any], Answer] = lambda config, scaling: Answer(config.rope)
     reads: frozenset[str] | None = None
     evidence: Literal["run", "read"] = "run"
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An inference engine at one version.
+    """An inference engine or a trainer at one version.
 
     Args:
         name: the usual name of the engine.
         version: the version from which the rules were taken.
-        table: how the engine computes cos and sin, in whole sentences.
+        rounding: how it rounds, unless a rule or `models` says otherwise. A function if this depends on the config.
         rules: maps the `rope_type` of a scheme, or "default" for no scheme, to its rule.
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own.
+        models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
     """
 
     name: str
     version: str
-    table: str
+    rounding: Rounding | Callable[[ConfigRope], Rounding]
     rules: Mapping[str, Rule]
     unknown: str
     files: str
     query_scale: str = ""
     override: Override | Flags | None = None
     lender: Engine | None = None
+    models: Mapping[str, Rounding] = field(default_factory=dict)
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
         """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
@@ -182,7 +221,9 @@ class Engine:
         notes = (
             (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
         )
-        return replace(found, notes=notes, source=rule.source, evidence=rule.evidence)
+        rounding = found.rounding or self.models.get(config.model_type) or rule.rounding or self.rounding
+        rounding = rounding if isinstance(rounding, Rounding) else rounding(config)
+        return replace(found, notes=notes, source=rule.source, evidence=rule.evidence, rounding=rounding)
 
 
 # Helpers that several engines share.

@@ -9,6 +9,7 @@ from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
     Engine,
+    Rounding,
     Rule,
     longrope_from_lengths,
     with_attention_factor,
@@ -66,7 +67,12 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 EXLLAMAV3 = Engine(
     name="exllamav3",
     version="1.6.5",
-    table="Angles, cos and sin are computed in float32 inside the kernel.",
+    rounding=Rounding(
+        table="float32",
+        rotation="float32",
+        notes="cos and sin are computed inside its kernel.",
+        source=f"{_FILE}, exllamav3_ext/rope.cu",
+    ),
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

@@ -14,6 +14,7 @@ from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
     Engine,
+    Rounding,
     Rule,
     longrope_from_lengths,
     with_attention_factor,
@@ -153,8 +154,13 @@ _BANDS = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 LLAMA_CPP = Engine(
     name="llama.cpp",
     version="0c1e57098",
-    table="There is no table: on the CPU, each angle is a float32 product of the angle of the previous pair. The "
-    "converter permutes q and k of some models to the other pairing.",
+    rounding=Rounding(
+        computed="float32 powers of one ratio",
+        table="float32",
+        rotation="float32",
+        notes="On a CPU, the angle of a pair is a product of that of the previous pair. YaRN mixes angles.",
+        source="ggml/src/ggml-cuda/rope.cu, ggml/src/ggml-cpu/ops.cpp",
+    ),
     rules={
         "default": Rule("ggml/src/ggml-cpu/ops.cpp"),
         "linear": Rule(_CONVERTER),

@@ -10,6 +10,7 @@ from ropewalk.engines._engine import (
     NO_LENGTH,
     Answer,
     Engine,
+    Rounding,
     Rule,
     dynamic_by_factor,
     longrope_magnitude,
@@ -68,8 +69,13 @@ def _reversed(config: ConfigRope, scaling: Reversed) -> Answer:
 MLX_LM = Engine(
     name="mlx-lm",
     version="0.32.2",
-    table="There is no table: angles are float32 in mx.fast.rope, and the attention factor multiplies q and k in their "
-    "dtype.",
+    rounding=Rounding(
+        computed="float32 exp2",
+        table="float32",
+        rotation="float32",
+        factor="q and k in the model's dtype",
+        source=f"{_FILE}, mlx/backend/metal/kernels/rope.metal",
+    ),
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

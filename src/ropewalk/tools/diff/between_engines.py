@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,10 +10,11 @@ from typing import Any, Literal
 from ropewalk import _checks
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
+from ropewalk.engines import ENGINES, TRAINERS, Answer, ConfigRope, engine
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.rope_difference import difference
+from ropewalk.tools.diff.verdict import judge
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class EngineDiff:
         """Whether the verdict is "agree"."""
         return self.verdict == "agree"
 
+    @property
+    def bitwise(self) -> bool:
+        """Whether all engines agree, and each is known to rotate bitwise equally to the first one."""
+        found = [
+            entry["verdict"] for row in self.facts["ropes"] for at in row["at"] for entry in at["engines"].values()
+        ]
+        return self.agree and all(verdict is None or verdict["word"] == "bitwise equal" for verdict in found)
+
     def text(self) -> str:
         """Return the comparison as text for a terminal."""
         return engines_text(self.facts)
@@ -55,6 +65,7 @@ def engines(
     *,
     length: int | None = None,
     names: Collection[str] = (),
+    trainers: bool = False,
     pairing: str | None = None,
     base: float | None = None,
     ignore: Collection[str] = (),
@@ -73,8 +84,10 @@ def engines(
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
             that is compared. None means the length that the config states, or twice that length if the frequencies
             change only beyond it.
-        names: the engines to compare, from `ropewalk.diff.ENGINES`, such as "vllm". An empty collection means all.
-            The first one that was judged and runs the config is the reference for the others.
+        names: the engines to compare, from `ropewalk.diff.ENGINES` and `TRAINERS`, such as "vllm". An empty collection
+            means all inference engines. The first one that was judged and runs the config is the reference for the
+            others.
+        trainers: compare all trainers as well.
         pairing, base, ignore, download: as in `from_config`.
 
     Returns:
@@ -86,7 +99,12 @@ def engines(
     if isinstance(names, str) or not isinstance(names, Collection):
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
-    chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
+    named = [engine("diff.engines", name) for name in dict.fromkeys(names)]
+    chosen = list(
+        {
+            entry.name: entry for entry in (*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ()))
+        }.values()
+    )
     ropes, config_ropes = ropes_for_engines(
         source, *chosen, pairing=pairing, base=base, ignore=ignore, download=download
     )
@@ -105,16 +123,15 @@ def engines(
         "max_position_embeddings": ropes.max_position_embeddings,
         "trained_length": ropes.trained_length,
         "length": setting,
-        "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
+        "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
         "query_scale": missing_query_scale(ropes, chosen),
         "not_compared": not_compared(ropes),
         "warnings": list(ropes.warnings),
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
-    return EngineDiff(
-        {**facts, "states": states, "verdict": _verdict(states, selected=bool(names))}, tuple(static_ropes)
-    )
+    verdict = _verdict(states, {entry.name for entry in named})
+    return EngineDiff({**facts, "states": states, "verdict": verdict}, tuple(static_ropes))
 
 
 def _state(name: str, facts: Mapping[str, Any]) -> str:
@@ -131,12 +148,12 @@ def _state(name: str, facts: Mapping[str, Any]) -> str:
     return "same" if all(compared) and name not in facts["query_scale"] else "differs"
 
 
-def _verdict(states: Mapping[str, str], *, selected: bool) -> str:
+def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
     found = list(states.values())
     if "differs" in found or "refused" in found:
         return "differ"
-    unjudged = found.count("absent") + found.count("unknown")
-    if unjudged and (selected or len(found) - unjudged < 2):
+    unjudged = {name for name, state in states.items() if state in ("absent", "unknown")}
+    if unjudged and (unjudged & set(named) or len(found) - len(unjudged) < 2):
         return "not judged"
     return "agree"
 
@@ -182,6 +199,7 @@ def _compare_rope(
                 "seen": answer.evidence,
                 "source": answer.source,
                 "notes": list(answer.notes),
+                "rounding": None if answer.rounding is None else dataclasses.asdict(answer.rounding),
             }
             for name, answer in answers.items()
         ],
@@ -218,6 +236,9 @@ def _compare_at_length(
             "attention_factor": rope.attention_factor,
             "inv_freq": rope.inv_freq.tolist(),
             "apart": known[rope],
+            "verdict": None
+            if name == reference
+            else judge(answers[reference], answers[name], first, rope, known[rope], sequence),
         }
     return found
 
