@@ -342,7 +342,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_common_signatures_need_no_description(name: str) -> None:
     function, given = RIGHT[name]
     report = conformance.check(function, **given)
-    in_place = "place" in name or name in ("vLLM", "vLLM, interleaved", "vLLM, norm", "SGLang, cache")
+    in_place = "place" in name or name in ("vLLM", "vLLM, interleaved", "vLLM, norm", "SGLang, cache", "hub")
     assert {*report.codes} <= (NO_GRADIENT if in_place else set()), str(report)
     assert all(grade.right is not False or grade.name == "gradients" for grade in report.grades), str(report)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.signature import FUSED, Call, accept_keywords
 from ropewalk.tools.check.find.subject import CallError, Results, Stored, from_layout, to_layout
 
@@ -161,7 +162,7 @@ class Form:
             values |= dict(zip(("key_cache", "value_cache"), caches, strict=True))
             values["slots"] = slots if self.slots_of_rows else slots.flatten()
         passed = {roles[role]: value for role, value in values.items() if role in roles}
-        returned = self.function(**passed | self._options(q, k) | angles)
+        returned = memory.call(self.function, passed | self._options(q, k) | angles)
         found = self._read(returned, tensors, q, k, v)
         stored = self._stored(caches, tokens, slots) if self.cache else None
         if stored is not None and self.keys_from_cache:

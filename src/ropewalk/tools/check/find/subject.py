@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks
+from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
@@ -133,10 +135,10 @@ class Subject:
         inputs = [x for x in (q, k if self.has_k else None) if x is not None]
         try:
             function, arguments = self.prepare(q, k if self.has_k else None, positions)
-            returned = function(**arguments)
-        except (KeyboardInterrupt, CallError):
+            returned = memory.call(function, arguments) if self.fused is None else function(**arguments)
+        except (CallError, KeyboardInterrupt):
             raise
-        except BaseException as e:  # the target may raise anything
+        except BaseException as e:  # a function that computes tables may raise anything
             raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
         if self.in_place and self.fused is None:
             returned = inputs
@@ -220,19 +222,6 @@ def _axes(layout: str) -> str:
 def run_starts(positions: Tensor) -> Tensor:
     """Return the indices in positions `[seq]` at which they do not continue from the token before, int64 `[runs]`."""
     return torch.cat((torch.ones(1, dtype=torch.bool), positions.diff() != 1)).nonzero().flatten()
-
-
-class CallError(Exception):
-    """A call of the target fails.
-
-    Args:
-        code: the code of the bug that this is, if another call of the same kind succeeds: "raises" or "wrong-shape".
-        says: what happened.
-    """
-
-    def __init__(self, code: str, says: str) -> None:
-        super().__init__(says)
-        self.code = code
 
 
 def _plain(x: Any) -> Tensor:
