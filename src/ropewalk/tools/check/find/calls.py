@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ropewalk import Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import signature
+from ropewalk.tools.check.find import memory, signature
 from ropewalk.tools.check.find.signature import Arguments, Roles
 from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Positions, Subject
 from ropewalk.tools.check.find.target import Target
@@ -332,7 +332,7 @@ def _table_sources(first: Any, layer_type: str | None) -> list[_Source]:
 
     def make(q: Tensor, **values: Any) -> Any:
         named = {parameter_of[role]: value for role, value in values.items()}
-        return first(**({parameter_of["x"]: q} if "x" in parameter_of else {}) | fixed | named)
+        return memory.call(first, ({parameter_of["x"]: q} if "x" in parameter_of else {}) | fixed | named)
 
     def flat(returned: Any) -> Tables:
         return tuple(t.reshape(-1, t.shape[-1]) for t in _tensors(returned))

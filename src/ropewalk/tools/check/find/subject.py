@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
@@ -139,11 +141,11 @@ class Subject:
         inputs = [x for x in (q, k if self.has_k else None) if x is not None]
         try:
             function, arguments = self.prepare(q, k if self.has_k else None, positions)
-            returned = function(**arguments)
-        except KeyboardInterrupt:
+        except (CallError, KeyboardInterrupt):
             raise
-        except BaseException as e:  # the target may raise anything
+        except BaseException as e:  # a function that computes tables may raise anything
             raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
+        returned = memory.call(function, arguments)
         results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         try:
             results = [_plain(x) for x in results[: len(inputs)]]
@@ -194,19 +196,6 @@ class Subject:
         if self.positions == "shared":
             return rows_are_equal
         return rows_are_equal and consecutive and (self.positions == "offset" or not bool(positions[0, 0]))
-
-
-class CallError(Exception):
-    """A call of the target fails.
-
-    Args:
-        code: the code of the bug that this is, if another call of the same kind succeeds: "raises" or "wrong-shape".
-        says: what happened.
-    """
-
-    def __init__(self, code: str, says: str) -> None:
-        super().__init__(says)
-        self.code = code
 
 
 def _plain(x: Any) -> Tensor:
