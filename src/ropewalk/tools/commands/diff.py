@@ -43,9 +43,16 @@ Examples:
     "a list with commas; the first one is the reference.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
-@click.option("--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally.")
+@click.option(
+    "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
+)
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
+@click.option(
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it.",
+)
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -69,8 +76,8 @@ def diff(
     differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
     KV caches are still valid.
 
-    A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
-    also be Meta's params.json or GGUF files. No model is run, and no weights are read.
+    A source is a config.json, the folder of a model, Meta's params.json, or a hub id (owner/name). If you compare two
+    sources, they can also be GGUF files. No model is run, and no weights are read.
 
     The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
     config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
