@@ -245,9 +245,9 @@ BUDGET = {
     "tools": 450,
     "tools/bench": 2300,
     "tools/check": 3000,
-    "tools/commands": 1200,
+    "tools/commands": 1210,
     "tools/convert": 2100,
-    "tools/diff": 1310,
+    "tools/diff": 1440,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }

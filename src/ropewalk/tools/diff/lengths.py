@@ -21,7 +21,7 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
     """
     if length is not None:
         return _checks.length(who, "length", length)
-    lengths = [longest for ropes in several if (longest := _longest(ropes)) is not None]
+    lengths = [longest for ropes in several if (longest := stated_length(ropes)) is not None]
     if not lengths:
         stated = "the config does not state it" if len(several) == 1 else "neither config states it"
         must, fix = f"the length must be passed if {stated}", f"Pass {_checks.argument('length')}."
@@ -29,7 +29,8 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
     return max(lengths)
 
 
-def _longest(ropes: ModelRopes) -> int | None:
+def stated_length(ropes: ModelRopes) -> int | None:
+    """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     for rope in filter(None, dict.fromkeys(ropes.layers)):
         scheme = rope.scaling
