@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "tools": set(),
     "tools._files": set(),
     "tools._lock": {"_checks"},
-    "tools.diff": BOTTOM | {"configs", "engines", "rope"},
+    "tools.diff": BOTTOM | {"configs", "engines", "rope", "schemes"},
     "tools.convert": BOTTOM | {"tools._files", "tools._lock", "configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
@@ -247,7 +247,7 @@ BUDGET = {
     "tools/check": 4400,
     "tools/commands": 1250,
     "tools/convert": 2100,
-    "tools/diff": 1300,
+    "tools/diff": 1450,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }
