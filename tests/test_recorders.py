@@ -172,6 +172,13 @@ def test_rows_of_a_package_bit_for_bit(name: str, capsys: pytest.CaptureFixture[
     assert ", 0 moved, 0 gone, 0 kept, 0 new" in capsys.readouterr().out
 
 
+@this_version
+def test_roundings_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["llama", "cohere", "olmo2", "llama4_text"]
+    assert record_golden.main(["rounding_of_transformers", *names]) == 0
+    assert "4 same, 0 moved" in capsys.readouterr().out
+
+
 def test_a_zero_of_the_other_sign_is_a_difference() -> None:
     assert files.differences({"q": [0.0, 1.0]}, {"q": [-0.0, 1.0]}) == ["q[0]: 0.0 is now -0.0"]
     assert files.differences({"q": [0.0, -0.0]}, {"q": [0.0, -0.0]}) == []

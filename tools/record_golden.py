@@ -35,6 +35,7 @@ from recording import (
     released,
     remote_towers,
     rotated,
+    roundings,
     sources,
     towers,
     transformers_models,
@@ -64,6 +65,7 @@ GOLDEN = {
         learned.GOLDEN,
         deployed.GOLDEN,
         commands.GOLDEN,
+        roundings.GOLDEN,
     )
 }
 

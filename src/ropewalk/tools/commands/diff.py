@@ -43,6 +43,7 @@ Examples:
     "a list with commas; the first one is the reference.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
+@click.option("--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
@@ -57,6 +58,7 @@ def diff(
     source2: Path | None,
     engines: tuple[str, ...],
     trainers: bool,
+    bitwise: bool,
     as_json: bool,
     plot: Path | None,
     **options: Any,
@@ -73,19 +75,21 @@ def diff(
     The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
     config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
     that --engine names was not judged, because it does not have the model or was not recorded for it. If --engine
-    names a single engine, the status is 0 if it runs the config.
+    names a single engine, the status is 0 if it runs the config. With --bitwise, engines that only differ in their
+    rounding differ as well.
     """
     try:
-        if source2 is not None and (engines or trainers):
-            raise click.UsageError(
-                f"--{'engine' if engines else 'trainers'} is for one config, so it cannot be combined with SOURCE2. "
-                "Drop one of them."
-            )
+        for name, passed in (("engine", engines), ("trainers", trainers), ("bitwise", bitwise)):
+            if source2 is not None and passed:
+                raise click.UsageError(
+                    f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
+                )
         if plot is not None:
             ropewalk.plots.check_path(plot)
         if source2 is None:
             found: Any = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
             rows, status = found.facts["ropes"], _STATUS[found.verdict]
+            status = max(status, int(bitwise and not found.bitwise))
         else:
             found = ropewalk.diff.configs(source, source2, **options)
             rows, status = found.facts["layers"], int(not found.same)

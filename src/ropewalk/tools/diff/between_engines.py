@@ -14,6 +14,7 @@ from ropewalk.engines import ENGINES, TRAINERS, Answer, ConfigRope, engine
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.rope_difference import difference
+from ropewalk.tools.diff.verdict import judge
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class EngineDiff:
     def agree(self) -> bool:
         """Whether the verdict is "agree"."""
         return self.verdict == "agree"
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether all engines agree, and each is known to rotate bitwise equally to the first one."""
+        found = [
+            entry["verdict"] for row in self.facts["ropes"] for at in row["at"] for entry in at["engines"].values()
+        ]
+        return self.agree and all(verdict is None or verdict["word"] == "bitwise equal" for verdict in found)
 
     def text(self) -> str:
         """Return the comparison as text for a terminal."""
@@ -227,6 +236,9 @@ def _compare_at_length(
             "attention_factor": rope.attention_factor,
             "inv_freq": rope.inv_freq.tolist(),
             "apart": known[rope],
+            "verdict": None
+            if name == reference
+            else judge(answers[reference], answers[name], first, rope, known[rope], sequence),
         }
     return found
 
