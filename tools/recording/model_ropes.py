@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from . import exllamav3_models, files, llama_cpp_models, mlx_models, sglang_models, vllm_models
+from . import (
+    automodel_models,
+    exllamav3_models,
+    files,
+    llama_cpp_models,
+    megatron_models,
+    mlx_models,
+    sglang_models,
+    vllm_models,
+)
 from .model import CannotRecordError
 from .model_files import AbsentError, BorrowedError, Engine, Rope, message
 from .rotated import shortest
@@ -118,7 +127,14 @@ def _llama_cpp(source: Path | None) -> Engine:
     return llama_cpp_models.engine(source)
 
 
-ENGINES = [mlx_models.ENGINE, sglang_models.ENGINE, vllm_models.ENGINE, exllamav3_models.ENGINE]
+ENGINES = [
+    mlx_models.ENGINE,
+    sglang_models.ENGINE,
+    vllm_models.ENGINE,
+    exllamav3_models.ENGINE,
+    megatron_models.ENGINE,
+    automodel_models.ENGINE,
+]
 GOLDEN = [
     *(
         golden
