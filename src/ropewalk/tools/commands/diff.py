@@ -43,7 +43,9 @@ Examples:
     "a list with commas; the first one is the reference.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
-@click.option("--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally.")
+@click.option(
+    "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
+)
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
