@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ropewalk import Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import signature
+from ropewalk.tools.check.find import several, signature
 from ropewalk.tools.check.find.signature import Arguments, Roles
 from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Positions, Subject
 from ropewalk.tools.check.find.target import Target
@@ -44,21 +44,57 @@ def find(target: Target, expected: Expected, call: str | None, layout: str | Non
 
 
 def _find(target: Target, expected: Expected, call: str | None, layout: str | None) -> Subject:
-    def candidates(expected: Expected) -> Iterator[Subject]:
+    call, form = several.read_form(call)
+    errors: list[str] = []
+
+    def candidates(expected: Expected, count: int | None) -> Iterator[Subject]:
         first, arguments = _construct(target.objects[0], expected)
         second = target.objects[1] if len(target.objects) == 2 else None
-        return _candidates(first, second, arguments, call, expected.channels)
+        if count is None:
+            yield from _candidates(first, second, arguments, call, expected.channels)
+            return
+        for adapted in several.adapted(first, second, call, form, count, expected.sizes_of_axes()):
+            for subject in _candidates(adapted.first, adapted.second, arguments, adapted.call, expected.channels):
+                if adapted.layout in (None, subject.layout):
+                    yield replace(subject, axes=count, side=adapted.side)
 
-    errors: list[str] = []
-    best: tuple[int, int, Subject] | None = None
-    for index, subject in enumerate(candidates(expected)):
-        if layout is not None and subject.layout != layout:
-            continue
-        score = _score(subject, errors)
-        if score is not None and (best is None or score > best[0]):
-            best = score, index, subject
-        if score == _PERFECT:
-            break
+    def search(count: int | None, layout: str | None) -> tuple[int, Subject] | None:
+        """Return the call that scores best among those with `count` axes of positions, and its score."""
+        best: tuple[int, int, Subject] | None = None
+        for index, subject in enumerate(candidates(expected, count)):
+            if layout is not None and subject.layout != layout:
+                continue
+            score = _score(subject, errors)
+            if score is not None and (best is None or score > best[0]):
+                best = score, index, subject
+            if score == _PERFECT:
+                break
+        if best is None:
+            return None
+        score, index, chosen = best
+
+        def rebuild(base: float | None = None) -> Subject:
+            changed = expected if base is None else replace(expected, base=base)
+            return next(islice(candidates(changed, count), index, None))
+
+        return score, chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
+
+    stated = several.count_of(form) if form else None if expected.axes is None else expected.axes.count
+    best = None if stated is None else search(stated, layout)
+    failure = None
+    if form is None and (best is None or best[0] < _PERFECT):
+        try:
+            plain = search(None, layout)
+        except _checks.RopeError as e:
+            plain, failure = None, e
+        best = max((found for found in (best, plain) if found), key=lambda found: found[0], default=None)
+    certain = best is not None and best[0] == _PERFECT
+    axes = [] if stated else [search(n, best[1].layout if certain and best else layout) for n in several.COUNTS]
+    found = [other for other in axes if other is not None and (best is None or other[0] >= best[0])]
+    if found and (best is None or any(several.all_matter(subject) for _, subject in found)):
+        best = max(found, key=lambda one: (several.all_matter(one[1]), one[0]))
+    if best is None and failure is not None:
+        raise failure
     if best is None:
         how, layout = _checks.argument("call", "q,k,cos,sin"), _checks.argument("layout")
         raise _checks.error(
@@ -67,16 +103,16 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
             errors[0] if errors else "no known parameters",
             " ".join((f"Describe its parameters: pass {how}, {layout} or arguments (--arg).", *expected.notes)),
         )
-    _, index, chosen = best
-
-    def rebuild(base: float | None = None) -> Subject:
-        return next(islice(candidates(expected if base is None else replace(expected, base=base)), index, None))
-
-    return chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
+    return best[1]
 
 
 class _TableSet(tuple[Tensor, ...]):
-    """Tables for all positions, which a function such as `precompute_freqs_cis` returned."""
+    """Tables for all positions, which a function such as `precompute_freqs_cis` returned.
+
+    If they are those of the cells of a grid, in the order of rows, `grid` is its size.
+    """
+
+    grid: tuple[int, ...] = ()
 
 
 def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
@@ -89,8 +125,12 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
     known = signature.parameters(target) or {}
     makes_tables = "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
     if makes_tables and not {"q", "x"} & {*signature.match(known, signature.CALL_NAMES)}:
-        returned, arguments = signature.construct(target, expected)
-        return _TableSet(_tensors(returned)), arguments
+        sides = several.sides(signature.match(known, signature.CALL_NAMES))
+        values = {**sides, **expected.arguments}
+        returned, arguments = signature.construct(target, replace(expected, arguments=values))
+        tables = _TableSet(_tensors(returned))
+        tables.grid = tuple(values[side] for side in sides)
+        return tables, arguments
     if expected.arguments:
         must = "arguments (--arg) require a class, or a function that computes all tables"
         names = ", ".join(expected.arguments)
@@ -217,7 +257,7 @@ def _with_own_angles(function: Any, parameter_of: Roles, fixed: dict[str, Any]) 
             if mode == "offset":
                 keywords[parameter_of["offset"]] = int(positions[0, 0])
             elif mode != "none":
-                keywords[parameter_of["positions"]] = positions if mode == "rows" else positions[0]
+                keywords[parameter_of["positions"]] = positions if mode == "rows" else positions[..., 0, :]
             return by_name, keywords
 
         for layout in LAYOUTS:
@@ -304,10 +344,11 @@ def _exact_tables(name: str) -> _Source:
     """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
 
     def make(q: Tensor, positions: Tensor) -> Tables:
-        rotation = GIVEN.at(positions, dtype=torch.float64)
-        cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
+        rotation = GIVEN.at(positions.flatten(), dtype=torch.float64)
+        exact = [table.reshape(*positions.shape, -1) for table in (rotation.cos, rotation.sin)]
+        cos, sin = (table.to(q.dtype) for table in exact)
         if name == "complex":
-            return (torch.complex(rotation.cos.float(), rotation.sin.float()),)
+            return (torch.complex(exact[0].float(), exact[1].float()),)
         if name == "cos, sin stacked":
             return (torch.stack((cos, sin), dim=-1),)
         kind, _, width = name.rpartition(" ")
@@ -340,7 +381,7 @@ def _table_sources(first: Any, layer_type: str | None) -> list[_Source]:
     if "positions" in parameter_of:
         return [
             _Source("at positions", lambda q, p: _rows(make(q, positions=p), p)),
-            _Source("at shared positions", lambda q, p: _rows(flat(make(q, positions=p[0])), p), "shared"),
+            _Source("at shared positions", lambda q, p: _rows(flat(make(q, positions=p[..., 0, :])), p), "shared"),
         ]
     if "seq_len" in parameter_of:
         return [_Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, seq_len=int(p.max()) + 1))))]
@@ -361,6 +402,6 @@ def _tensors(returned: Any) -> Tables:
 
 def _rows(returned: Any, positions: Tensor) -> Tables:
     """Add a batch axis to tables without one, and expand it to the number of sequences, which then share the tables."""
-    rows = positions.shape[0]
+    rows = positions.shape[-2]
     formatted = tuple(t[None] if t.ndim == 2 else t for t in _tensors(returned))
-    return tuple(t if t.shape[0] == rows else t.expand(rows, *t.shape[1:]) for t in formatted)
+    return tuple(t.expand(rows, *t.shape[1:]) if t.shape[0] == 1 else t for t in formatted)
