@@ -244,7 +244,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 450,
     "tools/bench": 2300,
-    "tools/check": 3970,
+    "tools/check": 4820,
     "tools/commands": 1200,
     "tools/convert": 2100,
     "tools/diff": 1200,

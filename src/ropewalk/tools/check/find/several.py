@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class _Way:
 
 def read_form(call: str | None) -> tuple[str | None, str | None]:
     """Split the axes of the positions from a description of a call: "x,positions:3bs" is "x,positions" and "3bs"."""
-    form = re.search(r":\s*([^,\s]+)", call or "")
+    form = re.search(r"(?<=\w):\s*(\w+)", call or "")
     if form is None or call is None:
         return call, None
     if re.sub(r"[2-9]", "a", "".join(sorted(form[1]))) not in ("as", "abs"):
@@ -82,7 +82,13 @@ def count_of(form: str) -> int:
 
 
 def adapted(
-    first: Any, second: Any, call: str | None, form: str | None, count: int, sizes: list[int]
+    first: Any,
+    second: Any,
+    call: str | None,
+    form: str | None,
+    count: int,
+    sizes: list[int],
+    stated: Mapping[str, Any],
 ) -> Iterator[Adapted]:
     """Yield the target with each way to pass positions of `count` axes, the most usual first.
 
@@ -93,9 +99,10 @@ def adapted(
         form: the axes of the tensor of positions, such as "3bs", or None if all are tried.
         count: the number of axes.
         sizes: the number of pairs of each axis, for functions with a parameter for it.
+        stated: the values that the user states for parameters of the function.
     """
     if second is not None:
-        second, call = _with_sections(second, call, sizes)
+        second, call = _with_sections(second, call, sizes, stated)
     if isinstance(first, tuple):
         grid = getattr(first, "grid", ())
         if len(grid) == count:
@@ -105,14 +112,16 @@ def adapted(
 
             yield Adapted(rows, second, call, side=min(grid))
         return
-    described = call if second is None else None
-    parameter_of = signature.call_roles(first, described)
-    if second is None and {"cos", "table"} & {*parameter_of}:
-        if "sections" in parameter_of:
-            first, call = _with_sections(first, call, [*GIVEN[count]])
-            yield Adapted(first, None, call)
-        return
     tables = second is not None
+    parameter_of = _roles(first, None if tables else call, stated)
+    if not tables and {"cos", "table", "cos_sin_cache"} & {*parameter_of}:  # `check` passes tables of 8 pairs
+        sizes = [*GIVEN[count]]
+        if "sections" not in parameter_of:
+            return
+        if "cos_sin_cache" not in parameter_of:
+            first, call = _with_sections(first, call, sizes, stated)
+            yield Adapted(first, None, call)
+            return
     for way in _ways(parameter_of, count, form):
         for layout in LAYOUTS if way.is_grid and not tables else (None,):
             fixed = {parameter_of["sections"]: sizes} if "sections" in parameter_of else {}
@@ -121,12 +130,17 @@ def adapted(
             yield Adapted(function, second, words, layout, _SIDES[count] if way.is_grid else None)
 
 
+def _roles(function: Any, call: str | None, stated: Mapping[str, Any]) -> Roles:
+    return signature.read_call(function, call, stated).parameter_of
+
+
 def _renamed(call: str | None, parameter_of: Roles) -> str | None:
     """Return the description of a call with the parameter `positions` instead of those of the axes."""
-    if call is None or "positions" in parameter_of:
-        return call
-    words = [word for word in call.split(",") if word.strip() not in (*_NAMES, "grid", "sections")]
-    return ",".join([*words, "positions"])
+    if call is None:
+        return None
+    roles, arrow, results = call.partition("->")
+    words = [word for word in roles.split(",") if word.strip() not in (*_NAMES, "grid", "sections")]
+    return ",".join([*words, *([] if "positions" in parameter_of else ["positions"])]) + arrow + results
 
 
 def _with_positions(
@@ -157,26 +171,32 @@ def _with_positions(
     return _named(adapter, function, [*dict.fromkeys([*kept, name.replace(" ", "_")])])
 
 
-def _with_sections(function: Any, call: str | None, sizes: list[int]) -> tuple[Any, str | None]:
+def _with_sections(
+    function: Any, call: str | None, sizes: list[int], stated: Mapping[str, Any]
+) -> tuple[Any, str | None]:
     """Return a function of tables that needs no sections, if it takes them, and the description of its call."""
-    parameter_of = signature.call_roles(function, call)
+    parameter_of = _roles(function, call, stated)
     if "sections" not in parameter_of:
         return function, call
     by_name, name = signature.accept_keywords(function), parameter_of["sections"]
     of_tables = {parameter_of[role] for role in ("cos", "sin", "table") if role in parameter_of}
-    known = [n for n in signature.parameters(function) or {} if n != name]
 
     def adapter(**keywords: Any) -> Any:
         tables = {n: t for n, t in keywords.items() if n in of_tables and t.ndim == 3}  # equal on all axes
         return by_name(**keywords | {n: t.expand(len(sizes), *t.shape) for n, t in tables.items()}, **{name: [*sizes]})
 
-    words = None if call is None else [word for word in call.split(",") if word.strip() not in ("sections", name)]
-    return _named(adapter, function, known), None if words is None else ",".join(words)
+    kept = [n for n in signature.parameters(function) or {} if n != name]
+    return _named(adapter, function, kept), _renamed(call, {"positions": ""})
 
 
 def _named(adapter: Any, function: Any, names: list[str]) -> Callable[..., Any]:
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
-    adapter.__signature__ = inspect.Signature(parameters)
+    """Give an adapter these parameters, with the defaults that they have in the function."""
+    known = signature.parameters(function) or {}
+    keyword_only, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    defaults = {name: known[name].default if name in known else empty for name in names}
+    adapter.__signature__ = inspect.Signature(
+        [inspect.Parameter(name, keyword_only, default=default) for name, default in defaults.items()]
+    )
     adapter.__self__ = getattr(function, "__self__", function)  # the module that `check` casts and loads
     named: Callable[..., Any] = adapter
     return named

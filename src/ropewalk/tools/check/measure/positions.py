@@ -102,7 +102,7 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
     """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
     subject, length = baseline.subject, baseline.expected.length
     last = FARTHEST if length is None else length - 1
-    if subject.positions == "none":
+    if subject.positions in ("none", "packed"):
         for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
             try:
                 x = torch.zeros(1, tokens, 1, subject.channels)
@@ -246,7 +246,7 @@ def _find_largest_error(
 
 def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
     subject = baseline.subject
-    if subject.given_tables or subject.positions == "none":
+    if subject.given_tables or subject.positions in ("none", "packed"):
         return [torch.arange(64 if subject.given_tables else 512)]
     last = min(n for n in (baseline.expected.length, *_table_length(subject), 10**9) if n)
     return [torch.arange(p, p + 4) for p in _PROBES_16 if p + 4 <= last]

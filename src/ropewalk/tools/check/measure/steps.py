@@ -28,6 +28,9 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "rows": "separate for each row of the batch",
         "shared": "one row for the whole batch",
         "offset": "counted from an offset",
+        "offsets": "counted from an offset for each row",
+        "runs": "counted from an offset for each document of a row",
+        "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
     }[subject.positions]
     if _judge_heads(subject, report):
