@@ -161,15 +161,23 @@ def test_only_the_named_functions_of_a_source_run() -> None:
 
 
 ENGINES = [f"rules_of_{name}" for name in ("transformers", "vllm", "sglang", "mlx_lm", "exllamav3")]
+TRAINERS = [f"models_of_{name}" for name in ("torchtitan", "torchtune", "maxtext")]
 
 
-@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", "torchtitan", *ENGINES])
+@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", "torchtitan", *ENGINES, *TRAINERS])
 def test_rows_of_a_package_bit_for_bit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     golden = record_golden.GOLDEN[name]
     if files.installed(golden.package) != json.loads((FOLDER / golden.path).read_text())["peer"]["version"]:
         pytest.skip(f"{golden.package} of the committed version is not installed")
     assert record_golden.main([name]) == 0
     assert ", 0 moved, 0 gone, 0 kept, 0 new" in capsys.readouterr().out
+
+
+@this_version
+def test_roundings_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["llama", "cohere", "olmo2", "llama4_text"]
+    assert record_golden.main(["rounding_of_transformers", *names]) == 0
+    assert "4 same, 0 moved" in capsys.readouterr().out
 
 
 def test_a_zero_of_the_other_sign_is_a_difference() -> None:

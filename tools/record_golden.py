@@ -35,8 +35,10 @@ from recording import (
     released,
     remote_towers,
     rotated,
+    roundings,
     sources,
     towers,
+    trainers,
     transformers_models,
 )
 from recording.model import CannotRecordError
@@ -64,6 +66,8 @@ GOLDEN = {
         learned.GOLDEN,
         deployed.GOLDEN,
         commands.GOLDEN,
+        roundings.GOLDEN,
+        *trainers.GOLDEN,
     )
 }
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
+from ropewalk.rope.float32 import FLOAT32 as FLOAT32
+from ropewalk.rope.float32 import explained_error
 from ropewalk.rotation.api import Rotation
 
 if TYPE_CHECKING:
@@ -61,13 +63,6 @@ def width_of(table: Tensor, pairs: int) -> Width | None:
     return next((width for width in widths if torch.equal(table, widen(narrow(table, width), width))), None)
 
 
-FLOAT32 = 2.0**-22
-"""The relative error that float32 code explains: four roundings, such as a power, its reciprocal and two of a scheme.
-
-A frequency f is off by up to |ln f| · 2⁻²⁴ more, because the exponent of the power is rounded as well.
-"""
-
-
 def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
     """Describe how the frequencies and the attention factor of other code differ from those of a static rope.
 
@@ -88,7 +83,7 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
     plain = torch.from_numpy(replace(rope, scaling=None).inv_freq)
     slowest = plain / getattr(rope.scaling, "factor", 1.0)
     ramp = (slowest * (1 + FLOAT32) < expected) & (expected < plain * (1 - FLOAT32))
-    error = _rounding(expected) + torch.where(ramp, _rounding(plain), 0.0)
+    error = _explained(expected) + torch.where(ramp, _explained(plain), 0.0)
     if rope.axes is not None:
         expected, order = expected.sort(descending=True)
         error = error[order]
@@ -108,10 +103,8 @@ def difference(rope: Rope, inv_freq: Tensor, attention_factor: float) -> str:
     return ""
 
 
-def _rounding(inv_freq: Tensor) -> Tensor:
-    """Return the error of frequencies that float32 code computes, as `FLOAT32` describes."""
-    size = inv_freq.abs()
-    return size * FLOAT32 + torch.xlogy(size, size).abs() * 2.0**-24
+def _explained(inv_freq: Tensor) -> Tensor:
+    return torch.from_numpy(explained_error(inv_freq.numpy()))
 
 
 def stored_dtype(table: Tensor) -> torch.dtype:

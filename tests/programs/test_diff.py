@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import ropewalk
 from ropewalk import diff
-from ropewalk.engines import ENGINES
+from ropewalk.engines import ENGINES, TRAINERS
 from ropewalk.tools import cli
 
 PNG = b"\x89PNG"
@@ -64,6 +64,37 @@ def test_the_exit_status(config: Path, tmp_path: Path) -> None:
     assert run(config, config).exit_code == 0
     assert run(config, arcee).exit_code == 1
     assert run(tmp_path / "missing.json").exit_code == 2
+
+
+def test_a_list_of_engines_with_commas(config: Path) -> None:
+    said = run(config, "--engines", "vllm, SGLang", "--engine", "mlx-lm", "--json").stdout
+    assert [entry["name"] for entry in json.loads(said)["engines"]] == ["vLLM", "SGLang", "mlx-lm"]
+    assert run(config, "--engines", "vllm,nothing").exit_code == 2
+
+
+def test_the_factor_of_a_params_json(tmp_path: Path) -> None:
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps({"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 5e5, "use_scaled_rope": True}))
+    assert run(path).exit_code == 2
+    assert run(path, "--factor", 8).exit_code == 0
+    assert run(path, path, "--factor", 32).exit_code == 0
+
+
+def test_bitwise(config: Path, tmp_path: Path) -> None:
+    """Engines that round differently have the status 1, and what could not be judged keeps the status 2."""
+    assert run(config, "--engines", "transformers,vllm").exit_code == 0
+    assert run(config, "--engines", "transformers,vllm", "--bitwise").exit_code == 1
+    assert run(config, "--engine", "transformers", "--bitwise").exit_code == 0
+    arcee = written(tmp_path, "arcee", model_type="arcee")
+    assert run(arcee, "--engines", "vllm,mlx-lm", "--bitwise").exit_code == 2
+    assert "--bitwise is for one config" in run(config, config, "--bitwise").stderr
+
+
+def test_trainers_are_compared_if_they_are_asked_for(config: Path) -> None:
+    names = [engine.name for engine in (*ENGINES.values(), *TRAINERS.values())]
+    assert [entry["name"] for entry in json.loads(run(config, "--trainers", "--json").stdout)["engines"]] == names
+    named = json.loads(run(config, "--trainers", "--engine", "vllm", "--json").stdout)["engines"]
+    assert [entry["name"] for entry in named] == ["vLLM", *names[len(ENGINES) :]]
 
 
 def test_the_help_lists_the_engines_and_the_exit_status() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ropewalk._checks import RopeError
-from ropewalk.engines import _model_files
+from ropewalk.engines import _built_in, _model_files
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
 from ropewalk.engines._override import Flags, Override
@@ -65,6 +65,7 @@ class Rounding:
         inv_freq: the dtype of the frequencies when they are multiplied by positions.
         computed: how the frequencies are computed, in a few words. "float32 powers" are the operations of transformers,
             which `numerics="float32"` of `Rope.at` repeats.
+        where: where they are computed if the model is on a GPU, whose powers have other last bits.
         angle: the dtype of position × inv_freq.
         table: the dtype of cos and sin when channels are multiplied by them.
         rotation: the dtype in which channels are multiplied and added. "the model's" rounds each product and the sum,
@@ -72,11 +73,12 @@ class Rounding:
         factor: what the attention factor multiplies, and in which dtype.
         notes: what else is rounded, in whole sentences.
         source: the files from which this was taken.
-        evidence: "run" if cos and sin were recorded and tests compute the same bits by this profile, else "read".
+        evidence: "run" if tests compute the bits of the engine's own code on a CPU by this profile, else "read".
     """
 
     inv_freq: Dtype = "float32"
     computed: str = "float32 powers"
+    where: Literal["CPU", "GPU"] = "GPU"
     angle: Dtype = "float32"
     table: Dtype = "the model's"
     rotation: Dtype = "the model's"
@@ -158,7 +160,7 @@ class Engine:
     Args:
         name: the usual name of the engine.
         version: the version from which the rules were taken.
-        rounding: how it rounds, unless a rule or `models` says otherwise.
+        rounding: how it rounds, unless a rule or `models` says otherwise. A function if this depends on the config.
         rules: maps the `rope_type` of a scheme, or "default" for no scheme, to its rule.
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
@@ -166,11 +168,12 @@ class Engine:
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
+        built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
     """
 
     name: str
     version: str
-    rounding: Rounding
+    rounding: Rounding | Callable[[ConfigRope], Rounding]
     rules: Mapping[str, Rule]
     unknown: str
     files: str
@@ -178,14 +181,16 @@ class Engine:
     override: Override | Flags | None = None
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
+    built_in: bool = False
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
         """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
-        return _model_files.kind_of_layer(self.files, config, layer)
+        return config.kind if self.built_in else _model_files.kind_of_layer(self.files, config, layer)
 
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
-        found = _model_files.read(self.files, config)
+        read = _built_in.read if self.built_in else _model_files.read
+        found = read(self.files, config)
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
         if found.config is None:
             return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)
@@ -220,6 +225,7 @@ class Engine:
             (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
         )
         rounding = found.rounding or self.models.get(config.model_type) or rule.rounding or self.rounding
+        rounding = rounding if isinstance(rounding, Rounding) else rounding(config)
         return replace(found, notes=notes, source=rule.source, evidence=rule.evidence, rounding=rounding)
 
 

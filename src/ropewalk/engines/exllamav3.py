@@ -67,7 +67,12 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 EXLLAMAV3 = Engine(
     name="exllamav3",
     version="1.6.5",
-    rounding=Rounding(table="float32", rotation="float32", source=_FILE),
+    rounding=Rounding(
+        table="float32",
+        rotation="float32",
+        notes="cos and sin are computed inside its kernel.",
+        source=f"{_FILE}, exllamav3_ext/rope.cu",
+    ),
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

@@ -155,11 +155,11 @@ LLAMA_CPP = Engine(
     name="llama.cpp",
     version="0c1e57098",
     rounding=Rounding(
-        computed="float32 products",
+        computed="float32 powers of one ratio",
         table="float32",
         rotation="float32",
-        notes="The converter permutes q and k of some models to the other pairing.",
-        source="ggml/src/ggml-cpu/ops.cpp",
+        notes="On a CPU, the angle of a pair is a product of that of the previous pair. YaRN mixes angles.",
+        source="ggml/src/ggml-cuda/rope.cu, ggml/src/ggml-cpu/ops.cpp",
     ),
     rules={
         "default": Rule("ggml/src/ggml-cpu/ops.cpp"),

@@ -69,7 +69,13 @@ def _reversed(config: ConfigRope, scaling: Reversed) -> Answer:
 MLX_LM = Engine(
     name="mlx-lm",
     version="0.32.2",
-    rounding=Rounding(computed="exp2 in float32", table="float32", rotation="float32", factor="q and k", source=_FILE),
+    rounding=Rounding(
+        computed="float32 exp2",
+        table="float32",
+        rotation="float32",
+        factor="q and k in the model's dtype",
+        source=f"{_FILE}, mlx/backend/metal/kernels/rope.metal",
+    ),
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

@@ -20,10 +20,29 @@ from ropewalk.engines._engine import (
 )
 from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
-from ropewalk.engines.vllm import linear, proportional
-from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
+from ropewalk.engines.vllm import divided, linear, proportional
+from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, YaRN
 
 _FOLDER = "srt/layers/rotary_embedding"
+
+
+_FLOAT32 = Rounding(
+    table="float32",
+    rotation="float32",
+    notes="With --rl-on-policy-target it computes inv_freq on the CPU, rounds cos and sin to the dtype of q, and "
+    "compiles the rotation.",
+    source=f"{_FOLDER}/base.py, kernels/jit/csrc/elementwise/rope.cuh, pos_enc.cuh",
+)
+
+
+def _rounding(config: ConfigRope) -> Rounding:
+    """Return how the CUDA kernel rounds. For other head sizes, another kernel reads a table in the dtype of q."""
+    other = replace(_FLOAT32, table="the model's", rotation="the model's")
+    return _FLOAT32 if config.rope.head_dim in (64, 128, 256, 512) else other
+
+
+def _linear(config: ConfigRope, scaling: Linear) -> Answer:
+    return replace(linear(config, scaling), rounding=divided(_rounding(config)))
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
@@ -80,10 +99,10 @@ _YARN_KEYS = frozenset(
 SGLANG = Engine(
     name="SGLang",
     version="0.5.23",
-    rounding=Rounding(table="float32", source=f"{_FOLDER}/base.py"),
+    rounding=_rounding,
     rules={
         "default": Rule(f"{_FOLDER}/base.py"),
-        "linear": Rule(f"{_FOLDER}/base.py", linear),
+        "linear": Rule(f"{_FOLDER}/base.py", _linear),
         "ntk": Rule(f"{_FOLDER}/rope_variant.py"),
         "dynamic": Rule(f"{_FOLDER}/rope_variant.py", _dynamic),
         "yarn": Rule(f"{_FOLDER}/yarn.py", _yarn, _YARN_KEYS),

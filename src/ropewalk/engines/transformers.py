@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     HUNYUAN,
     Answer,
+    Dtype,
     Engine,
     Rounding,
     Rule,
@@ -60,10 +66,32 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 
 _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "factor", "attention_factor"})
 
+_READ = {
+    **dict.fromkeys(("deepseek_v4", "esm", "evolla", "hunyuan_vl_text"), ("bfloat16", "float32")),
+    **dict.fromkeys(("beam", "deepseek_v2", "ernie4_5_vl_moe_text"), ("float32", "float32")),
+}
+"""The dtypes of cos and sin and of the rotation in models whose bits were not recorded, for a model in bfloat16."""
+
+
+@functools.cache
+def _recorded() -> Mapping[str, tuple[str, ...]]:
+    """Return the same dtypes of the models whose rotated bits were recorded."""
+    table = json.loads((Path(__file__).parent / "transformers_rounding.json").read_text(encoding="utf-8"))
+    return {name: tuple(dtypes.split()) for dtypes, names in table.items() for name in names}
+
+
+def _rounding(config: ConfigRope) -> Rounding:
+    recorded = _recorded().get(config.model_type)
+    dtypes = recorded or _READ.get(config.model_type, ("bfloat16", "bfloat16"))
+    table, rotation = (cast(Dtype, "the model's" if dtype == "bfloat16" else dtype) for dtype in dtypes)
+    evidence: Literal["run", "read"] = "run" if recorded else "read"
+    return Rounding(where="CPU", table=table, rotation=rotation, source="the file of the model", evidence=evidence)
+
+
 TRANSFORMERS = Engine(
     name="transformers",
     version="5.23.0",
-    rounding=Rounding(source="models/llama/modeling_llama.py"),
+    rounding=_rounding,
     rules={
         "default": Rule(_FILE),
         "linear": Rule(_FILE),

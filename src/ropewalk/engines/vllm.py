@@ -30,6 +30,15 @@ _TELECHAT3_KEYS = frozenset({"factor", "original_max_position_embeddings", "beta
 _INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not iterable)"
 
 
+# Inductor compiles the rotation by default, and computes it in float32 as the CUDA kernel does.
+_ROUNDING = Rounding(rotation="float32", source=f"{_FOLDER}/base.py, csrc/libtorch_stable/pos_encoding_kernels.cu")
+
+
+def divided(rounding: Rounding) -> Rounding:
+    """Return the rounding of linear scaling in vLLM and SGLang, which divide positions instead of frequencies."""
+    return replace(rounding, computed=f"{rounding.computed}, positions divided by the factor")
+
+
 def linear(config: ConfigRope, scaling: Linear) -> Answer:
     """Apply the rule of linear scaling in vLLM and SGLang, where the factor must be a float in the config."""
     if type(config.section.get("factor")) is int:
@@ -113,10 +122,10 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 VLLM = Engine(
     name="vLLM",
     version="0.32.0",
-    rounding=Rounding(source=f"{_FOLDER}/base.py"),
+    rounding=_ROUNDING,
     rules={
         "default": Rule(f"{_FOLDER}/base.py"),
-        "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", linear),
+        "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", linear, rounding=divided(_ROUNDING)),
         "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py"),
         "dynamic": Rule(
             f"{_FOLDER}/dynamic_ntk_scaling_rope.py", _dynamic, frozenset({"factor", "max_trained_positions"})
@@ -132,7 +141,7 @@ VLLM = Engine(
         "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", proportional, frozenset()),
     },
     files="vllm",
-    lender=TRANSFORMERS,
+    lender=replace(TRANSFORMERS, rounding=replace(_ROUNDING, where="CPU", source="the file of the model")),
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
     # --rope-scaling and --rope-theta no longer exist. The JSON replaces the parameters after the config was loaded.

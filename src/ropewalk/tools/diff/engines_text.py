@@ -39,9 +39,9 @@ def wrap(text: str, indent: str) -> list[str]:
     return found or [""]
 
 
-def bullets(items: Iterable[str]) -> list[str]:
+def bullets(items: Iterable[str], indent: str = "  ") -> list[str]:
     """Return sentences as indented, wrapped lines."""
-    return [line for item in items for line in wrap(item, "  ")]
+    return [line for item in items for line in wrap(item, indent)]
 
 
 def layers(numbers: list[int], count: int) -> str:
@@ -96,19 +96,34 @@ def _join_names(names: list[str]) -> str:
 def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
     if not at["engines"]:
         return []
-    head = ("engine", "attention factor", "frequencies", "scores, up to")
+    cells = [("engine", "attention factor", "frequencies")]
     judged = {entry["name"]: "" if entry["judged"] else " (not judged)" for entry in row["engines"]}
     version = {entry["name"]: f"{_name_and_version(entry)}{judged[entry['name']]}" for entry in facts["engines"]}
-    cells = [
-        (
-            version[name],
-            f"{entry['attention_factor']:.6g}",
-            *(("", "") if name == row["compared_with"] else (frequencies(entry["apart"]), scores(entry["apart"]))),
+    by_verdict: dict[str, list[str]] = {}
+    for name, entry in at["engines"].items():
+        compared = entry["verdict"] is not None
+        cells.append(
+            (version[name], f"{entry['attention_factor']:.6g}", frequencies(entry["apart"]) if compared else "")
         )
-        for name, entry in at["engines"].items()
-    ]
-    title = f"  a sequence of {at['sequence']:,} tokens, compared with {row['compared_with']}:"
-    return ["", title, *_columns([head, *cells])]
+        if compared:
+            by_verdict.setdefault(_describe(entry, at["sequence"]), []).append(name)
+    verdicts = [f"{_join_names(names)}: {verdict}." for verdict, names in by_verdict.items()]
+    against = ["", f"  compared with {row['compared_with']}:", *bullets(verdicts, "    ")] if verdicts else []
+    return ["", f"  a sequence of {at['sequence']:,} tokens:", *_columns(cells), *against]
+
+
+def _describe(entry: Mapping[str, Any], sequence: int) -> str:
+    """Describe the verdict about an engine."""
+    verdict, apart = entry["verdict"], entry["apart"]
+    if verdict["word"] == "different":
+        if verdict["from_position"] is None:
+            return f"different by less than bfloat16 rounds, up to {sequence:,} tokens"
+        from_position = f"different from position {verdict['from_position']:,} on"
+        return from_position if apart["channels"] else f"{from_position} by {scores(apart)}"
+    if verdict["word"] == "equal up to rounding":
+        return f"equal up to the rounding of {_join_names(verdict['steps'])}"
+    same = "the same operations, but their bits were not recorded"
+    return same if verdict["word"] == "same operations" else "bitwise equal"
 
 
 def _columns(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -147,14 +162,18 @@ def scores(apart: Mapping[str, Any]) -> str:
 
 def _roundings(facts: Mapping[str, Any]) -> Iterable[str]:
     """Return a table with the dtype of each step in each engine, for the first ropes that the engine runs."""
-    steps = ("inv_freq", "angle", "table", "rotation")
-    cells = [("engine", "inv_freq", "angle", "cos, sin", "rotation", "known")]
+    steps = ("angle", "table", "rotation")
+    cells, notes = [("engine", "inv_freq", "angles", "cos and sin", "rotation", "known")], []
     for entry in facts["engines"]:
         of_rows = (found for row in facts["ropes"] for found in row["engines"] if found["name"] == entry["name"])
         found = next((one["rounding"] for one in of_rows if one["rounding"] is not None), None)
         if found is not None:
-            cells.append((_name_and_version(entry), *(found[step] for step in steps), _SEEN[found["evidence"]]))
-    return _columns(cells)
+            inv_freq = f"{found['computed']} ({found['where']})"
+            cells.append(
+                (_name_and_version(entry), inv_freq, *(found[step] for step in steps), _SEEN[found["evidence"]])
+            )
+            notes += [f"{entry['name']}: {found['notes']}"] if found["notes"] else []
+    return [*_columns(cells), *bullets(notes)]
 
 
 def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

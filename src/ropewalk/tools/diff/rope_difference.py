@@ -83,7 +83,7 @@ def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: 
         return abs(a - b), 0
     difference = first - second
     largest, distance = -1.0, 0
-    for m in _distances(longest):
+    for m in distances(longest):
         # |a e^(ix) − b e^(iy)|² = (a − b)² + 4 a b sin²((x − y) / 2), which stays accurate for small angles.
         square = (a - b) ** 2 + 4 * a * b * np.sin(np.outer(m, difference) / 2) ** 2
         mean = np.sqrt(square).mean(axis=1)
@@ -93,7 +93,7 @@ def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: 
     return largest, distance
 
 
-def _distances(longest: int) -> list[np.ndarray]:
+def distances(longest: int) -> list[np.ndarray]:
     each = np.arange(min(longest, EVERY_DISTANCE_UP_TO) + 1)
     if longest > EVERY_DISTANCE_UP_TO:
         beyond = np.linspace(EVERY_DISTANCE_UP_TO, longest, EVERY_DISTANCE_UP_TO + 1)[1:]

@@ -169,7 +169,7 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         tables = _TableSet(_tensors(returned))
         tables.grid = tuple(values[side] for side in sides)
         return tables, arguments
-    return target, None
+    return memory.on_device(target), None
 
 
 _WRAPPERS = {"numpy": "np.asarray", "jax": "jnp.asarray", "mlx": "mx.array"}
@@ -192,7 +192,7 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
     return None
 
 
-_TOKENS, _HEADS = 5, 3
+_TOKENS, _HEADS = 5, 4
 _PERFECT = 30  # the largest score
 
 

@@ -19,6 +19,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
 
 # Role of a parameter of a function that rotates → the common names of such a parameter.
@@ -308,7 +309,7 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         raise _checks.error("check", must, ", ".join(missing), fix)
     kinds = getattr(values.get(parameter_of.get("config", "")), "layer_types", None)
     try:
-        built = constructor(**values)
+        built = memory.construct(constructor, values)
     except Exception as e:  # a constructor may raise anything
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         fix = "Pass other arguments (--arg), or a config with the keys that it reads."

@@ -146,7 +146,7 @@ def _check_fewer_key_heads(baseline: Baseline) -> bool:
                 raise
             says, wrong = str(e), True
         if wrong:
-            baseline.report.add("grouped-heads", f"6 heads of q and {heads} of k: {says}.")
+            baseline.report.add("grouped-heads", f"{HEADS} heads of q and {heads} of k: {says}.")
     return baseline.subject.has_k
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, float32_error, largest_error, moving
@@ -194,7 +195,7 @@ def judge_16_bits(baseline: Baseline) -> None:
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
         report.grade(f"{name} tensors", says, right)
     if report.verdict == "right" and not subject.given_tables:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
             _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
 
 
