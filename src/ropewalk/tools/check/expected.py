@@ -53,12 +53,13 @@ class Expected:
         """The axis of each pair, or None if tokens have one position or no rope is expected."""
         return None if self.rope is None else self.rope.axes
 
-    def sizes_of_axes(self, channels: int = 1) -> list[int]:
-        """Return the number of pairs of each axis times `channels`. Without expected axes, there are three."""
-        if self.axes is None:
-            quarter, pairs = self.rotary_dim // 8, self.rotary_dim // 2
-            return [channels * n for n in (quarter, (pairs - quarter) // 2, (pairs - quarter + 1) // 2)]
-        return [channels * self.axes.axis.count(axis) for axis in range(self.axes.count)]
+    def sizes_of_axes(self, count: int = 3) -> list[int]:
+        """Return the number of pairs of each of `count` axes. If none are expected, those of time are fewer."""
+        if self.axes is not None:
+            return [self.axes.axis.count(axis) for axis in range(self.axes.count)]
+        first = self.rotary_dim // (8 if count == 3 else 2 * count)
+        rest = self.rotary_dim // 2 - first
+        return [first, *((rest + i) // (count - 1) for i in range(count - 1))]
 
     @property
     def rotary_dim(self) -> int:

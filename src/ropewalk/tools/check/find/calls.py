@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, _checks, formats
+from ropewalk import Axes, Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory, several, signature
 from ropewalk.tools.check.find.form import Form, forms
@@ -70,7 +70,11 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
             yield from _candidates(first, second, arguments, call, layout, expected, given, mode)
             return
         stated = expected.arguments if arguments is None else {}
-        for adapted in several.adapted(first, second, call, form, count, expected.sizes_of_axes(), stated):
+        for adapted in several.adapted(first, second, call, form, count, expected.sizes_of_axes(count), stated):
+            if adapted.sizes is not None:
+                pairs, layouts = sum(adapted.sizes), expected.axes or Axes.sections(adapted.sizes)
+                channels = max(expected.channels, 2 * pairs)
+                given = Rope(channels, GIVEN.base, GIVEN.pairing, rotary_dim=2 * pairs, axes=layouts)
             if layout is None or adapted.layout in (None, layout):
                 of = (adapted.first, adapted.second, arguments, adapted.call, adapted.layout or layout)
                 for subject in _candidates(*of, expected, given, mode):
@@ -550,7 +554,7 @@ def _exact_tables(name: str, given: Rope) -> _Source:
     """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
 
     def make(q: Tensor, positions: Tensor) -> Tables:
-        rotation = given.at(positions.flatten(), dtype=torch.float64)
+        rotation = replace(given, axes=None).at(positions.flatten(), dtype=torch.float64)
         exact = [table.reshape(*positions.shape, -1) for table in (rotation.cos, rotation.sin)]
         cos, sin = (table.to(q.dtype) for table in exact)
         if name == "complex":

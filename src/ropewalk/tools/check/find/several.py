@@ -25,10 +25,7 @@ COUNTS = (3, 2, 4)
 
 _SIDES = {2: 128, 3: 64, 4: 16}  # number of axes → rows and columns of the largest square grid that is tried
 _NAMES = ("frames", "height", "width")  # roles
-
-
-GIVEN = {2: (4, 4), 3: (2, 3, 3), 4: (2, 2, 2, 2)}
-"""Number of axes → the sections that are passed to a function that combines the tables of all axes: 8 pairs."""
+_SECTIONS = signature.CALL_NAMES["sections"].split()
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,7 @@ class Adapted:
         call: the description of the call.
         layout: the only layout for which this is meant, or None.
         side: the side of the largest square grid that is tried, or None if positions are passed.
+        sizes: the number of pairs of each axis in the tables that `check` passes, or None if it passes none.
     """
 
     first: Any
@@ -48,6 +46,7 @@ class Adapted:
     call: str | None
     layout: str | None = None
     side: int | None = None
+    sizes: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,24 @@ def adapted(
             yield Adapted(rows, second, call, side=min(grid))
         return
     tables = second is not None
-    parameter_of = _roles(first, None if tables else call, stated)
-    if not tables and {"cos", "table", "cos_sin_cache"} & {*parameter_of}:  # `check` passes tables of 8 pairs
-        sizes = [*GIVEN[count]]
-        if "sections" not in parameter_of:
+    described = signature.read_call(first, None if tables else call, stated)
+    parameter_of = described.parameter_of
+    given = None
+    if not tables and {"cos", "table", "cos_sin_cache"} & {*parameter_of}:
+        literals = [described.literals[n] for n in _SECTIONS if n in described.literals]
+        if "sections" not in parameter_of and not literals:
             return
+        given = sizes = [*literals[0]] if literals else sizes
         if "cos_sin_cache" not in parameter_of:
-            first, call = _with_sections(first, call, sizes, stated)
-            yield Adapted(first, None, call)
+            first, call = _with_sections(first, call, sizes, stated, tables_of_one_axis=True)
+            yield Adapted(first, None, call, sizes=given)
             return
     for way in _ways(parameter_of, count, form):
         for layout in LAYOUTS if way.is_grid and not tables else (None,):
             fixed = {parameter_of["sections"]: sizes} if "sections" in parameter_of else {}
             function = _with_positions(first, parameter_of, way, fixed, count, layout)
             words = call if tables else _renamed(call, parameter_of)
-            yield Adapted(function, second, words, layout, _SIDES[count] if way.is_grid else None)
+            yield Adapted(function, second, words, layout, _SIDES[count] if way.is_grid else None, given)
 
 
 def _roles(function: Any, call: str | None, stated: Mapping[str, Any]) -> Roles:
@@ -172,18 +174,22 @@ def _with_positions(
 
 
 def _with_sections(
-    function: Any, call: str | None, sizes: list[int], stated: Mapping[str, Any]
+    function: Any, call: str | None, sizes: list[int], stated: Mapping[str, Any], *, tables_of_one_axis: bool = False
 ) -> tuple[Any, str | None]:
-    """Return a function of tables that needs no sections, if it takes them, and the description of its call."""
+    """Return a function of tables that needs no sections, and the description of its call.
+
+    With `tables_of_one_axis`, it takes tables without an axis for the axes, too, if these are equal.
+    """
     parameter_of = _roles(function, call, stated)
-    if "sections" not in parameter_of:
+    if "sections" not in parameter_of and not tables_of_one_axis:
         return function, call
-    by_name, name = signature.accept_keywords(function), parameter_of["sections"]
+    by_name, name = signature.accept_keywords(function), parameter_of.get("sections")
+    fixed = {} if name is None else {name: [*sizes]}
     of_tables = {parameter_of[role] for role in ("cos", "sin", "table") if role in parameter_of}
 
     def adapter(**keywords: Any) -> Any:
-        tables = {n: t for n, t in keywords.items() if n in of_tables and t.ndim == 3}  # equal on all axes
-        return by_name(**keywords | {n: t.expand(len(sizes), *t.shape) for n, t in tables.items()}, **{name: [*sizes]})
+        tables = {n: t for n, t in keywords.items() if n in of_tables and t.ndim == 3}
+        return by_name(**keywords | {n: t.expand(len(sizes), *t.shape) for n, t in tables.items()} | fixed)
 
     kept = [n for n in signature.parameters(function) or {} if n != name]
     return _named(adapter, function, kept), _renamed(call, {"positions": ""})

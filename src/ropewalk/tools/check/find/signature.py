@@ -296,7 +296,7 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         elif role == "length":
             length = values[name] = expected.table_length or default or 4096
         elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
-            values[name] = expected.sizes_of_axes(1 if role == "sections" else 2)
+            values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "config" and expected.config is not None:
             values[name] = _config_object(owner, known[name].annotation, expected.config)
     values.update(expected.arguments)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find.calls import GIVEN
-from ropewalk.tools.check.find.several import GIVEN as GIVEN_SIZES
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import HEADS, SMALL, Baseline, measure
@@ -83,9 +81,11 @@ def judge(
     turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
     axis = tuple(t.index(True) if sum(t) == 1 else (_SEVERAL if sum(t) else _NONE) for t in turned)
     report.found["axes"] = describe(axis, names)
-    rope = expected.rope
-    if subject.given_tables:
-        rope = replace(GIVEN, axes=_given(axis, subject.axes, expected))
+    rope = expected.rope if subject.given is None else subject.given
+    if subject.given is not None and subject.given.axes is not None and expected.axes is None:
+        interleaved = Axes.interleaved([subject.given.axes.axis.count(a) for a in range(subject.axes)])
+        if axis == interleaved.axis:  # both are right, because nothing states the layout of the sections
+            rope = replace(subject.given, axes=interleaved)
     alone = measured[:, : len(SMALL)]
     if rope is None or rope.axes is None:
         return expected, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
@@ -157,15 +157,6 @@ def _runs(axis: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _is_contiguous(axis: Sequence[int]) -> bool:
     return len([*_runs(axis)]) == len({*axis})
-
-
-def _given(axis: tuple[int, ...], count: int, expected: Expected) -> Axes:
-    """Return the axes that the sections mean which `check` passes to a function of tables."""
-    sizes = GIVEN_SIZES[count]
-    layouts = (Axes.sections(sizes), Axes.interleaved(sizes))
-    if expected.axes is not None:
-        return layouts[not _is_contiguous(expected.axes.axis)]
-    return layouts[axis == layouts[1].axis]
 
 
 def _name(right: tuple[int, ...], axis: tuple[int, ...], names: Sequence[str], report: Report) -> None:
