@@ -126,12 +126,6 @@ def test_transformers_in_the_opposite_direction() -> None:
     assert conformance.check(function, ignore=["rotates-backwards"]).verdict == "right"
 
 
-def test_transformers_with_several_axes() -> None:
-    report = conformance.check("transformers:qwen2_vl")
-    assert report.verdict == "right"
-    assert report.found["note on the config"].startswith("text only: the several axes of the positions of images")
-
-
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
 SCALED = {
     "linear": {"factor": 4.0},
