@@ -28,6 +28,10 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {
+    "wrong-device": Bug(
+        "a tensor stays on the CPU although the input is on another device",
+        "Create tensors on the device of the input (device=x.device), and keep tables in buffers.",
+    ),
     "not-repeatable": Bug(
         "the same call gives other bits",
         "Let no two threads write the same element, and read no element before it is written.",

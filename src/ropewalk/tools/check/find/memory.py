@@ -1,8 +1,10 @@
-"""Call a target with its arguments in guarded memory, on the device that is checked, and with new memory full of NaN."""
+"""Call a target: its arguments lie between guard zones, on the checked device, and new memory holds NaN."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +16,10 @@ from torch import Tensor
 from ropewalk import _checks
 
 GUARD = 4096  # bytes before and behind each tensor, a multiple of the alignment of every kernel
+LARGEST = 1 << 22  # bytes of a tensor that is copied between guard zones; larger ones are tables
+CPU = torch.device("cpu")
 PATTERN = 0x42  # of these bytes, which are 48.56 in float32: a number that changes if it is rotated
+CPU = torch.device("cpu")
 
 
 class CallError(Exception):
@@ -41,7 +46,7 @@ class Memory:
         overwritten: receives a sentence for each call that changed memory outside of the tensors of the call.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     poison: bool = False
     overwritten: list[str] = field(default_factory=list)
 
@@ -53,6 +58,21 @@ class Memory:
             yield self
         finally:
             _MEMORY.reset(token)
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """Return a device on which tensors can be created and read.
+
+    Raises:
+        RopeError: there is no such device here.
+    """
+    try:
+        found = torch.device(device)
+        torch.ones(1, device=found).to("cpu").item()
+    except Exception as e:  # each kind of device raises another error
+        fix = "Pass a device that torch finds on this machine, such as cpu."
+        raise _checks.error_from(f"check: device {_checks.shown(device)} cannot be used", e, fix) from e
+    return found
 
 
 _MEMORY: ContextVar[Memory] = ContextVar("_MEMORY")
@@ -86,7 +106,31 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
             "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises", says
         ) from e
     memory.overwritten += pieces.bring_back()
-    return returned if memory.device.type == "cpu" else _map(returned, _bring)
+    is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
+    return _map(returned, _bring) if is_moved else returned
+
+
+def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Construct an object as programs do for the device: a module is moved there, and another object is created there.
+
+    In a block that chooses another default device, nothing is moved.
+    """
+    device, owner = current().device, getattr(constructor, "owner", constructor)
+    if device.type == "cpu" or torch.get_default_device().type != "cpu" or not inspect.isclass(owner):
+        return constructor(**arguments)
+    if not issubclass(owner, torch.nn.Module):
+        with device:
+            return constructor(**arguments)
+    built = constructor(**arguments)
+    getattr(built, "__self__", built).to(device)
+    return built
+
+
+def on_device(target: Any) -> Any:
+    """Return a target that was not constructed here, or a copy of it on the device if it is a module."""
+    if current().device.type == "cpu" or not isinstance(target, torch.nn.Module):
+        return target
+    return copy.deepcopy(target).to(current().device)
 
 
 def _names_devices(message: str) -> bool:
@@ -134,7 +178,7 @@ class _Pieces:
     def place(self, name: str, x: Tensor) -> Tensor:
         """Return the tensor to pass in place of x."""
         is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and not x.requires_grad
-        if not is_plain or not x.untyped_storage().nbytes():
+        if not is_plain or not 0 < x.untyped_storage().nbytes() <= LARGEST:
             self.moved.append((x, x.to(self.device)))
             return self.moved[-1][1]
         key = x.untyped_storage().data_ptr()
@@ -156,10 +200,10 @@ class _Storage:
     def __init__(self, name: str, x: Tensor, device: torch.device) -> None:
         self.name = name
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-        self.size = len(self.bytes)
-        self.before = torch.full((GUARD + self.size + -self.size % 16 + GUARD,), PATTERN, dtype=torch.uint8)
-        self.before[GUARD : GUARD + self.size] = self.bytes
-        self.copy = self.before.clone() if device.type == "cpu" else self.before.to(device)
+        self.inside = slice(GUARD, GUARD + len(self.bytes))
+        copy = torch.full((GUARD + len(self.bytes) + -len(self.bytes) % 16 + GUARD,), PATTERN, dtype=torch.uint8)
+        copy[self.inside] = self.bytes
+        self.copy = copy.to(device)
         self.views: list[Tensor] = []
 
     def place(self, x: Tensor) -> Tensor:
@@ -168,7 +212,8 @@ class _Storage:
 
     def bring_back(self) -> str | None:
         after = self.copy.to("cpu")
-        changed = after != self.before
+        changed = after != PATTERN
+        changed[self.inside] = after[self.inside] != self.bytes
         if not bool(changed.any()):
             return None
         for x in self.views:  # what the target may write
@@ -176,9 +221,10 @@ class _Storage:
             size, n = once.element_size(), GUARD + once.storage_offset() * once.element_size()
             strides = [stride * size for stride in once.stride()]
             changed.as_strided((*once.shape, size), (*strides, 1), n).fill_(False)
-        self.bytes.copy_(after[GUARD : GUARD + self.size])
-        at = changed.nonzero().flatten() - GUARD
+        self.bytes.copy_(after[self.inside])
+        at = changed.nonzero().flatten()
         if not len(at):
             return None
-        where = "before" if at[-1] < 0 else "behind" if at[0] >= self.size else "between the elements of"
+        is_before, is_behind = at[-1] < self.inside.start, at[0] >= self.inside.stop
+        where = "before" if is_before else "behind" if is_behind else "between the elements of"
         return f"A call changes {len(at):,} bytes {where} {self.name}."

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ropewalk import _checks
+from ropewalk import Rope, _checks
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
@@ -17,11 +17,13 @@ from ropewalk.tools.check.find.signature import Arguments
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
 """The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
 
-Positions = Literal["rows", "shared", "offset", "none"]
+Positions = Literal["rows", "shared", "offsets", "offset", "runs", "packed", "none"]
 """Which positions a target accepts.
 
 "rows" is a separate list for each row of the batch, and "shared" one list for the whole batch. With "offset", the
-target accepts the position of the first token and counts from there. With "none", it counts from 0.
+target accepts the position of the first token and counts from there, with "offsets" from one position for each row.
+With "none", it counts from 0. With "packed", one row contains several documents, and the target counts from 0 in each,
+with "runs" from one position for each document.
 """
 
 Prepare = Callable[[Tensor, Tensor | None, Tensor], tuple[Callable[..., Any], dict[str, Any]]]
@@ -81,6 +83,8 @@ class Subject:
         axes: the number of axes of positions, which are then `[axes, batch, seq]`. None means `[batch, seq]`.
         resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
             does not take these. None if the sizes of the target are fixed.
+        given: the rope of the tables that `check` passes. None if it passes none.
+        others: other calls of the same target, such as with cu_seqlens, which should compute the same.
         takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
         fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
             heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k.
@@ -101,6 +105,8 @@ class Subject:
     in_place: bool = False
     axes: int | None = None
     resize: Callable[[int, int], Subject | None] | None = None
+    given: Rope | None = None
+    others: tuple[Subject, ...] = ()
     takes: frozenset[str] = frozenset()
     fused: Callable[..., Results] | None = None
 
@@ -114,23 +120,11 @@ class Subject:
 
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
-        if self.layout == "thd":
-            return x[0]
-        axes = self._axes
-        native = x.permute(["bshd".index(axis) for axis in axes])
-        return native.flatten(0, 1) if self.layout == "hsd" else native
+        return to_layout(self.layout, x)
 
     def from_native(self, x: Tensor, rows: int = 1) -> Tensor:
         """Return a view `[batch, seq, heads, head_dim]` of x, which has the target's layout."""
-        if self.layout == "thd":
-            return x[None]
-        axes = self._axes
-        split = x.reshape(rows, -1, *x.shape[1:]) if self.layout == "hsd" else x
-        return split.permute([axes.index(axis) for axis in "bshd"])
-
-    @property
-    def _axes(self) -> str:
-        return "bhsd" if self.layout == "hsd" else self.layout
+        return from_layout(self.layout, x, rows)
 
     def call_native(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the target with these tensors, in its own layout, and not with copies.
@@ -141,11 +135,13 @@ class Subject:
         inputs = [x for x in (q, k if self.has_k else None) if x is not None]
         try:
             function, arguments = self.prepare(q, k if self.has_k else None, positions)
+            returned = memory.call(function, arguments) if self.fused is None else function(**arguments)
         except (CallError, KeyboardInterrupt):
             raise
         except BaseException as e:  # a function that computes tables may raise anything
             raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
-        returned = memory.call(function, arguments)
+        if self.in_place and self.fused is None:
+            returned = inputs
         results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         try:
             results = [_plain(x) for x in results[: len(inputs)]]
@@ -195,7 +191,37 @@ class Subject:
             return True
         if self.positions == "shared":
             return rows_are_equal
+        if self.positions == "offsets":
+            return consecutive
+        if self.positions in ("runs", "packed"):
+            starts = positions[0][run_starts(positions[0])]
+            return len(positions) == 1 and (self.positions == "runs" or not bool(starts.any()))
         return rows_are_equal and consecutive and (self.positions == "offset" or not bool(positions[0, 0]))
+
+
+def to_layout(layout: str, x: Tensor) -> Tensor:
+    """Return a view of x `[batch, seq, heads, head_dim]` in a layout."""
+    if layout == "thd":
+        return x[0]
+    native = x.permute(["bshd".index(axis) for axis in _axes(layout)])
+    return native.flatten(0, 1) if layout == "hsd" else native
+
+
+def from_layout(layout: str, x: Tensor, rows: int = 1) -> Tensor:
+    """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
+    if layout == "thd":
+        return x[None]
+    split = x.reshape(rows, -1, *x.shape[1:]) if layout == "hsd" else x
+    return split.permute([_axes(layout).index(axis) for axis in "bshd"])
+
+
+def _axes(layout: str) -> str:
+    return "bhsd" if layout == "hsd" else layout
+
+
+def run_starts(positions: Tensor) -> Tensor:
+    """Return the indices in positions `[seq]` at which they do not continue from the token before, int64 `[runs]`."""
+    return torch.cat((torch.ones(1, dtype=torch.bool), positions.diff() != 1)).nonzero().flatten()
 
 
 def _plain(x: Any) -> Tensor:
