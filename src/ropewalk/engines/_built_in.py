@@ -102,7 +102,8 @@ def read(table: str, config: ConfigRope) -> Reading:
     rope = ropes[chosen]
     notes = [f"It reads no config.json. The rope is the one built into its model {chosen.name}."]
     if not _same(rope, config.rope):
-        notes.append(f"That model has {_words(rope)}, and the config has {_words(config.rope)}.")
+        words = [_words(one, channels=rope.rotary_dim != config.rope.rotary_dim) for one in (rope, config.rope)]
+        notes.append(f"That model has {words[0]}, and the config has {words[1]}.")
     if others := [model.name for model in fitting if not _same(ropes[model], rope)]:
         notes.append(f"Of the same shape, but with other numbers: {', '.join(others)}.")
     section = (chosen.rope(config) or {}).get("scaling", {})
@@ -119,8 +120,9 @@ def _same(first: Rope, second: Rope) -> bool:
     )
 
 
-def _words(rope: Rope) -> str:
-    """Return the base and the scaling of a rope in a few words."""
+def _words(rope: Rope, *, channels: bool) -> str:
+    """Return the base and the scaling of a rope, and its `channels`, in a few words."""
     factor = getattr(rope.scaling, "factor", None)
     scaled = "no scaling" if rope.scaling is None else rope.scaling.rope_type
-    return f"the base {rope.base:g} and {scaled}{'' if factor is None else f' with factor {factor:g}'}"
+    first = f"{rope.rotary_dim} rotated channels, the base" if channels else "the base"
+    return f"{first} {rope.base:g} and {scaled}{'' if factor is None else f' with factor {factor:g}'}"
