@@ -189,14 +189,6 @@ def refuse_rope_head_dim(c: Reader) -> None:
         raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
 
 
-def refuse_git(c: Reader) -> None:
-    """Raise a RopeError for the captioning model GIT. The config of Grok 2 has its model_type, but another class."""
-    if c.get("architectures") != ["Grok1ForCausalLM"]:
-        must = "must name a model that a Rope describes"
-        fix = "git has no rotary positions: it has learned absolute positions. Only Grok 2, whose file also says git, "
-        raise c.error("model_type", must, "'git'", f"{fix}has a rope: its architectures are ['Grok1ForCausalLM'].")
-
-
 def qwen_length(c: Reader) -> int | None:
     """Return the trained length of Qwen 1: seq_length, or max_position_embeddings if the config has no seq_length."""
     return c.length("seq_length") or c.longest

@@ -314,21 +314,17 @@ REMOTE: dict[str, Architecture] = {
         more_keys=functions.add_internlm_rotary,
         **_IMPLIED_BASE,
     ),
-    # Grok 1 and 2. The config of Grok 2 has the model_type of another model.
-    **{
-        name: remote(
-            "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
-            partial=1.0,
-            partial_keys=(),
-            more_keys=functions.add_grok_scaling,
-            query_scale=functions.grok_query_scale,
-            fixed={"extrapolation_factor": (1.0, "another weight of the ramp")},
-            check=check,
-            own_config=True,
-            **_IMPLIED_BASE,
-        )
-        for name, check in (("grok-1", None), ("git", functions.refuse_git))
-    },
+    # Grok 1 and 2.
+    "grok-1": remote(
+        "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
+        partial=1.0,
+        partial_keys=(),
+        more_keys=functions.add_grok_scaling,
+        query_scale=functions.grok_query_scale,
+        fixed={"extrapolation_factor": (1.0, "another weight of the ramp")},
+        own_config=True,
+        **_IMPLIED_BASE,
+    ),
     "minimind": remote(
         "model/model.py and model/model_minimind.py of jingyaogong/minimind",
         pairing=functions.minimind_pairing,
