@@ -233,7 +233,7 @@ BUDGET = {
     "angles": 550,
     "attention": 4050,
     "configs": 6000,
-    "configs/tables": 1970,
+    "configs/tables": 1980,
     "engines": 1450,
     "integrations": 2350,
     "kernels": 1800,

@@ -306,6 +306,9 @@ def test_ling_2_5_has_the_model_type_of_ling_3() -> None:
     config = {**dict(recorded("sglang"))["bailing_moe_v2_5"]["config"], "model_type": "bailing_hybrid"}
     layers = from_config(config).layers
     assert [rope and (rope.rotary_dim, rope.pairing) for rope in layers] == [(8, "half"), (16, "interleaved")] * 2
+    after_last_group = from_config({**config, "num_hidden_layers": 5}).layers[4]
+    assert after_last_group is not None
+    assert after_last_group.pairing == "interleaved"
     assert from_config({**config, "architectures": ["BailingMoeV3ForCausalLM"]}).layers[0] is None
     with pytest.raises(RopeError, match="only its own code reads this model_type"):
         from_config(config).to_hf_config(version=5)

@@ -192,7 +192,7 @@ REMOTE: dict[str, Architecture] = {
         f"{_SGLANG}/bailing_moe_linear.py; models/modeling_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5",
         partial=0.5,
         kinds={_FULL: Kind(), _LINEAR: Kind(head_dim_key="head_dim", pairing="half")},
-        pattern=Every(5, _FULL, _LINEAR, key="layer_group_size"),
+        pattern=functions.bailing_kinds,
         own_config=True,
     ),
     # The layers differ.
