@@ -168,7 +168,7 @@ REMOTE: dict[str, Architecture] = {
     # Multi-head latent attention.
     "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
-    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py", more_keys=functions.rename_deepseek_yarn),
+    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py"),
     "gigachat3_5": _latent(
         f"{_SGLANG}/gigachat35.py",
         kinds={_FULL: Kind(), _LINEAR: None},
