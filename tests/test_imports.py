@@ -232,7 +232,7 @@ BUDGET = {
     "": 1250,
     "angles": 550,
     "attention": 4050,
-    "configs": 6000,
+    "configs": 5960,
     "configs/tables": 1980,
     "engines": 1450,
     "integrations": 2350,
