@@ -161,9 +161,10 @@ def test_only_the_named_functions_of_a_source_run() -> None:
 
 
 ENGINES = [f"rules_of_{name}" for name in ("transformers", "vllm", "sglang", "mlx_lm", "exllamav3")]
+TRAINERS = [f"models_of_{name}" for name in ("torchtitan", "torchtune", "maxtext")]
 
 
-@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", "torchtitan", *ENGINES])
+@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", "torchtitan", *ENGINES, *TRAINERS])
 def test_rows_of_a_package_bit_for_bit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     golden = record_golden.GOLDEN[name]
     if files.installed(golden.package) != json.loads((FOLDER / golden.path).read_text())["peer"]["version"]:

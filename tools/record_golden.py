@@ -38,6 +38,7 @@ from recording import (
     roundings,
     sources,
     towers,
+    trainers,
     transformers_models,
 )
 from recording.model import CannotRecordError
@@ -66,6 +67,7 @@ GOLDEN = {
         deployed.GOLDEN,
         commands.GOLDEN,
         roundings.GOLDEN,
+        *trainers.GOLDEN,
     )
 }
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import oracle
 from each import each
 from ropewalk import NTK, DynamicNTK, Rope, RopeError, from_config
-from ropewalk.configs.tables.not_in_transformers import REMOTE
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.tables import wrappers
+from ropewalk.schemes import Linear
 
 INTERNLM = {
     "model_type": "internlm",
@@ -150,7 +154,7 @@ def test_latent_attention_of_an_unknown_model() -> None:
     assert "read like that of DeepSeek-V3" in ropes.warnings[0]
 
 
-ENGINES = {"mlx_lm": 20, "sglang": 17, "vllm": 13}
+ENGINES = {"mlx_lm": 22, "sglang": 27, "vllm": 43}
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
@@ -165,7 +169,8 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
     """Layers without a rope that follow the last rope are not in the recordings of SGLang and vLLM."""
 
     def check(row: dict[str, Any]) -> None:
-        layers = from_config(row["config"], text_only=True).layers
+        several_axes = any("axis" in (group["rope"] or {}) for group in row["ropes"])
+        layers = from_config(row["config"], text_only=not several_axes).layers
         modules = 2 if row["model_type"] == "longcat_flash_ngram" else 1  # each layer has two attention modules
         assert layers[::modules] == layers[modules - 1 :: modules]
         expected = {index: group["rope"] for group in row["ropes"] for index in group["layers"]}
@@ -175,6 +180,7 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
                 assert rope is found
                 continue
             assert (rope.rotary_dim, rope.pairing) == (found["rotary_dim"], found["pairing"])
+            assert (None if rope.axes is None else [*rope.axes.axis]) == found.get("axis")
             rtol = 2**-24 * (4 + 8 + math.log(rope.base))  # measured angles, and a power in float32
             np.testing.assert_allclose(rope.inv_freq, found["inv_freq"], rtol=rtol)
             assert rope.attention_factor == pytest.approx(found["attention_factor"], rel=2e-7)
@@ -187,9 +193,32 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
 
 @pytest.mark.parametrize(("engine", "label"), [("mlx_lm", "mlx-lm 0"), ("sglang", "SGLang 0"), ("vllm", "vLLM 0")])
 def test_rows_that_name_an_engine_were_run_in_it(engine: str, label: str) -> None:
-    named = {name for name, row in REMOTE.items() if label in row.source and "read, not run" not in row.source}
+    named = {name for name, row in ARCHITECTURES.items() if label in row.source and not row.refusal}
     of_schemes = {"grok-1", "git", "telechat3", "talkie"}  # golden/deployed.json, in tests/schemes/test_deployed.py
-    assert named - of_schemes <= {name for name, _ in recorded(engine)}
+    rows = recorded(engine)
+    run = {name for name, _ in rows} | {from_config(row["config"]).model_type for _, row in rows}
+    assert named - of_schemes <= run
+
+
+def test_wrappers_outside_transformers_were_run() -> None:
+    assert {name for names in wrappers.REMOTE.values() for name in names.split()} <= {
+        name for engine in ENGINES for name, _ in recorded(engine)
+    }
+
+
+def test_ropes_are_those_of_the_models_own_code() -> None:
+    rows = [row for row in json.loads((GOLDEN / "deployed.json").read_text())["rows"] if "config" in row]
+    assert len(rows) == 5
+    for row in rows:
+        rope = from_config(row["config"]).rope
+        assert rope is not None
+        if "read_as" in row:
+            assert rope == Rope(row["read_as"]["head_size"], row["read_as"]["base"], "half")
+            assert row["read_as"]["rotary_dim"] == rope.head_dim
+            continue
+        q = torch.tensor(oracle.golden_q(row["params"]["shape"]))
+        rotated = rope.at(torch.arange(q.shape[-2]))(q, layout="bhsd")
+        np.testing.assert_allclose(rotated.flatten(), row["rotated"], atol=2e-6)
 
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 4096}
@@ -215,7 +244,7 @@ def test_keys_of_published_files() -> None:
 
 
 def test_models_that_contain_another() -> None:
-    """The keys are those of the config classes of vLLM 0.32.0 and SGLang 0.5.23 (read, not run, except kimi_vl)."""
+    """Text models whose keys are flat, or whose model_type is missing."""
     text = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 3e5}
     text["max_position_embeddings"] = 4096
     step = {**text, "head_dim": 32}
@@ -271,3 +300,22 @@ def test_plamo2_without_mamba() -> None:
     assert from_config(config).layers == (None, None, rope, None, None, None)
     assert from_config({**config, "num_hidden_layers": 2}).layers == (None, rope)
     assert from_config({**config, "mamba_enabled": False}).layers == (rope,) * 6
+
+
+def test_ling_2_5_has_the_model_type_of_ling_3() -> None:
+    config = {**dict(recorded("sglang"))["bailing_moe_v2_5"]["config"], "model_type": "bailing_hybrid"}
+    layers = from_config(config).layers
+    assert [rope and (rope.rotary_dim, rope.pairing) for rope in layers] == [(8, "half"), (16, "interleaved")] * 2
+    assert from_config({**config, "architectures": ["BailingMoeV3ForCausalLM"]}).layers[0] is None
+
+
+def test_ntk_of_gte() -> None:
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+    config = {"model_type": "new", **sizes, "rope_theta": 2e4, "position_embedding_type": "rope"}
+    scaling = {"type": "ntk", "factor": 8.0}
+    ropes = from_config({**config, "rope_scaling": scaling})
+    assert ropes.rope == Rope(64, 160_000.0, "half", scaling=Linear(8 ** (2 / 64)))
+    assert ropes.trained_length == 8192
+    with pytest.raises(RopeError, match=r"rope_scaling\.mixed_b must be a key"):
+        from_config({**config, "rope_scaling": {**scaling, "mixed_b": 0.5}})
+    assert from_config({**config, "position_embedding_type": "absolute"}).layers == (None,)

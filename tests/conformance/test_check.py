@@ -417,13 +417,16 @@ class TestExpected:
             ({"rope": Rope(64, 1e4, "half"), "base": 1e4}, "got rope and base."),
             ({"factor": 8.0, "download": True}, "got factor and download."),
             ({"config": LLAMA, "base": 5e5}, "rope_theta"),
-            ({"ignore": ["rope_kind"]}, "ignore must be one of 'not-rotated'"),
+            ({"ignore": ["rope_kind"]}, "ignore must be one of 'wrong-device'"),
             ({"config": LLAMA, "layer": 2}, "layer must be from 0 to 1, got 2"),
             ({"pairing": "both"}, "pairing must be"),
             ({"base": 1e4, "layer": 0}, "got layer and base."),
             ({"head_dim": 63}, "head_dim must be even, got 63"),
             ({"head_dim": 0}, "head_dim must be an integer of at least 2, got 0"),
-            ({"arguments": {"base": 1e4}}, "require a class, or a function that computes all tables, got base for a"),
+            (
+                {"arguments": {"flavour": 1}},
+                "must be parameters of the target, got flavour. Its parameters are: x, pos",
+            ),
         ],
     )
     def test_refused(self, given: dict[str, Any], message: str) -> None:
@@ -533,7 +536,7 @@ class TestIgnore:
         assert (report.verdict, report.codes) == ("wrong", ["rotates-backwards", "table-clamps"])
 
     def test_an_unknown_code(self) -> None:
-        with pytest.raises(RopeError, match=r"ignore must be one of 'not-rotated', .*Did you mean 'wrong-base'\?"):
+        with pytest.raises(RopeError, match=r"ignore must be one of 'wrong-device', .*Did you mean 'wrong-base'\?"):
             conformance.check(rotated, ignore=["wrong_base"])
 
 
@@ -549,6 +552,15 @@ class TestReport:
         said = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
+
+    def test_the_smallest_case(self) -> None:
+        report = conformance.Report("mine")
+        report.add("size-dependent", "The last head is not rotated.", "3 heads of 80 channels, 1 token")
+        report.add("wrong-base", "The base is 500 instead of 10000.")
+        first, second = report.to_dict()["findings"]
+        assert (first["case"], second["case"]) == (None, "3 heads of 80 channels, 1 token")
+        assert "    The last head is not rotated.\n    Smallest case: 3 heads of 80 channels, 1 token.\n" in str(report)
+        assert str(report).count("Smallest case") == 1
 
     def test_every_bug_has_a_fix(self) -> None:
         for code, bug in BUGS.items():
@@ -599,7 +611,7 @@ class TestAssert:
 
     def test_a_single_token_of_another_shape_fails(self) -> None:
         path = WRONG / "wrong_shape__one_token.py"
-        with pytest.raises(AssertionError, match=r"q of shape \(1, 1, 6, 64\) is returned with shape \(1, 6, 64\)"):
+        with pytest.raises(AssertionError, match=r"q of shape \(1, 1, 8, 64\) is returned with shape \(1, 8, 64\)"):
             conformance.assert_right(f"{path}:Rotary")
 
     def test_fixture(self, assert_rope: Callable[..., Any]) -> None:

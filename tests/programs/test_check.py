@@ -99,7 +99,7 @@ def test_an_ignored_finding_is_reported_and_not_counted() -> None:
     assert run(CAUTION, "--strict", "--ignore", "output-order").exit_code == 0
     ran = run(WRONG, "--ignore", "swapped")
     assert ran.exit_code == 2
-    assert "ignore must be one of 'not-rotated'" in ran.stderr
+    assert "ignore must be one of 'wrong-device'" in ran.stderr
 
 
 class TestAnotherProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -177,3 +178,10 @@ def test_only_the_demo_and_the_tests_need_mpmath() -> None:
         if re.search(r"(import|from|_module\(\")\s*mpmath", path.read_text("utf-8"))
     }
     assert importing == {"demo.py"}
+
+
+def test_demo_and_benchmark_need_no_package_of_another_extra():
+    """`pip install ".[demo]"` installs matplotlib and mpmath, and nothing that the lab or transformers need."""
+    blocked = ("safetensors", "filelock", "plotly", "huggingface_hub", "transformers", "tokenizers")
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import ropewalk.tools.demo, ropewalk.tools.bench"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -21,7 +21,7 @@ OTHERS = """
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
     glm_image_vqmodel glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
     inkling2 inkling_audio inkling_mm_model inkling_vision lfm3_vl
-    minicpmv4_7 minicpmv4_7_vision molmo2_adapter muse_glimmer
+    minicpmv4_7_vision molmo2_adapter muse_glimmer
     muse_spark muse_spark_audio
     nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc
     parakeet_encoder parakeet_rnnt parakeet_tdt pe_audio pe_audio_video pe_video pix2struct

@@ -42,6 +42,8 @@ class Engine:
         permutes: the model_types whose weights of q and k the engine permutes when it loads them. The pairing with
             which it rotates them says nothing about the original weights.
         runs: whether `layers` returns the ropes that a forward pass applies, and not only those that were built.
+        extra: keys that the engine requires in every object that holds a scaling.
+        described: whether the rules say what is applied in place of another scheme. Then rows leave it out.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Engine:
     always: dict[str, dict[str, Any]] = field(default_factory=dict)
     permutes: frozenset[str] = frozenset()
     runs: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    described: bool = False
 
     def ropes(self, config: dict[str, Any]) -> list[Rope | None]:
         """Return the rope of each layer, with the pairing "" if the engine permutes the weights."""
@@ -75,14 +79,24 @@ class Engine:
                 return {"model_type": name, "file": str(error), "borrowed": "transformers"}
             try:
                 filled, needs = self.fill(config)
-                reference = Reference(filled, self.always.get(name.partition("/")[0]))
+                reference = Reference(filled, self.always.get(name.partition("/")[0]), self.extra)
                 found = Trace(self, reference).row()
             except Exception as error:
                 errors.append(message(error))
                 continue
             needs += found.pop("needs", [])
+            if self.described:
+                found = _without_other(found)
             return {"model_type": name, "file": file, **({"needs": needs} if needs else {}), **found}
         raise CannotRecordError("; ".join(dict.fromkeys(errors)) or "there is no config")
+
+
+def _without_other(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the exceptions that another scheme is applied."""
+    kept = {cause: outcome for cause, outcome in row.get("others", {}).items() if outcome != OTHER}
+    own = {kind: _without_other(each) for kind, each in row.get("kinds", {}).items()}
+    rest = {key: value for key, value in row.items() if key not in ("others", "kinds")}
+    return {**rest, **({"others": kept} if kept else {}), **({"kinds": own} if own else {})}
 
 
 class AbsentError(Exception):
@@ -278,14 +292,17 @@ class Reference:
     Args:
         config: the config.
         always: keys about rotation without which no engine's file for this model can be built.
+        extra: keys that the engine requires in every object that holds a scaling.
     """
 
-    def __init__(self, config: dict[str, Any], always: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], always: dict[str, Any] | None = None, extra: dict[str, Any] | None = None
+    ) -> None:
         self.always = always or {}
         self.whole = copy.deepcopy(config)
         self.inside = next((key for key in TEXT if isinstance(config.get(key), dict)), "")
         text = self.text(self.whole)
-        self.extra = EXTRA.get(str(config["model_type"]), {})
+        self.extra = {**(extra or {}), **EXTRA.get(str(config["model_type"]), {})}
         text.update({key: value for key, value in self.always.items() if key in FRACTIONS})
         if "layer_rope_theta" in text:
             raise CannotRecordError("each layer has a base of its own")

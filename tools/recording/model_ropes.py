@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from . import exllamav3_models, files, llama_cpp_models, mlx_models, sglang_models, vllm_models
+from . import (
+    automodel_models,
+    exllamav3_models,
+    files,
+    llama_cpp_models,
+    megatron_models,
+    mlx_models,
+    sglang_models,
+    vllm_models,
+)
 from .model import CannotRecordError
 from .model_files import AbsentError, BorrowedError, Engine, Rope, message
 from .rotated import shortest
@@ -29,6 +38,7 @@ def layers(ropes: list[Rope | None]) -> list[dict[str, Any]]:
         kept = None if rope is None else {key: rope[key] for key in ("rotary_dim", "pairing")}
         if rope is not None and kept is not None:
             kept["inv_freq"] = shortest(torch.tensor(rope["inv_freq"], dtype=torch.float32))
+            kept |= {"axis": rope["axis"]} if "axis" in rope else {}
             kept["attention_factor"] = shortest(torch.tensor([rope["attention_factor"]], dtype=torch.float32))[0]
         same = next((each for each in found if each["rope"] == kept), None)
         if same is None:
@@ -66,14 +76,23 @@ def record_remote(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
     config = row["config"]
     name = config["model_type"]
     if engine is not mlx_models.ENGINE:
-        auto = importlib.import_module("transformers.models.auto.configuration_auto")
-        if name not in auto.CONFIG_MAPPING:
-            auto.AutoConfig.register(name, type("Remote", (PretrainedConfig,), {"model_type": name, "__init__": _fill}))
+        _register(name, config.get("auto_map", {}).get("AutoConfig", "Remote").rpartition(".")[2])
     return {"model_type": name, "file": engine.file(config), "config": config, "ropes": layers(engine.ropes(config))}
+
+
+def _register(name: str, cls: str = "Remote") -> Any:
+    """Return the class of the configs of a model_type: one without defaults if transformers does not know it."""
+    auto = importlib.import_module("transformers.models.auto.configuration_auto")
+    if name not in auto.CONFIG_MAPPING:
+        auto.AutoConfig.register(name, type(cls, (PretrainedConfig,), {"model_type": name, "__init__": _fill}))
+    return auto.CONFIG_MAPPING[name]
 
 
 def _fill(self: Any, **values: Any) -> None:
     """Build a config without defaults, with the base in `rope_parameters` as well, as in classes of transformers 5."""
+    for key, value in values.items():
+        if isinstance(value, dict) and "model_type" in value:
+            values[key] = _register(value["model_type"])(**value)
     if "rope_theta" in values and "rope_scaling" not in values:
         values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values["rope_theta"]})
     for key, value in values.items():  # the constructor of the base class reads some of them
@@ -118,7 +137,14 @@ def _llama_cpp(source: Path | None) -> Engine:
     return llama_cpp_models.engine(source)
 
 
-ENGINES = [mlx_models.ENGINE, sglang_models.ENGINE, vllm_models.ENGINE, exllamav3_models.ENGINE]
+ENGINES = [
+    mlx_models.ENGINE,
+    sglang_models.ENGINE,
+    vllm_models.ENGINE,
+    exllamav3_models.ENGINE,
+    megatron_models.ENGINE,
+    automodel_models.ENGINE,
+]
 GOLDEN = [
     *(
         golden

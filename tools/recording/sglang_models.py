@@ -99,6 +99,7 @@ class SGLang:
             "get_device": _Device,
             "get_pp_indices": lambda count, *_: (0, count),
             "get_rope_config": function(self.folder / _COMMON, "get_rope_config"),
+            "init_expert_location": "trivial",
             "is_first_rank": True,
             "is_last_rank": True,
             "make_layers": make_layers,
@@ -177,7 +178,8 @@ def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     """Build the model of a config, and return the rope that each layer builds."""
     engine = sglang()
     values = config_object(config, engine.configs)
-    with torch.device("meta"):
+    dtype = replaced(torch, "get_default_dtype", lambda: getattr(torch, config.get("torch_dtype", "float32")))
+    with torch.device("meta"), dtype:
         model = engine.classes[architecture(config, engine.classes)](config=values)
     named = {name: module for name, module in model.named_modules() if isinstance(module, Recorded)}
     return per_layer(named, lambda module: _measure(engine, module, tokens))
@@ -227,7 +229,16 @@ def measure(rotary: Any, module: Recorded, positions: torch.Tensor) -> Rope:
         if partners and partners[0] > i:
             angle = math.atan2(turned[partners[0]].item(), turned[i].item())
             pairs.append((i, partners[0], angle, start[i].item()))
-    return rope_of(pairs, channels)
+    rope = rope_of(pairs, channels)
+    if getattr(rotary, "mrope_section", None):
+        turned = [rotate(places, x.clone(), x.clone())[0].reshape(3, channels, channels)[1] for places in _one_axis()]
+        rope["axis"] = [next(axis for axis in range(3) if turned[axis][i, j]) for i, j, _, _ in pairs]
+    return rope
+
+
+def _one_axis() -> list[torch.Tensor]:
+    """Return the positions of three tokens, of which the second is at 1 on one of three axes and the others at 0."""
+    return [torch.eye(3, dtype=torch.long)[axis, :, None] * torch.tensor([0, 1, 0]) for axis in range(3)]
 
 
 def fill(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -33,14 +33,14 @@ def package_folder(name: str) -> str:
     return str(spec.submodule_search_locations[0])
 
 
-class _Nothing:
+class Nothing:
     """The value of a stub: false, zero and empty. A decorator that is a stub returns what it decorates."""
 
     __name__ = "nothing"
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         decorates = len(arguments) == 1 and not named and callable(arguments[0])
-        return arguments[0] if decorates and not isinstance(arguments[0], _Nothing | nn.Module) else self
+        return arguments[0] if decorates and not isinstance(arguments[0], Nothing | nn.Module) else self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -124,7 +124,7 @@ class _One(int):
         return 1
 
 
-class _Class(_Nothing):
+class _Class(Nothing):
     """The value of a name in CamelCase: a class whose objects are stubs."""
 
     def __call__(self, *_: Any, **named: Any) -> Any:
@@ -171,7 +171,7 @@ class Stub(nn.Module):
 
 CALLS: list[dict[str, Any]] = []
 """The named arguments of each stub that was built. Whoever reads them clears the list before."""
-_NOTHING = _Nothing()
+_NOTHING = Nothing()
 _CLASSES: dict[str, Any] = {}
 _VALUES: dict[str, Any] = {}
 

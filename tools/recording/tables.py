@@ -1,4 +1,4 @@
-"""The tables of model files that ropewalk ships, written from the golden files in engine_models/.
+"""The tables of models that ropewalk ships, written from the golden files in engine_models/ and trainers/.
 
 python tools/recording/tables.py           compare the tables with the golden files
 python tools/recording/tables.py --write   write them
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "engine_models"
+GOLDEN = ROOT / "tests" / "golden"
 PACKAGE = ROOT / "src" / "ropewalk" / "engines"
 _DEFAULTS = {"pairing": "", "how": "run"}
 _NAMES = {"how": "evidence"}
@@ -56,18 +56,41 @@ def table(golden: dict[str, Any]) -> dict[str, Any]:
     return {"version": version, "absent": list(absent), "models": models}
 
 
+_OF_ROPES = {
+    "head_dim": "head_dim",
+    "rotary_dim": "rotary_dim",
+    "base": "base",
+    "weights": "pairing",
+    "scaling": "scaling",
+}
+"""Maps the keys of a recorded rope to those of `_built_in.Model.ropes`."""
+
+
+def trainer_table(golden: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a trainer: its models with their shapes and the numbers of their ropes."""
+    models = {}
+    for row in golden["rows"]:
+        ropes = {
+            kind: {key: rope[recorded] for recorded, key in _OF_ROPES.items() if recorded in rope}
+            for kind, rope in row["ropes"].items()
+        }
+        models[row["case"]] = {**{key: value for key, value in row.items() if key != "case"}, "ropes": ropes}
+    return {"version": golden["peer"]["version"], "models": models}
+
+
 def text(values: dict[str, Any]) -> str:
     """Return a table as JSON with a line for each model."""
     models = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in values["models"].items())
-    absent = json.dumps(values["absent"])
-    return f'{{"version": {json.dumps(values["version"])},\n "absent": {absent},\n "models": {{\n{models}\n }}}}\n'
+    others = "".join(f'"{key}": {json.dumps(value)},\n ' for key, value in values.items() if key != "models")
+    return f'{{{others}"models": {{\n{models}\n }}}}\n'
 
 
 def main(arguments: list[str]) -> int:
     changed = False
-    for path in sorted(GOLDEN.glob("models_of_*.json")):
+    for path in sorted(GOLDEN.glob("*/models_of_*.json")):
         target = PACKAGE / f"{path.stem.removeprefix('models_of_')}.json"
-        written = text(table(json.loads(path.read_text())))
+        of = trainer_table if path.parent.name == "trainers" else table
+        written = text(of(json.loads(path.read_text())))
         if not target.exists() or target.read_text() != written:
             changed = True
             print(f"{target.relative_to(ROOT)} differs from {path.name}")

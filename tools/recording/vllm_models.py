@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from .engines import replaced
+from .model import CannotRecordError
 from .model_files import TOKENS, BorrowedError, Engine, Rope
 from .sglang_models import (
     Recorded,
@@ -30,7 +32,7 @@ from .sglang_models import (
 from .sglang_models import (
     architectures as architectures_of,
 )
-from .stubbed import Plain, Stub, package_folder, stubs
+from .stubbed import Nothing, Plain, Stub, package_folder, stubs
 
 _ROTARY = "model_executor.layers.rotary_embedding"
 _CONFIG = "transformers_utils/config.py"
@@ -44,9 +46,8 @@ class VLLM:
         self.folder = Path(package_folder("vllm"))
         self.stack = stack = ExitStack()  # never closed: the stubs stay until the process ends
         source = (self.folder / _CONFIG).read_text()
-        names: dict[str, Any] = {"math": math, "logger": SimpleNamespace(info=print, warning=lambda *_: None)}
+        names: dict[str, Any] = {"math": math, "logger": Nothing()}
         names |= {"PreTrainedConfig": object, "Any": Any, "ALLOWED_LAYER_TYPES": _layer_types()}
-        names["logger"].info = names["logger"].warning
         for name in _PATCHES:
             names[name] = function(self.folder / _CONFIG, name, names)
         self.patch = names["patch_rope_parameters"]
@@ -54,6 +55,8 @@ class VLLM:
             "CustomOp": Plain,
             "PluggableLayer": Plain,
             "extract_layer_index": lambda prefix, *_: int(next(each for each in prefix.split(".") if each.isdecimal())),
+            "get_2d_sincos_pos_embed": lambda *_, **__: np.zeros((1, 1)),
+            "get_act_fn": lambda *_, **__: Stub(),
             "get_pp_indices": lambda count, *_: (0, count),
             "get_video_pruning_spec": lambda: None,
             "initialize_model": self._text_model,
@@ -61,10 +64,13 @@ class VLLM:
             "is_last_rank": True,
             "getattr_iter": _getattr_iter,
             "is_rope_parameters_nested": names["is_rope_parameters_nested"],
+            "melscale_fbanks": lambda *_, **__: torch.zeros(1),
             "maybe_prefix": lambda *parts: ".".join(filter(None, parts)),
             "set_default_rope_theta": names["set_default_rope_theta"],
             "tie_weights": lambda *_: Stub(),
             "wrap_modules": list,
+            "static_forward_context": {},
+            "supports_kw": lambda *_, **__: True,
             "support_torch_compile": lambda *given, **_: given[0] if given else lambda decorated: decorated,
         }
         real = ("model_executor.models", "models", "transformers_utils.configs", _ROTARY)
@@ -73,7 +79,10 @@ class VLLM:
         self.get_rope = rotary.get_rope
         stack.enter_context(replaced(rotary, "get_rope", Recorded))
         self.registry, self.borrowed = self._registry()
+        names |= {"_CONFIG_ATTRS_MAPPING": ast.literal_eval(_value(source, "_CONFIG_ATTRS_MAPPING"))}
+        self.remap = function(self.folder / _CONFIG, "_maybe_remap_hf_config_attrs", names)
         self.configs = _own_configs(source)
+        self.updates = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP
 
     def _registry(self) -> tuple[dict[str, tuple[str, str]], set[str]]:
         """Return the module and the class of each architecture, and the architectures that transformers runs."""
@@ -84,7 +93,8 @@ class VLLM:
                 pairs = zip(node.value.keys, node.value.values, strict=True)
                 literal = {ast.literal_eval(k): ast.literal_eval(v) for k, v in pairs if isinstance(v, ast.Tuple)}
                 tables[ast.unparse(node.targets[0])] = literal
-        own = {**tables["_EMBEDDING_MODELS"], **tables["_MULTIMODAL_MODELS"], **tables["_TEXT_GENERATION_MODELS"]}
+        kinds = ("EMBEDDING", "LATE_INTERACTION", "MULTIMODAL", "TEXT_GENERATION")
+        own = {name: place for kind in kinds for name, place in tables[f"_{kind}_MODELS"].items()}
         return own, {*tables["_TRANSFORMERS_SUPPORTED_MODELS"]}
 
     def _text_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> Any:
@@ -105,17 +115,21 @@ def _layer_types() -> Any:
 def _own_configs(source: str) -> dict[str, Any]:
     """Return vLLM's own classes of configs by model_type."""
     classes = importlib.import_module("vllm.transformers_utils.configs")
+    pairs: dict[str, str] = {}
+    for keyword in _value(source, "_CONFIG_REGISTRY").keywords:
+        value = ast.literal_eval(keyword.value)
+        pairs |= {keyword.arg: value} if keyword.arg else value
+    found = {name: _optional(classes, cls) for name, cls in pairs.items()}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type)}
+
+
+def _value(source: str, name: str) -> Any:
+    """Return the expression that a module assigns to a name."""
     for node in ast.parse(source).body:
         target = getattr(node, "target", None) or next(iter(getattr(node, "targets", [])), None)
-        if target is not None and ast.unparse(target) == "_CONFIG_REGISTRY":
-            call: Any = node.value  # type: ignore[attr-defined]
-            pairs: dict[str, str] = {}
-            for keyword in call.keywords:
-                value = ast.literal_eval(keyword.value)
-                pairs |= {keyword.arg: value} if keyword.arg else value
-            found = {name: _optional(classes, cls) for name, cls in pairs.items()}
-            return {name: cls for name, cls in found.items() if isinstance(cls, type)}
-    return {}
+        if target is not None and ast.unparse(target) == name:
+            return node.value  # type: ignore[attr-defined]
+    raise CannotRecordError(f"{_CONFIG} has no {name}")
 
 
 def _optional(module: Any, name: str) -> Any:
@@ -145,14 +159,14 @@ def file(config: dict[str, Any]) -> str:
     return f"{module.removeprefix('vllm.')}" if module.startswith("vllm.") else f"model_executor/models/{module}.py"
 
 
-class _Settings(Stub):
-    """vLLM's configuration: the config of the model, and stubs."""
+class _Settings(Nothing):
+    """vLLM's configuration: the config of the model, and stubs. It is no module, since models store it early."""
 
     def __init__(self, config: Any, architecture: str = "") -> None:
-        super().__init__()
         text = config.get_text_config()
-        model = Stub()
+        model = Nothing()
         model.__dict__ |= {"hf_config": config, "hf_text_config": text, "dtype": torch.float32, "max_model_len": TOKENS}
+        model.__dict__ |= {"multimodal_config": Stub(), "get_multimodal_config": Stub, "enforce_eager": True}
         self.__dict__ |= {"model_config": model, "quant_config": None, "lora_config": None}
         self.__dict__ |= {"architecture": architecture, "device_config": SimpleNamespace(device="meta")}
 
@@ -164,12 +178,14 @@ class _Settings(Stub):
 def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     """Build the model of a config, and return the rope that each layer builds."""
     engine = vllm()
-    values = config_object(config, engine.configs)
+    values = engine.remap(config_object(config, engine.configs))
     for each in (values, values.get_text_config()):
         engine.patch(each)
+    name, settings = architecture(config, engine.registry), _Settings(values)
+    if name in engine.updates:
+        engine.updates[name].verify_and_update_model_config(settings.model_config)
     with torch.device("meta"):
-        cls = engine.model_class(architecture(config, engine.registry))
-        model = cls(vllm_config=_Settings(values), prefix="model")
+        model = engine.model_class(name)(vllm_config=settings, prefix="model")
     named = {name: module for name, module in model.named_modules() if isinstance(module, Recorded)}
     return per_layer(named, lambda module: _measure(engine, module, tokens))
 

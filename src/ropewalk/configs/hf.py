@@ -22,10 +22,10 @@ from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
 from ropewalk.configs.tables.no_rope import FOPE
-from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
+from ropewalk.configs.tables.wrappers import BY_CLASS, TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
-from ropewalk.rope.rope import Rope
+from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
@@ -162,7 +162,8 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
                 from ropewalk.schemes.reversed import Reversed
 
                 scheme = Reversed(cast(Any, scheme))
-            rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
+            own = cast(Pairing, kind.pairing or pairing)
+            rope = Rope(head_dim, base, own, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes)
         ropes[name] = rope
         schemes += [] if scheme is None else [scheme]
         extra_ropes.update(row.extra_ropes(c, name, rope))
@@ -288,7 +289,8 @@ def _find_row(c: Reader) -> Architecture:
     if not isinstance(model_type, str):
         fix = "Pass a model's config.json as transformers writes it; other programs use other keys."
         raise c.error("model_type", "must be a string", shown(model_type), fix)
-    row = ARCHITECTURES.get(model_type)
+    named, older = BY_CLASS.get(model_type, (None, ""))
+    row = ARCHITECTURES.get(older if older and c.get("architectures") == named else model_type)
     if row is not None:
         return row
     if c.passed_pairing is not None:

@@ -33,6 +33,7 @@ class Kind:
         heads_key: the same for the number of heads, in a model without a key of the head size.
         dim_key: the same for the number of channels that rotate, in GGUF files.
         section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
+        pairing: the pairing of this kind, if it is not that of the model; "" otherwise.
     """
 
     bases: tuple[str, ...] = ("rope_theta",)
@@ -42,6 +43,7 @@ class Kind:
     heads_key: str = ""
     dim_key: str = ""
     section: str = ""
+    pairing: str = ""
 
 
 class Pattern(Protocol):

@@ -20,15 +20,18 @@ from ropewalk.engines._override import Flags as Flags
 from ropewalk.engines._override import spellings as spellings
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP
+from ropewalk.engines.maxtext import MAXTEXT
 from ropewalk.engines.mlx_lm import MLX_LM
 from ropewalk.engines.sglang import SGLANG
+from ropewalk.engines.torchtitan import TORCHTITAN
+from ropewalk.engines.torchtune import TORCHTUNE
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.engines.vllm import VLLM
 
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
 
-TRAINERS: dict[str, Engine] = {}
+TRAINERS = {engine.name.lower(): engine for engine in (TORCHTITAN, TORCHTUNE, MAXTEXT)}
 """The trainers, by their names in lower case. They are compared only if they are named."""
 
 

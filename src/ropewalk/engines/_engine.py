@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ropewalk._checks import RopeError
-from ropewalk.engines import _model_files
+from ropewalk.engines import _built_in, _model_files
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
 from ropewalk.engines._override import Flags, Override
@@ -70,6 +70,7 @@ class Rounding:
         table: the dtype of cos and sin when channels are multiplied by them.
         rotation: the dtype in which channels are multiplied and added. "the model's" rounds each product and the sum,
             and any other dtype rounds once at the end, to the dtype of the model.
+        is_complex: whether a table of complex numbers is multiplied by complex channels, which has other last bits.
         factor: what the attention factor multiplies, and in which dtype.
         notes: what else is rounded, in whole sentences.
         source: the files from which this was taken.
@@ -82,6 +83,7 @@ class Rounding:
     angle: Dtype = "float32"
     table: Dtype = "the model's"
     rotation: Dtype = "the model's"
+    is_complex: bool = False
     factor: str = "cos and sin in float32"
     notes: str = ""
     source: str = ""
@@ -168,6 +170,7 @@ class Engine:
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
+        built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
     """
 
     name: str
@@ -180,14 +183,16 @@ class Engine:
     override: Override | Flags | None = None
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
+    built_in: bool = False
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
         """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
-        return _model_files.kind_of_layer(self.files, config, layer)
+        return config.kind if self.built_in else _model_files.kind_of_layer(self.files, config, layer)
 
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
-        found = _model_files.read(self.files, config)
+        read = _built_in.read if self.built_in else _model_files.read
+        found = read(self.files, config)
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
         if found.config is None:
             return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)

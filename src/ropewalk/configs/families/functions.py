@@ -320,6 +320,22 @@ def rename_deepseek_yarn(_: Reader, rope_keys: dict[str, ConfigValue]) -> None:
         rope_keys["rope_type"] = ConfigValue("yarn", named.where)
 
 
+def add_gte_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Replace the NTK scaling of gte, by a factor s, by the same as linear scaling.
+
+    Its base is multiplied by s, and its positions are divided by s^(2 / d) in heads of d channels.
+    """
+    named, base, entry = (rope_keys.get(key) for key in ("rope_type", "rope_theta", "factor"))
+    if named is None or named.value != "ntk" or base is None or entry is None:
+        return
+    factor = number(c.source, entry.where, entry.value, at_least=1.0)
+    width = c.head_width(("hidden_size",), ("num_attention_heads",), "head_dim")
+    larger = factor * c.check_base(base.where, base.value)
+    rope_keys["rope_type"] = ConfigValue("linear", named.where)
+    rope_keys["rope_theta"] = ConfigValue(larger, f"{base.where} · {entry.where}")
+    rope_keys["factor"] = ConfigValue(factor ** (2 / width), entry.where)
+
+
 # the factor of q
 
 

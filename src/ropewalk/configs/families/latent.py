@@ -22,7 +22,8 @@ from ropewalk.schemes import Scaling
 class Latent(Architecture):
     """The `Architecture` of a model with MLA.
 
-    A head has qk_nope_head_dim unrotated channels, and then qk_rope_head_dim rotated channels.
+    A head has qk_nope_head_dim unrotated channels, and then qk_rope_head_dim rotated channels. A kind of layer with a
+    key of its own for the head size has no MLA.
 
     Args:
         indexer: the pairing of the indexer, a second attention in each layer (DeepSeek-V3.2); None if there is none.
@@ -45,6 +46,8 @@ class Latent(Architecture):
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
+        if kind.head_dim_key:
+            return super().shape(c, name, kind, rope_keys, scheme, layers)
         c.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
         c.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
         prefix = "" if c.has("per_layer_config") else self.prefixes.get(name, "")

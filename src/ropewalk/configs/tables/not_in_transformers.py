@@ -69,17 +69,21 @@ REMOTE: dict[str, Architecture] = {
             ("sdar", f"{_SGLANG}/sdar.py"),
             ("sdar_moe", f"{_SGLANG}/sdar_moe.py"),
             ("solar", f"{_VLLM}/solar.py"),
-            ("dots_ocr", f"{_SGLANG}/dots_ocr.py: Qwen 2 with flat keys (read, not run)"),
-            ("minicpmo", f"{_VLLM}/minicpmo.py: Qwen 2 or 3 with flat keys (read, not run)"),
+            ("dots_ocr", f"{_SGLANG}/dots_ocr.py: Qwen 2 with flat keys"),
+            ("minicpmo", f"{_VLLM}/minicpmo.py: Qwen 2 or 3 with flat keys"),
             ("molmo", f"{_VLLM}/molmo.py"),
-            ("PanguEmbedded", f"{_VLLM}/openpangu.py (read, not run)"),
-            ("bidir_mistral", "modeling_nvembed.py of NV-Embed-v2: Mistral without a causal mask (read, not run)"),
-            ("Dream", "dream/model/modeling_dream.py of NVlabs/Fast-dLLM at 6a3fe3242 (read, not run)"),
+            ("PanguEmbedded", f"{_VLLM}/openpangu.py"),
+            ("bidir_mistral", "modeling_nvembed.py of NV-Embed-v2: Mistral without a causal mask"),
+            ("Dream", "dream/model/modeling_dream.py of NVlabs/Fast-dLLM at 24cc59e75"),
+            ("arctic", "vLLM model_executor/models/arctic.py of Snowflake-Labs/vllm at fd47e57f4"),
+            # The name of the class in the files of GroveMoE is not stored with its code, so both spellings are rows.
+            ("grovemoe", "SGLang srt/models/grovemoe.py of inclusionAI/GroveMoE at 0b37d9496"),
+            ("grove_moe", "SGLang srt/models/grovemoe.py of inclusionAI/GroveMoE at 0b37d9496"),
         )
     },
     "exaone": remote(f"{_MLX}/exaone.py; {_VLLM}/exaone.py", layers=("num_layers", "num_hidden_layers")),
     "k2_horizon": remote(f"{_VLLM}/k2_horizon.py", check=functions.refuse_rope_head_dim),
-    "xllm": remote(f"{_SGLANG}/xllm.py (read, not run)", check=functions.refuse_rope_head_dim),
+    "xllm": remote(f"{_SGLANG}/xllm.py", check=functions.refuse_rope_head_dim),
     "TeleFLM": remote(f"{_VLLM}/teleflm.py", **_IMPLIED_BASE),
     "step3_text": remote(f"{_VLLM}/step3_text.py", head_dim_divides=False),
     "plamo": remote(f"{_MLX}/plamo.py", **_IMPLIED_BASE),
@@ -99,7 +103,7 @@ REMOTE: dict[str, Architecture] = {
         keys_without_effect={"rope_max_length": "it is the length of a table"},
     ),
     "llada": remote(
-        "llada/model/modeling_llada.py of hills-code/Fast-dLLM at c26b88fe7 (read, not run)",
+        "llada/model/modeling_llada.py of NVlabs/Fast-dLLM at 24cc59e75",
         head_dim_keys=(),
         hidden=("d_model",),
         heads=("n_heads",),
@@ -113,7 +117,33 @@ REMOTE: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=("rope_embedding_base",), implied_base=1_000_000.0)},
         fixed={"rope_position_scale": (1.0, "divided positions"), "rope_scaling": (None, "its own LongRoPE")},
     ),
+    # gte of Alibaba and Jina Embeddings 3, before transformers had them.
+    "new": remote(
+        f"{_VLLM}/bert_with_rope.py and config.py",
+        switch=("position_embedding_type", ("rope",)),
+        more_keys=functions.add_gte_scaling,
+        trained_length=lambda c: c.longest,
+        own_config=True,
+    ),
+    "xlm-roberta-flash": remote(
+        f"{_VLLM}/bert_with_rope.py and config.py",
+        switch=("position_embedding_type", ("rotary",)),
+        dim_key="rotary_emb_dim",
+        partial=1.0,
+        kinds={ALL: Kind(bases=("rotary_emb_base",), implied_base=10_000.0)},
+    ),
     # Some of the channels of each head rotate.
+    "moondream3_text": remote(
+        f"{_VLLM}/moondream3.py: 32 channels rotate",
+        head_dim_keys=(),
+        hidden=("dim",),
+        heads=("n_heads",),
+        layers=("n_layers",),
+        partial=0.5,
+        more_keys=lambda c, keys: c.add(
+            keys, "partial_rotary_factor", 32 / c.head_width(("dim",), ("n_heads",), "head_dim"), "32 channels"
+        ),
+    ),
     "phi-msft": remote(
         f"{_MLX}/phixtral.py",
         head_dim_keys=(),
@@ -136,7 +166,7 @@ REMOTE: dict[str, Architecture] = {
     "bailing_moe_linear": remote(f"{_MLX}/bailing_moe_linear.py", partial=1.0),
     "param2moe": remote(f"{_VLLM}/param2moe.py", partial=1.0),
     # Multi-head latent attention.
-    "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys (read, not run)"),
+    "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
     "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py", more_keys=functions.rename_deepseek_yarn),
     "gigachat3_5": _latent(
@@ -155,6 +185,15 @@ REMOTE: dict[str, Architecture] = {
         kinds={_FULL: Kind(), _LINEAR: None},
         pattern=functions.bailing_kinds,
         keys_without_effect={"partial_rotary_factor": "qk_rope_head_dim channels rotate"},
+    ),
+    "nemotron_h_puzzle": remote(f"{_VLLM}/nemotron_h.py", kinds={ALL: None}, layers=functions.nemotron_h_layers),
+    # Ling 2.5 and 2.6, Ring 2.5: layers with linear attention rotate some channels in the other pairing.
+    "bailing_moe_v2_5": _latent(
+        f"{_SGLANG}/bailing_moe_linear.py; models/modeling_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5",
+        partial=0.5,
+        kinds={_FULL: Kind(), _LINEAR: Kind(head_dim_key="head_dim", pairing="half")},
+        pattern=Every(5, _FULL, _LINEAR, key="layer_group_size"),
+        own_config=True,
     ),
     # The layers differ.
     "baichuan_m1": remote(

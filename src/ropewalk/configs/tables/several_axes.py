@@ -11,7 +11,7 @@ from ropewalk.configs.layers import Every, Kind
 from ropewalk.configs.rows import latent, remote, several_axes
 from ropewalk.rope.axes import Axes
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _QWEN2_VL = AxesRule((16, 24, 24))
 _QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True)
 _QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
@@ -28,6 +28,13 @@ _HUNYUAN = AxesRule(
     warning="transformers 5.23 uses positions of different axes for the two channels of a pair, which is a rotation "
     "for text only. These axes are those of vLLM, where each pair has one axis.",
 )
+
+
+def _qwen3_5(folder: str) -> Architecture:
+    """Build the `Architecture` of a model with the layers of Qwen 3.5."""
+    kinds, pattern = {_FULL: Kind(), _LINEAR: None}, Every(4, _FULL, _LINEAR, key="full_attention_interval")
+    return several_axes(folder, _QWEN3_5, fraction=0.25, head_dim_divides=False, kinds=kinds, pattern=pattern)
+
 
 SEVERAL_AXES: dict[str, Architecture] = {
     "cohere_compass_text": several_axes(
@@ -54,8 +61,8 @@ SEVERAL_AXES: dict[str, Architecture] = {
     "bailing_moe_v3_vl_text": replace(
         latent(
             "bailing_hybrid",
-            kinds={_FULL: Kind(), "linear_attention": None},
-            pattern=Every(6, _FULL, "linear_attention", key="layer_group_size"),
+            kinds={_FULL: Kind(), _LINEAR: None},
+            pattern=Every(6, _FULL, _LINEAR, key="layer_group_size"),
             more_keys=functions.add_sections,
             axes=_BAILING,
             own_config=True,
@@ -63,6 +70,15 @@ SEVERAL_AXES: dict[str, Architecture] = {
         source="vLLM 0.32 layers/rotary_embedding/bailing_mrope.py and models/bailing_moe_v3.py",
         in_transformers=False,
     ),
+    "interns2_mobius_text": replace(
+        _qwen3_5("qwen3_5_moe"), source="vLLM 0.32 models/interns2_mobius.py", in_transformers=False
+    ),
+    # Qwen 3 with positions of its own: half of the pairs are of time.
+    "isaac_text": remote("vLLM 0.32 models/isaac.py", axes=AxesRule((32, 16, 16)), own_config=True),
+    **{
+        name: remote(f"vLLM 0.32 models/{file}.py: Qwen 3 with flat keys", axes=AxesRule(None))
+        for name, file in (("KeyeVL", "keye"), ("KeyeVL1_5", "keye_vl1_5"))
+    },
     "openpangu_vl_text": remote(
         "vLLM 0.32 layers/rotary_embedding/mrope_interleaved.py and models/openpangu.py",
         axes=_OPENPANGU,
@@ -78,19 +94,9 @@ SEVERAL_AXES: dict[str, Architecture] = {
         fraction=1.0,
         flat=True,
         head_dim_divides=False,
-        kinds={"indexed_attention": Kind(), _FULL: Kind(), "linear_attention": None},
-        pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
+        kinds={"indexed_attention": Kind(), _FULL: Kind(), _LINEAR: None},
+        pattern=Every(4, "indexed_attention", _LINEAR, key="full_attention_interval"),
     ),
-    **{
-        f"{name}_text": several_axes(
-            name,
-            _QWEN3_5,
-            fraction=0.25,
-            head_dim_divides=False,
-            kinds={_FULL: Kind(), "linear_attention": None},
-            pattern=Every(4, _FULL, "linear_attention", key="full_attention_interval"),
-        )
-        for name in ("qwen3_5", "qwen3_5_moe")
-    },
+    **{f"{name}_text": _qwen3_5(name) for name in ("qwen3_5", "qwen3_5_moe")},
 }
 """Maps a model_type to its row."""

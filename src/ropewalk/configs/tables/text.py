@@ -15,7 +15,7 @@ from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, Layer
 from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partial_rotation, row, source
 
 _FRACTION_INSTEAD = "transformers uses partial_rotary_factor instead"
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _SPARSE = "full_attention", "sliding_attention", "compressed_sparse_attention"
 # Gemma 3: full layers have a large base and the scaling. Sliding layers have a base of their own and no scaling.
 _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
@@ -34,12 +34,10 @@ _DEEPSEEK_V4 = DeepSeekV4(
     rotates_values=True,
     kinds={
         _SLIDING: Kind(scaled=False, section="main"),
-        "compressed_sparse_attention": COMPRESSED,
+        _SPARSE: COMPRESSED,
         "heavily_compressed_attention": COMPRESSED,
     },
-    pattern=LayerCodes(
-        "compress_ratios", {0: _SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-    ),
+    pattern=LayerCodes("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: "heavily_compressed_attention"}),
 )
 
 TEXT: dict[str, Architecture] = {
@@ -374,6 +372,12 @@ TEXT: dict[str, Architecture] = {
     ),
     # Several steps differ.
     "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v41_text": replace(
+        _DEEPSEEK_V4,
+        source="mlx-lm 0.32.2 models/deepseek_v41.py",
+        pattern=LayerCodes("compress_ratios", {0: _SLIDING, 1: _SPARSE, 2: _SPARSE}),
+        in_transformers=False,
+    ),
     # The configs of SGLang's copies, which omit keys that equal the defaults of the class in transformers.
     "deepseek_ref": replace(
         _DEEPSEEK_V4,

@@ -11,21 +11,23 @@ _WITH_TEXT_CONFIG = (
     "deepseek_vl_hybrid diffusion_gemma dots3_note embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fuyu "
     "gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr got_ocr2 "
     "granite4_vision granite_docling granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 "
-    "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video "
-    "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo nemo_speechlm ovis2 "
+    "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision "
+    "minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo nemo_speechlm ovis2 "
     "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_5_omni_thinker qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr "
     "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm step3p7 t5gemma2_encoder "
     "unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
 )
-# Models whose code is not in transformers: maps the key of the text model to their model_types.
-_REMOTE = {
-    "text_config": "colqwen3 funaudiochat intern_s2_preview jet_vlm kimi_k3 kimi_vl locateanything midashenglm "
-    "moss_transcribe_diarize opencua openvla ops_colqwen3 qwen3_vl_nemotron_embed step3_vl ultravox",
+REMOTE = {
+    "text_config": "colqwen3 funaudiochat intern_s2_preview interns2_mobius isaac jet_vlm kimi_k3 kimi_vl "
+    "locateanything midashenglm moss_transcribe_diarize opencua openvla ops_colqwen3 qwen3_vl_nemotron_embed step3_vl "
+    "ultravox deepseek_v41",
     "llm_config": "NVLM_D bagel h2ovl_chat ovis ovis2_5 pointsv1.5_chat skywork_chat",
 }
+"""Maps the key of the text model to the model_types of models whose code is not in transformers."""
+
 WRAPPERS: dict[str, str] = {
     **dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config"),
-    **{name: key for key, names in _REMOTE.items() for name in names.split()},
+    **{name: key for key, names in REMOTE.items() for name in names.split()},
     "deepseek_vl_v2": "language_config",
     "infimm-zephyr": "language",
     "qwen2_5_omni": "thinker_config",
@@ -38,6 +40,7 @@ WRAPPERS: dict[str, str] = {
     "bailing_moe_v3_vl": "text_config",
     "openpangu_vl": "text_config",
     "lasr_ctc": "encoder_config",
+    "moondream3": "config.text",
     "nemotron3_5_transcribe_audio": "asr_config",
     "nemotron3_diarization": "audio_config",
     "pi0": "vlm_config",
@@ -67,7 +70,14 @@ TOWER_KEYS = ("vision_config", "thinker_config", "backbone_config")
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
 # Models whose files may have the keys of the text model at the top level: maps them to the model_type to read.
-FLAT_AS = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
+FLAT_AS = {
+    "llava": "llama",
+    "fuyu": "persimmon",
+    "step3p7": "step3p5",
+    "hunyuan_vl": "hunyuan_vl_text",
+    "isaac": "isaac_text",
+    "openpangu_vl": "openpangu_vl_text",
+}
 # Models whose published files have the keys of the text model at the top level, while files written by transformers 5
 # nest them: maps them to the key of the nested config.
 FLAT_OR_NESTED = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
@@ -78,13 +88,20 @@ MISSING_MODEL_TYPES = {
     "jet_vlm": "jet_nemotron",
     "kimi_k3": "kimi_linear",
     "locateanything": "qwen2",
+    "moondream3": "moondream3_text",
     "openvla": "llama",
     "pointsv1.5_chat": "qwen2",
     "step3_vl": "step3_text",
 }
 # Models whose text model is not as its model_type says: maps them to the model_type to read, and to the keys beside the
 # text model that concern it.
-TEXT_AS = {"bailing_moe_v3_vl": ("bailing_moe_v3_vl_text", ("mrope_section",))}
+TEXT_AS = {
+    "bailing_moe_v3_vl": ("bailing_moe_v3_vl_text", ("mrope_section",)),
+    "deepseek_v41": ("deepseek_v41_text", ()),
+    "isaac": ("isaac_text", ()),
+}
+# Model_types of two models: maps them to the classes that name the older one, and to the model_type to read then.
+BY_CLASS = {"bailing_hybrid": (["BailingMoeV2_5ForCausalLM"], "bailing_moe_v2_5")}
 
 DEFAULT_KEYS = (
     "hidden_size",

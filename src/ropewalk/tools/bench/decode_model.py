@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import ropewalk
 from ropewalk.tools.bench.decode_caches import DYNAMIC, KV, PAGED, Fill, Geometry
-from ropewalk.tools.lab.model import Block, LanguageModel, Size
+
+if TYPE_CHECKING:
+    from ropewalk.tools.lab.model import LanguageModel
 
 Step = Callable[[Tensor], Tensor]
 """One decode step, from tokens `[batch, 1]` to logits `[batch, vocabulary]`."""
@@ -19,6 +21,8 @@ Step = Callable[[Tensor], Tensor]
 def build_models(size: Geometry, dtype: torch.dtype) -> tuple[LanguageModel, Any]:
     """Build ropewalk's model and transformers' Qwen 3 with the same seeded weights."""
     import transformers
+
+    from ropewalk.tools.lab.model import Block, LanguageModel, Size  # needs the packages of the lab
 
     config = size.config()
     with torch.random.fork_rng(devices=[]):

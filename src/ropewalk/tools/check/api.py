@@ -11,10 +11,12 @@ import torch
 from ropewalk import Rope, _checks
 from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
-from ropewalk.tools.check.find import calls
+from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
-from ropewalk.tools.check.find.subject import LAYOUTS, CallError
+from ropewalk.tools.check.find.memory import Memory
+from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Subject
 from ropewalk.tools.check.measure import steps
+from ropewalk.tools.check.measure.baseline import TOKENS, usual
 from ropewalk.tools.check.report import Report
 
 
@@ -34,6 +36,7 @@ def check(
     arguments: Mapping[str, Any] | None = None,
     ignore: Collection[str] = (),
     compiled: bool = False,
+    device: str | torch.device = "cpu",
 ) -> Report:
     """Check what an implementation of rotary embeddings computes, and name its bugs.
 
@@ -62,6 +65,8 @@ def check(
         ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
             name is a key of the config, as for `from_config`.
         compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
+        device: the device on which the target runs, such as "cuda": its arguments are moved there, and its results to
+            the CPU, where they are measured. Modules are moved as well.
 
     Returns:
         A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. `str(report)` is the report as text.
@@ -76,6 +81,7 @@ def check(
     keys = [name for name in ignore if name not in codes]
     for code in codes:
         _checks.choice("check", "ignore", code, BUGS)
+    used = Memory(memory.find_device(device))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -104,7 +110,7 @@ def check(
             report = Report(loaded.name, ignored=frozenset(codes))
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
-            with torch.no_grad():
+            with torch.no_grad(), used.used():
                 _run(loaded, expectation, report, call, layout, compiled)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
@@ -124,18 +130,49 @@ def _run(
 ) -> None:
     """Find the call of a loaded target, and run all steps. The caller may slice out the channels that it rotates."""
     try:
-        subject = calls.find(target, expectation, call, layout)
+        subject, expectation = _find(target, expectation, report, call, layout)
     except _checks.RopeError:
-        if (sliced := expected.for_slice(expectation)) is None:
+        if (says := _stays_on_the_cpu(target, expectation, report, call, layout)) is None:
             raise
-        expectation = sliced
-        subject = calls.find(target, expectation, call, layout)
-        report.found["head"] = "only the rotated channels, which the caller slices out"
+        report.add("wrong-device", says)
+        return
     try:
         steps.run(subject, expectation, report, compiled=compiled)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
         raise _checks.error_from(f"check: {target.name} accepts one call but fails in another", e, fix) from e
+
+
+def _find(
+    target: targets.Target, expectation: expected.Expected, report: Report, call: str | None, layout: str | None
+) -> tuple[Subject, expected.Expected]:
+    """Find the call of a target, and return it with what to expect: of the whole head, or of its rotated channels."""
+    try:
+        return calls.find(target, expectation, call, layout), expectation
+    except _checks.RopeError:
+        if (sliced := expected.for_slice(expectation)) is None:
+            raise
+        subject = calls.find(target, sliced, call, layout)
+        report.found["head"] = "only the rotated channels, which the caller slices out"
+        return subject, sliced
+
+
+def _stays_on_the_cpu(
+    target: targets.Target, expectation: expected.Expected, report: Report, call: str | None, layout: str | None
+) -> str | None:
+    """Return what a call raises that works on the CPU, if the reason is a tensor that stays there. Otherwise None."""
+    used = memory.current()
+    if used.device.type == "cpu":
+        return None
+    try:
+        with Memory().used():
+            subject, _ = _find(target, expectation, report, call, layout)
+        if subject.module is not None:
+            subject.module.to(used.device)
+        subject(*usual(subject).tensors(), torch.arange(TOKENS)[None])
+    except (_checks.RopeError, CallError) as e:
+        return f"On {used.device}: {e}." if getattr(e, "code", None) == "wrong-device" else None
+    return None
 
 
 def assert_right(target: Any, **options: Any) -> Report:

@@ -28,6 +28,22 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {
+    "wrong-device": Bug(
+        "a tensor stays on the CPU although the input is on another device",
+        "Create tensors on the device of the input (device=x.device), and keep tables in buffers.",
+    ),
+    "not-repeatable": Bug(
+        "the same call gives other bits",
+        "Let no two threads write the same element, and read no element before it is written.",
+    ),
+    "output-not-written": Bug(
+        "elements of a result are never written",
+        "Let the kernel cover all tokens, heads and channels, or copy the input to the output first.",
+    ),
+    "memory-overwritten": Bug(
+        "memory next to a tensor of the call is overwritten",
+        "Mask every store by the numbers of tokens, heads and channels, and use the strides of its tensor.",
+    ),
     "not-rotated": Bug("nothing is rotated", "Return the rotated tensors instead of the inputs."),
     "heads-taken-for-tokens": Bug(
         "the angles vary along the heads instead of along the tokens",
@@ -39,6 +55,14 @@ BUGS: dict[str, Bug] = {
     ),
     "heads-differ": Bug("some heads are rotated differently", "Rotate all heads of a token by the same angles."),
     "query-and-key-crossed": Bug("q and k are returned in the wrong order", "Swap the two results."),
+    "wrong-norm": Bug(
+        "the norm of q or k is wrong",
+        "Divide each head by the root of its mean square, multiply by the weight of q or k, and rotate after that.",
+    ),
+    "segments-ignored": Bug(
+        "positions do not restart where cu_seqlens starts a sequence",
+        "Count the positions of a token from the start of its sequence.",
+    ),
     "key-not-rotated": Bug("k is not rotated", "Rotate k by the same angles as q."),
     "not-a-rotation": Bug(
         "pairs are changed but not rotated",
@@ -71,6 +95,23 @@ BUGS: dict[str, Bug] = {
     "base-ignored": Bug(
         "a second object ignores the base that was passed to it",
         "Make the base part of the key under which tables are cached.",
+    ),
+    "axis-ignored": Bug(
+        "an axis of the positions has no effect", "Read the position of each pair on the axis of its section."
+    ),
+    "axes-exchanged": Bug(
+        "two axes of the positions are exchanged", "Keep the order of the axes: time, height, width."
+    ),
+    "sections-permuted": Bug(
+        "the sections are in another order", "Give the first pairs to the first section, and so on, as in the config."
+    ),
+    "section-layout": Bug(
+        "the sections are contiguous where they should be interleaved, or the reverse",
+        "Read from the config whether the sections are interleaved.",
+    ),
+    "axis-frequencies": Bug(
+        "the pairs of an axis have the frequencies of others",
+        "Number the pairs once over all axes, or again for each axis, as the model does.",
     ),
     "positions-off-by-one": Bug(
         "positions are off by one or more", "Start at 0: the first token has position 0 and is not rotated."
@@ -139,6 +180,10 @@ BUGS: dict[str, Bug] = {
     "wrong-far-positions": Bug(
         "tokens at large positions have wrong angles", "Compare the angles there with position times inv_freq."
     ),
+    "size-dependent": Bug(
+        "right at the usual sizes, wrong at others",
+        "Look for a size that is rounded up to a power of two, divided by a block, assumed, or that of another tensor.",
+    ),
     "grouped-heads": Bug(
         "k is wrong if it has fewer heads than q", "Rotate every head of k, and keep the number of heads."
     ),
@@ -149,7 +194,21 @@ BUGS: dict[str, Bug] = {
         "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
     ),
     "positions-changed": Bug("the positions that are passed are overwritten", "Work on a copy of positions."),
+    "value-changed": Bug("v is changed", "Rotate q and k, and leave v as it is."),
+    "cache-not-written": Bug("the cache is not written", "Store the key and the value of each token at its slot."),
+    "wrong-slot": Bug(
+        "keys or values are stored at other slots",
+        "Store token i at slots[i]: block slots[i] // block_size, row slots[i] % block_size.",
+    ),
+    "padding-stored": Bug("a token with slot −1 is stored", "Store nothing for tokens whose slot is negative."),
+    "stored-key-unlike-key": Bug(
+        "what is stored is not the rotated key", "Store the key after its norm and after its rotation, once."
+    ),
     "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
+    "in-place-gradient": Bug(
+        "autograd does not see that the input is overwritten, or backward uses overwritten values",
+        "Call ctx.mark_dirty for what is overwritten, and save for backward only what forward leaves unchanged.",
+    ),
     "no-gradient": Bug("the gradient, or a part of it, does not reach the input", "Remove `detach` and `no_grad`."),
     "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle."),
     "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),

@@ -23,10 +23,13 @@ class Finding:
     Args:
         code: the code of the bug: a key of `BUGS`, or one of the scheme's own.
         says: what was seen, in one sentence.
+        case: the smallest case at which it shows, such as "3 heads of 80 channels, 1 token". None if it shows in every
+            call, or if only `says` can describe the case.
     """
 
     code: str
     says: str
+    case: str | None = None
 
     @property
     def bug(self) -> Bug:
@@ -89,10 +92,10 @@ class Report:
         """The codes of all findings."""
         return [finding.code for finding in self.findings]
 
-    def add(self, code: str, says: str) -> None:
+    def add(self, code: str, says: str, case: str | None = None) -> None:
         """Add a finding, unless the report already has one with this code."""
         if code not in self.codes:
-            self.findings.append(Finding(code, says))
+            self.findings.append(Finding(code, says, case))
             self.findings.sort(key=lambda f: (f.severity != "wrong", _ORDER.get(f.code, len(_ORDER))))
 
     def drop(self, *codes: str) -> None:
@@ -116,6 +119,7 @@ class Report:
                     "ignored": f.code in self.ignored,
                     "title": f.bug.title,
                     "says": f.says,
+                    "case": f.case,
                     "fix": f.bug.fix,
                 }
                 for f in self.findings
@@ -131,6 +135,7 @@ class Report:
                 "",
                 f"{'IGNORED' if finding.code in self.ignored else bug.severity.upper()}  {finding.code}: {bug.title}",
                 f"    {finding.says}",
+                *([] if finding.case is None else [f"    Smallest case: {finding.case}."]),
                 f"    How to fix it: {bug.fix}",
             ]
         width = max((len(name) for name in [*self.found, *(g.name for g in self.grades)]), default=0)

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import signature
-from ropewalk.tools.check.find.signature import Arguments, Roles
-from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Positions, Subject
+from ropewalk.tools.check.find import memory, signature
+from ropewalk.tools.check.find.form import Form, forms
+from ropewalk.tools.check.find.signature import Arguments, Call, Roles
+from ropewalk.tools.check.find.subject import (
+    LAYOUTS,
+    CallError,
+    Positions,
+    Results,
+    Subject,
+    from_layout,
+    run_starts,
+    to_layout,
+)
 from ropewalk.tools.check.find.target import Target
 from ropewalk.tools.check.measure import structure
 
@@ -44,35 +54,54 @@ def find(target: Target, expected: Expected, call: str | None, layout: str | Non
 
 
 def _find(target: Target, expected: Expected, call: str | None, layout: str | None) -> Subject:
-    def candidates(expected: Expected) -> Iterator[Subject]:
+    def candidates(expected: Expected, given: Rope = GIVEN, mode: str | None = None) -> Iterator[Subject]:
         first, arguments = _construct(target.objects[0], expected)
         second = target.objects[1] if len(target.objects) == 2 else None
-        return _candidates(first, second, arguments, call, expected.channels)
+        return _candidates(first, second, arguments, call, layout, expected, given, mode)
 
     errors: list[str] = []
     best: tuple[int, int, Subject] | None = None
     for index, subject in enumerate(candidates(expected)):
-        if layout is not None and subject.layout != layout:
-            continue
         score = _score(subject, errors)
         if score is not None and (best is None or score > best[0]):
             best = score, index, subject
         if score == _PERFECT:
             break
     if best is None:
-        how, layout = _checks.argument("call", "q,k,cos,sin"), _checks.argument("layout")
+        layout = _checks.argument("layout")
         raise _checks.error(
             "check",
             f"{target.name} must be callable in a known way, and rotate tensors",
             errors[0] if errors else "no known parameters",
-            " ".join((f"Describe its parameters: pass {how}, {layout} or arguments (--arg).", *expected.notes)),
+            " ".join(
+                (f"{signature.describe(target.objects[-1])} Or pass {layout}, or arguments (--arg).", *expected.notes)
+            ),
         )
     _, index, chosen = best
+
+    def again(expected: Expected, given: Rope = GIVEN) -> Subject:
+        found = next(islice(candidates(expected, given), index, None))
+        return replace(found, rebuild=chosen.rebuild)
+
+    def resize(channels: int, rotary_dim: int) -> Subject | None:
+        given = Rope(channels, GIVEN.base, GIVEN.pairing, rotary_dim=rotary_dim)
+        if chosen.given is not None:
+            return again(expected, given)
+        if chosen.arguments is not None and not chosen.arguments.takes(channels, rotary_dim):
+            return None
+        rope = expected.rope or Rope(channels, expected.base or 10_000.0, given.pairing, rotary_dim=rotary_dim)
+        try:
+            rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+            return again(replace(expected, rope=rope, head_dim=channels))
+        except _checks.RopeError:  # a scheme, or the class, accepts no such size
+            return None
 
     def rebuild(base: float | None = None) -> Subject:
         return next(islice(candidates(expected if base is None else replace(expected, base=base)), index, None))
 
-    return chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
+    others = [_like(chosen, candidates(expected, mode=mode)) for mode in ("offsets", "packed")]
+    found = replace(chosen, resize=resize, others=tuple(other for other in others if other is not None))
+    return found if found.arguments is None else replace(found, rebuild=rebuild)
 
 
 class _TableSet(tuple[Tensor, ...]):
@@ -88,14 +117,10 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         return signature.construct(target, expected)
     known = signature.parameters(target) or {}
     makes_tables = "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
-    if makes_tables and not {"q", "x"} & {*signature.match(known, signature.CALL_NAMES)}:
+    if makes_tables and not {"q", "x", "qkv", "kv", "x1"} & {*signature.match(known, signature.CALL_NAMES)}:
         returned, arguments = signature.construct(target, expected)
         return _TableSet(_tensors(returned)), arguments
-    if expected.arguments:
-        must = "arguments (--arg) require a class, or a function that computes all tables"
-        names = ", ".join(expected.arguments)
-        raise _checks.error("check", must, f"{names} for a function that is called with tokens", "Drop them.")
-    return target, None
+    return memory.on_device(target), None
 
 
 _WRAPPERS = {"numpy": "np.asarray", "jax": "jnp.asarray", "mlx": "mx.array"}
@@ -118,7 +143,7 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
     return None
 
 
-_TOKENS, _HEADS = 5, 3
+_TOKENS, _HEADS = 5, 4
 _PERFECT = 30  # the largest score
 
 
@@ -129,12 +154,15 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     try:
         out, _ = subject(x[:1], x[:1], positions)
         maps = subject.linear_maps(positions)
+        if subject.in_place and subject.fused is None and torch.equal(out, x[:1]):
+            raise CallError("wrong-shape", "it returns no tensor, and changes none")
+        stores = _score_of_caches(subject, positions)
     except CallError as e:
         errors.append(str(e))
         return None
     differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
-    score = 12 * (differs_by_token and not differs_by_head)
+    score = stores + 12 * (differs_by_token and not differs_by_head)
     if (found := structure.infer(maps)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
@@ -142,41 +170,94 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
+            - 1 * (subject.given is not None and not _has_frequencies(subject.given, found, maps[1]))
         )
-    if subject.accepts(positions.expand(3, -1)):
-        with contextlib.suppress(CallError):
+    with contextlib.suppress(CallError):
+        if subject.accepts(positions.expand(3, -1)):
             subject(x, x, positions.expand(3, -1))
-            score += 1
+        score += subject.layout == "thd" or subject.accepts(positions.expand(3, -1))
     return score
 
 
+def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor) -> bool:
+    """Return whether the pairs turn by the frequencies of a rope, of which a table of another width has others."""
+    angles = found.multipliers(at_1[:, found.ins[:, 0]].T).diagonal().angle().abs().sort().values
+    expected = torch.from_numpy(rope.inv_freq).abs().sort().values
+    return angles.shape == expected.shape and torch.allclose(angles, expected, atol=1e-4)
+
+
+def _score_of_caches(subject: Subject, positions: Tensor) -> int:
+    """Return 0, or less if the caches do not contain what a call with caches should store."""
+    if subject.fused is None or "slots" not in subject.takes:
+        return 0
+    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    slots = torch.tensor([[9, 3, 4, 11, 6]])
+    results = subject.fused(x, x, positions, v=-x, slots=slots)
+    if results.stored is None or results.k is None:
+        return 0
+    rotated = not torch.equal(results.k, x)
+    kept = torch.equal(results.stored.keys[slots], results.k)
+    written = not torch.equal(results.stored.keys, results.stored.keys_before)
+    return 2 * rotated + kept + written - 4
+
+
+def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
+    """Return the one of other calls that computes the same at positions 0 to 4, or else any that works."""
+    x, positions = torch.sin(torch.arange(_HEADS * _TOKENS * chosen.channels) + 1.0), torch.arange(_TOKENS)[None]
+    x = x.view(1, _TOKENS, _HEADS, -1)
+    right, _ = chosen(x, x, positions)
+    working = None
+    for other in others:
+        if other.layout in (chosen.layout, "thd") and other.tables == chosen.tables:
+            with contextlib.suppress(CallError):
+                out, _ = other(x, x, positions)
+                if torch.allclose(out, right, atol=1e-5):
+                    return other
+                working = working or other
+    return working
+
+
 def _candidates(
-    first: Any, second: Any, arguments: Arguments | None, call: str | None, channels: int
+    first: Any,
+    second: Any,
+    arguments: Arguments | None,
+    call: str | None,
+    layout: str | None,
+    expected: Expected,
+    given: Rope,
+    mode: str | None,
 ) -> Iterator[Subject]:
     """Yield every call that the names of the target's parameters allow.
 
     `first` is the function, object or `_TableSet` of the target. `second` is the function that rotates by its tables,
-    or None.
+    or None. `mode` is how positions are passed. None means in the way that the function requires.
 
     Raises:
         RopeError: the parameters allow no known call. The message says how to describe them.
     """
     layer_type = None if arguments is None else arguments.layer_type
+    fixed: dict[str, Any] = {"interleaved": None if expected.pairing is None else expected.pairing == "interleaved"}
+    rotates = first if second is None else second
+    stated = expected.arguments if arguments is None else {}
+    described = Call({}) if isinstance(rotates, _TableSet) else signature.read_call(rotates, call, stated)
+    roles = {*described.parameter_of}
+    tokens = bool({"x", "qkv", "kv", "x1"} & roles or {"q", "k"} <= roles)
+    channels = expected.channels
     if second is not None:
-        subjects = _with_tables(second, signature.call_roles(second, call), _table_sources(first, layer_type), False)
+        fixed["rotary_dim"] = expected.rotary_dim
+        subjects = _with_tables(second, described, layout, _table_sources(first, layer_type), None, mode, fixed)
+    elif tokens and ({"cos", "sin"} <= roles or {"table", "cos_sin_cache"} & roles):
+        names = _WIDTHS if "cos" in roles else ("cos, sin half",) if "cos_sin_cache" in roles else _IN_ONE
+        sources = [_exact_tables(name, given) for name in names]
+        fixed["rotary_dim"], channels = given.rotary_dim, given.head_dim
+        subjects = _with_tables(first, described, layout, sources, given, mode, fixed)
+    elif tokens:
+        fixed["rotary_dim"] = expected.rotary_dim
+        subjects = _with_own_angles(first, described, layout, _fixed(described.parameter_of, layer_type), mode, fixed)
     else:
-        parameter_of = {} if isinstance(first, _TableSet) else signature.call_roles(first, call)
-        if {"cos", "sin"} <= {*parameter_of} or "table" in parameter_of:
-            names = _IN_ONE if "table" in parameter_of else _WIDTHS
-            subjects = _with_tables(first, parameter_of, [_exact_tables(name) for name in names], True)
-            channels = GIVEN.head_dim
-        elif {"q", "k"} <= {*parameter_of} or "x" in parameter_of:
-            subjects = _with_own_angles(first, parameter_of, _fixed(parameter_of, layer_type))
-        else:
-            how = _checks.argument("call", "x,positions")
-            fix = f"Pass {how}. If TARGET computes cos and sin for a function, pass both: "
-            must = "TARGET must have parameters for q and k, or for x"
-            raise _checks.error("check", must, _parameters(first), f"{fix}file.py:make,apply.")
+        must = "TARGET must have parameters for q and k, or for x or qkv"
+        pair = "If TARGET computes cos and sin for a function, pass both: file.py:make,apply."
+        raise _checks.error("check", must, _parameters(first), f"{signature.describe(rotates)} {pair}")
     module = next((m for m in (first, getattr(first, "__self__", None)) if isinstance(m, torch.nn.Module)), None)
     for subject in subjects:
         yield replace(subject, module=module, arguments=arguments, channels=channels)
@@ -193,36 +274,126 @@ def _fixed(parameter_of: Roles, layer_type: str | None) -> dict[str, Any]:
     return {parameter_of["layer_type"]: layer_type} if known else {}
 
 
-def _arguments(parameter_of: Roles, q: Tensor, k: Tensor | None) -> dict[str, Any]:
-    return {parameter_of["q"]: q, parameter_of["k"]: k} if "k" in parameter_of else {parameter_of["x"]: q}
+def _signature(function: Any, form: Form, way: str) -> str:
+    """Return a call as text, with the names of the parameters that are passed."""
+    call = form.call
+    switches = {"interleaved", "is_neox"} if form.interleaved is None else set()
+    omitted = call.optional & {"q_out", "k_out", "inplace", "conjugate", *switches}
+    omitted |= {role for roles in _POSITIONS.values() for role in roles} - {*_POSITIONS.get(way, ())}
+    passed = {name for role, name in call.parameter_of.items() if role not in omitted}
+    words = [name for name in (signature.parameters(function) or sorted(passed)) if name in passed]
+    words += [f"{name}={_checks.shown(value)}" for name, value in call.literals.items()]
+    return f"f({', '.join(words)}){f', {form.packed}' if form.packed else ''}"
 
 
-def _signature(function: Any, parameter_of: Roles) -> str:
-    named = [*(signature.parameters(function) or sorted(parameter_of.values()))]
-    return f"f({', '.join(name for name in named if name in parameter_of.values())})"
+# How positions are passed → the roles of the parameters that state them.
+_POSITIONS = {
+    "rows": ("positions",),
+    "shared": ("positions",),
+    "offset": ("offset", "offsets"),
+    "offsets": ("offsets",),
+    "packed": ("cu_seqlens", "max_seqlen"),
+    "runs": ("cu_seqlens", "max_seqlen", "offset", "offsets"),
+}
 
 
-def _with_own_angles(function: Any, parameter_of: Roles, fixed: dict[str, Any]) -> Iterator[Subject]:
+def _modes(call: Call, *, tables: bool) -> tuple[str, ...]:
+    """Return how positions are passed: "given" means that the tables have a row for each token."""
+    roles = {*call.parameter_of}
+    required = roles - call.optional
+    if "cu_seqlens" in required:
+        return ("runs",) if {"offset", "offsets"} & required else ("packed",)
+    if "positions" in (required if tables and "cos_sin_cache" not in roles else roles):
+        return "rows", "shared"
+    if {"offset", "offsets"} & (required if tables else roles):
+        return ("offsets", "offset") if "offsets" in roles else ("offset",)
+    return ("given",) if tables else ("none",)
+
+
+def _pass_positions(call: Call, mode: str, positions: Tensor) -> dict[str, Any]:
+    """Return the arguments that state the positions `[batch, seq]`."""
+    starts = run_starts(positions[0])
+    ends = torch.cat((starts, torch.tensor([positions.shape[1]])))
+    first = {"offset": int(positions[0, 0]), "offsets": positions[:, 0].int(), "runs": positions[0, starts].int()}
+    values = {
+        "positions": positions[0] if mode == "shared" else positions,
+        "cu_seqlens": ends.int(),
+        "max_seqlen": int(ends.diff().max()),
+    } | dict.fromkeys(("offset", "offsets"), first.get(mode))
+    return {call.parameter_of[role]: values[role] for role in _POSITIONS.get(mode, ()) if role in call.parameter_of}
+
+
+def _fits(mode: str, layout: str) -> bool:
+    """Return whether positions can be passed in this way to a target with this layout."""
+    if mode in ("packed", "runs"):
+        return layout == "thd"
+    return layout != "thd" if mode in ("offsets", "rows") else True
+
+
+def _subject(form: Form, positions: str, angles: Callable[[Tensor, Tensor], dict[str, Any]], **about: Any) -> Subject:
+    """Return the subject that calls a form with the arguments for angles, which depend on q and positions."""
+
+    def run(q: Tensor, k: Tensor | None, at: Tensor, **more: Any) -> Results:
+        rows = at.shape[-2]
+        if q.dtype in (torch.float16, torch.bfloat16) and "cos_sin_cache" in form.call.parameter_of:
+            with contextlib.suppress(Exception):  # the cache has the dtype of q in some engines, float32 in others
+                return form.run(q, k, angles(q, at), rows, **more)
+            return form.run(q, k, angles(q.float(), at), rows, **more)
+        return form.run(q, k, angles(q, at), rows, **more)
+
+    def prepare(q: Tensor, k: Tensor | None, at: Tensor) -> Any:
+        if not form.is_fused:
+            return form.function, form.keywords(q, k) | angles(q, at)
+
+        def fused(q: Tensor, k: Tensor | None = None) -> Any:
+            results = run(q, k, at)
+            return (results.q, results.k) if form.has_k else results.q
+
+        return fused, {"q": q, "k": k} if form.has_k else {"q": q}
+
+    def call(
+        q: Tensor, k: Tensor, at: Tensor, *, v: Tensor | None = None, slots: Tensor | None = None, weights: Any = None
+    ) -> Results:
+        def to_native(x: Tensor) -> Tensor:
+            return to_layout(form.layout, x).clone(memory_format=torch.contiguous_format)
+
+        def back(x: Tensor | None) -> Tensor | None:
+            return None if x is None else from_layout(form.layout, x, at.shape[-2])
+
+        key, value = to_native(k) if form.has_k else None, None if v is None else to_native(v)
+        try:
+            results = run(to_native(q), key, at.clone(), v=value, slots=slots, weights=weights)
+        except (KeyboardInterrupt, CallError):
+            raise
+        except BaseException as e:  # the target may raise anything
+            raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
+        q_out = from_layout(form.layout, results.q, at.shape[-2])
+        return Results(q_out, back(results.k), back(results.v), results.stored)
+
+    return Subject(
+        layout=form.layout,
+        has_k=form.has_k,
+        positions=cast(Positions, positions),
+        prepare=prepare,
+        in_place=form.in_place,
+        takes=form.takes,
+        fused=call if form.is_fused else None,
+        **about,
+    )
+
+
+def _with_own_angles(
+    function: Any, call: Call, layout: str | None, fixed: dict[str, Any], mode: str | None, form_fixed: dict[str, Any]
+) -> Iterator[Subject]:
     """Yield the calls of a target that computes its own angles. All of them pass the arguments in `fixed`."""
-    modes: tuple[Positions, ...] = ("none",)
-    if "positions" in parameter_of:
-        modes = ("rows", "shared")
-    elif "offset" in parameter_of:
-        modes = ("offset",)
-    by_name = signature.accept_keywords(function)
-    for mode in modes:
+    for way in _modes(call, tables=False) if mode is None else _other_mode(call, mode):
 
-        def prepare(q: Tensor, k: Tensor | None, positions: Tensor, mode: Positions = mode) -> Any:
-            keywords = _arguments(parameter_of, q, k) | fixed
-            if mode == "offset":
-                keywords[parameter_of["offset"]] = int(positions[0, 0])
-            elif mode != "none":
-                keywords[parameter_of["positions"]] = positions if mode == "rows" else positions[0]
-            return by_name, keywords
+        def angles(q: Tensor, positions: Tensor, way: str = way) -> dict[str, Any]:
+            return fixed | _pass_positions(call, way, positions)
 
-        for layout in LAYOUTS:
-            if mode != "rows" or "b" in layout:
-                yield Subject(_signature(function, parameter_of), layout, "k" in parameter_of, mode, False, prepare)
+        for name in _layouts(call, layout):
+            for form in forms(call, name, function, **form_fixed) if _fits(way, name) else ():
+                yield _subject(form, way, angles, signature=_signature(function, form, way), given_tables=False)
 
 
 @dataclass(frozen=True)
@@ -241,53 +412,78 @@ _TABLE_AXES: dict[str, Callable[[Tensor], Tensor]] = {
     "bs1": lambda table: table.unsqueeze(2),
     "sb1": lambda table: table.transpose(0, 1).unsqueeze(2),
     "s": lambda table: table[0],
+    "s11": lambda table: table[0, :, None, None],
 }
 
 
-def _with_tables(function: Any, parameter_of: Roles, sources: list[_Source], given_tables: bool) -> Iterator[Subject]:
+def _layouts(call: Call, layout: str | None) -> Sequence[str]:
+    """Return the layouts to try, the most likely first.
+
+    Functions with a parameter unsqueeze_dim, as in Hugging Face, mostly expect heads before tokens, and kernels of
+    engines expect the tokens of all sequences in one axis.
+    """
+    if layout is not None:
+        return (layout,)
+    likely = {"axis": ("bhsd",), "cos_sin_cache": ("bshd", "thd")}
+    first = next((likely[role] for role in likely if role in call.parameter_of), ())
+    return (*first, *(name for name in LAYOUTS if name not in first))
+
+
+def _other_mode(call: Call, mode: str) -> tuple[str, ...]:
+    """Return the mode if the function has a parameter for it that is optional, and so is not passed otherwise."""
+    role = {"offsets": "offsets", "packed": "cu_seqlens"}[mode]
+    return (mode,) if role in call.optional else ()
+
+
+def _with_tables(
+    function: Any,
+    call: Call,
+    layout: str | None,
+    sources: list[_Source],
+    given: Rope | None,
+    mode: str | None,
+    form_fixed: dict[str, Any],
+) -> Iterator[Subject]:
     """Yield the calls of a function to which tables of cos and sin are passed.
 
     In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
-    fit a layout with tokens before heads merely by broadcasting. For functions with a parameter
-    unsqueeze_dim, as in Hugging Face, the layout bhsd is tried first, since most of them expect heads before tokens.
+    fit a layout with tokens before heads merely by broadcasting.
     """
-    names = [parameter_of[role] for role in (("table",) if "table" in parameter_of else ("cos", "sin"))]
-    by_name = signature.accept_keywords(function)
-    index = (signature.parameters(function) or {}).get(parameter_of.get("positions", ""))
-    indexes_tables = index is not None and index.default is index.empty
+    roles = call.parameter_of
+    names = [roles[role] for role in ("table", "cos_sin_cache") if role in roles] or [roles["cos"], roles["sin"]]
 
-    def subject(layout: str, axes: str, axis: int | None, source: _Source) -> Subject:
-        def prepare(q: Tensor, k: Tensor | None, positions: Tensor) -> Any:
-            rows = torch.arange(int(positions.max()) + 1)[None] if indexes_tables else positions
+    def subject(form: Form, way: str, axes: str, axis: int | None, source: _Source) -> Subject:
+        def angles(q: Tensor, positions: Tensor) -> dict[str, Any]:
+            rows = torch.arange(max(int(positions.max()) + 1, positions.shape[-1]))[None]
+            rows = positions if way == "given" else rows
             values: list[Any] = [_TABLE_AXES[axes](t) for t in source.make(q, rows)]
             if len(names) == 1 < len(values):
                 values = [tuple(values)]
             if len(names) != len(values):
                 raise ValueError(f"{len(values)} tensor(s) are computed for the parameters {', '.join(names)}")
-            keywords = _arguments(parameter_of, q, k) | dict(zip(names, values, strict=True))
-            if indexes_tables:
-                keywords[parameter_of["positions"]] = positions
-            if axis is not None:
-                keywords[parameter_of["axis"]] = axis
-            return by_name, keywords
+            keywords = dict(zip(names, values, strict=True)) | _pass_positions(call, way, positions)
+            return keywords if axis is None else keywords | {roles["axis"]: axis}
 
-        by_row = indexes_tables or axes != "s"
-        return Subject(
-            f"{'' if given_tables else 'tables, then '}{_signature(function, parameter_of)}",
-            layout,
-            "k" in parameter_of,
-            "shared" if source.positions == "rows" and not by_row else source.positions,
-            given_tables,
-            prepare,
-            tables=source.name if given_tables else f"{source.name}, {axes}, {axis}",
+        accepted = ("rows" if axes not in ("s", "s11") else "shared") if way == "given" else way
+        return _subject(
+            form,
+            accepted if source.positions == "rows" else source.positions,
+            angles,
+            signature=f"{'' if given else 'tables, then '}{_signature(function, form, way)}",
+            given_tables=given is not None,
+            given=given,
+            tables=source.name if given else f"{source.name}, {axes}, {axis}",
         )
 
-    has_axis = "axis" in parameter_of
-    layouts = ("bhsd", *(n for n in LAYOUTS if n != "bhsd")) if has_axis else LAYOUTS
-    by_row = [] if indexes_tables else [(n, axes) for n in layouts if "b" in n for axes in _TABLE_AXES if axes != "s"]
-    for layout, axes in [*by_row, *((layout, "s") for layout in layouts)]:
-        for axis in (1, 2) if has_axis else (None,):
-            yield from (subject(layout, axes, axis, source) for source in sources)
+    layouts = _layouts(call, layout)
+    by_row = [(name, axes) for name in layouts if "b" in name for axes in ("bs", "b1s", "bs1", "sb1")]
+    shared = [(name, axes) for axes in ("s", "s11") for name in layouts if axes == "s" or "b" in name]
+    for way in _modes(call, tables=True) if mode is None else _other_mode(call, mode):
+        for name, axes in [*(by_row if way == "given" and "tensor_layout" not in roles else []), *shared]:
+            for axis in (1, 2) if "axis" in roles else (None,):
+                for source in sources:
+                    for form in forms(call, name, function, **form_fixed) if _fits(way, name) else ():
+                        yield subject(form, way, axes, axis, source)
 
 
 _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin
@@ -300,18 +496,18 @@ _IN_ONE = (
 )
 
 
-def _exact_tables(name: str) -> _Source:
+def _exact_tables(name: str, given: Rope) -> _Source:
     """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
 
     def make(q: Tensor, positions: Tensor) -> Tables:
-        rotation = GIVEN.at(positions, dtype=torch.float64)
+        rotation = given.at(positions, dtype=torch.float64)
         cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
         if name == "complex":
             return (torch.complex(rotation.cos.float(), rotation.sin.float()),)
         if name == "cos, sin stacked":
             return (torch.stack((cos, sin), dim=-1),)
         kind, _, width = name.rpartition(" ")
-        angles = (positions[..., None] * torch.from_numpy(GIVEN.inv_freq)).float()
+        angles = (positions[..., None] * torch.from_numpy(given.inv_freq)).float()
         tables = {"angles": (angles,), "sin, cos": (sin, cos)}.get(kind.strip("()"), (cos, sin))
         wide = tuple(formats.widen(table, width) for table in tables)  # type: ignore[arg-type]
         return wide if not kind or kind.startswith("(") else (torch.cat(wide, dim=-1),)
@@ -327,12 +523,12 @@ def _table_sources(first: Any, layer_type: str | None) -> list[_Source]:
     """
     if isinstance(first, _TableSet):
         return [_Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first))]
-    parameter_of = signature.call_roles(first, None)
+    parameter_of = signature.read_call(first, None).parameter_of
     fixed = _fixed(parameter_of, layer_type)
 
     def make(q: Tensor, **values: Any) -> Any:
         named = {parameter_of[role]: value for role, value in values.items()}
-        return first(**({parameter_of["x"]: q} if "x" in parameter_of else {}) | fixed | named)
+        return memory.call(first, ({parameter_of["x"]: q} if "x" in parameter_of else {}) | fixed | named)
 
     def flat(returned: Any) -> Tables:
         return tuple(t.reshape(-1, t.shape[-1]) for t in _tensors(returned))

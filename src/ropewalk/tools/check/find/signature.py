@@ -5,34 +5,67 @@ The role follows from the parameter's name, or the user states it as `call`.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
 
 # Role of a parameter of a function that rotates → the common names of such a parameter.
 CALL_NAMES = {
     "q": "q xq query queries query_states query_layer",
     "k": "k xk key keys key_states key_layer",
+    "v": "v xv value values value_states value_layer",
     "x": "x t input inputs tensor hidden_states x_in states qk tokens",
+    "qkv": "qkv mixed_qkv packed_qkv qkv_states qkv_input",  # q, k and v in one tensor
+    "kv": "kv",
+    "x1": "x1",  # the first half of the channels, and the second
+    "x2": "x2",
     "cos": "cos cos_emb cosine cosines cos_cached freqs_cos rotary_cos cos_table",
     "sin": "sin sin_emb sine sines sin_cached freqs_sin rotary_sin sin_table",
+    "cos_sin_cache": "cos_sin_cache cos_sin_table",  # [length, rotary_dim]
     "table": "freqs_cis freqs_complex freqs cis rope_cache emb pos_emb rope cos_sin angles sinusoidal_pos rotary_emb "
     "image_rotary_emb position_embeddings",
     "positions": "positions position_ids pos input_pos position pos_ids indices token_positions",
-    "offset": "offset start_pos seqlen_offset seqlen_offsets start past_length cache_position_start",
+    "offset": "offset start_pos seqlen_offset start past_length cache_position_start",
+    "offsets": "offsets seqlen_offsets start_positions",  # one for each sequence, or one number
+    "cu_seqlens": "cu_seqlens cu_seqlens_q cu_seq_lens cu_seqlen indptr",
+    "max_seqlen": "max_seqlen max_seqlen_q",
+    "q_weight": "q_weight q_norm_weight qw weight norm_weight",
+    "k_weight": "k_weight k_norm_weight kw",
+    "eps": "eps epsilon norm_eps rms_norm_eps variance_epsilon",
+    "key_cache": "key_cache k_cache k_buffer paged_k_cache kv_cache_k",
+    "value_cache": "value_cache v_cache v_buffer paged_v_cache kv_cache_v",
+    "slots": "slots slot_mapping out_loc cache_loc slot_ids",
+    "head_size": "head_size head_dim",
+    "rotary_dim": "rotary_dim rope_dim rot_dim",
+    "num_heads": "num_heads num_heads_q num_q_heads num_qo_heads n_heads nheads",
+    "num_kv_heads": "num_kv_heads num_heads_k num_k_heads num_heads_kv n_kv_heads num_key_value_heads",
+    "num_v_heads": "num_v_heads num_heads_v",
+    "interleaved": "interleaved interleave rotary_interleaved",
+    "is_neox": "is_neox is_neox_style neox_style",
+    "inplace": "inplace in_place",
+    "conjugate": "conj conjugate",
+    "q_out": "q_out q_rope out_q query_out out out1 output",
+    "k_out": "k_out k_rope out_k key_out out2",
+    "tensor_layout": "tensor_format qkv_format",  # the name of the layout
     "seq_len": "seq_len seqlen max_seq length",
     "axis": "unsqueeze_dim",
     "layer_type": "layer_type",
 }
+FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
+"""The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
 # The same for parameters of a constructor, or of a function that computes cos and sin.
 MAKE_NAMES = {
     "dim": "dim head_dim d head_size d_head d_k size dim_head embedding_size n_elem features",
@@ -52,6 +85,11 @@ Roles = dict[str, str]
 def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     """Return the named parameters of a callable, without self, or None if its signature cannot be read."""
     function = called.forward if isinstance(called, torch.nn.Module) else called
+    if isinstance(called, CustomOpDef):
+        function = _with_schema(called._opoverload)
+    elif isinstance(called, torch._ops.OpOverloadPacket):
+        overloads = called.overloads()  # type: ignore[no-untyped-call]
+        function = _with_schema(getattr(called, overloads[0]))
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -60,21 +98,61 @@ def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | Non
     return {name: p for name, p in found.items() if p.kind not in variadic}
 
 
-def call_roles(called: Callable[..., Any], call: str | None) -> Roles:
+@dataclass(frozen=True)
+class Call:
+    """What the parameters of a function are for.
+
+    Args:
+        parameter_of: maps roles to names of parameters.
+        literals: maps names of parameters to the values that the user states.
+        results: the roles of the tensors that the function returns, or None if they are found by trying.
+        optional: the roles of parameters with a default, unless the user states them.
+    """
+
+    parameter_of: Roles
+    literals: dict[str, Any] = field(default_factory=dict)
+    results: tuple[str, ...] | None = None
+    optional: frozenset[str] = frozenset()
+
+
+def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return a function whose signature is that of an operator of PyTorch."""
+
+    def function() -> None: ...
+
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in operator._schema.arguments
+        ]
+    )
+    return function
+
+
+def read_call(called: Callable[..., Any], call: str | None, literals: Mapping[str, Any] | None = None) -> Call:
     """Return the roles of the parameters of a function that rotates or computes tables.
 
     Raises:
-        RopeError: the signature cannot be read, or `call` is not a list of roles.
+        RopeError: the signature cannot be read, or `call` is not a list of roles, or a literal has no parameter.
     """
     known = parameters(called)
+    stated = dict(literals or {})
+    if known is not None and (unknown := [name for name in stated if name not in known]):
+        must, fix = "arguments (--arg) must be parameters of the target", f"Its parameters are: {', '.join(known)}."
+        raise _checks.error("check", must, ", ".join(unknown), fix)
     if call is not None:
-        return _parse_call([*known] if known else [f"{_NAMELESS}{i}" for i in range(call.count(",") + 1)], call)
+        return _parse_call(known, call, stated)
     if known is None:
         raise _unknown_roles("a signature that cannot be read")
-    roles = match(known, CALL_NAMES)
+    roles = match({name: p for name, p in known.items() if name not in stated}, CALL_NAMES)
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
-    return roles
+    optional = (role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty)
+    return Call(roles, stated, optional=frozenset(optional))
 
 
 def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
@@ -92,33 +170,72 @@ def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that every parameter can be passed by name, even if it is positional-only or has no name."""
     known = parameters(function) or {}
-    positional_only = [name for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    positional_only = {name: p for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY}
     if known and not positional_only:
         return function
 
     def call_by_name(**keywords: Any) -> Any:
-        first = [name for name in (positional_only or sorted(keywords)) if name in keywords]
-        values = [keywords.pop(name) for name in first]
+        names = [*positional_only] or sorted(keywords)
+        last = max((i for i, name in enumerate(names) if name in keywords), default=-1)
+        values = [keywords.pop(n) if n in keywords else positional_only[n].default for n in names[: last + 1]]
         return function(*values, **keywords)
 
     return call_by_name
 
 
-def _parse_call(known: list[str], call: str) -> Roles:
-    words = [word.strip() for word in call.split(",")]
-    allowed = {*CALL_NAMES, "_"}
+def _parse_call(known: dict[str, inspect.Parameter] | None, call: str, stated: dict[str, Any]) -> Call:
+    """Parse roles in the order of the parameters, NAME=LITERAL, and after -> the roles of what is returned."""
     spelled = {word: role for role, spellings in CALL_NAMES.items() for word in (*spellings.split(), role)}
-    if len(words) > len(known) or any(word not in allowed and word not in spelled for word in words):
+    text, arrow, returned = call.partition("->")
+    words = [word.strip() for word in re.split(r",(?![^(\[{]*[)\]}])", text)]
+    for word in (word for word in words if "=" in word):
+        name, _, literal = (part.strip() for part in word.partition("="))
+        try:
+            stated[name] = ast.literal_eval(literal)
+        except (ValueError, SyntaxError):
+            stated[name] = literal
+    roles = [word for word in words if "=" not in word]
+    names = [*known] if known else [f"{_NAMELESS}{i}" for i in range(len(roles))]
+    names = [name for name in names if name not in stated]
+    if len(roles) > len(names) or any(word != "_" and word not in spelled for word in roles):
         raise _unknown_roles(_checks.shown(call))
-    return {spelled.get(word, word): name for word, name in zip(words, known, strict=False) if word != "_"}
+    if known and not {*stated} <= {*known}:
+        raise _unknown_roles(_checks.shown(call))
+    parameter_of: Roles = {}
+    for word, name in zip(roles, names, strict=False):
+        role = spelled.get(word, word)
+        role = "num_v_heads" if role == "num_kv_heads" in parameter_of else role
+        if role in parameter_of:
+            raise _unknown_roles(f"{_checks.shown(call)}, which names {role} twice")
+        if role != "_":
+            parameter_of[role] = name
+    results = [word.strip() for word in returned.split(",")]
+    if arrow and results != ["none"] and any(word != "_" and word not in spelled for word in results):
+        raise _unknown_roles(_checks.shown(call))
+    named = tuple(spelled.get(word, word) for word in results if word != "none")
+    return Call(parameter_of, stated, named if arrow else None)
+
+
+_PLAIN = ("q", "k", "x", "cos", "sin", "freqs_cis", "positions", "offset", "unsqueeze_dim")
+_ROLES = [*_PLAIN, *(name for name in CALL_NAMES if name not in (*_PLAIN, "table", "axis", "seq_len", "layer_type"))]
 
 
 def _unknown_roles(got: str) -> _checks.RopeError:
-    return _checks.error(
-        "check",
-        "each parameter must be one of q, k, x, cos, sin, freqs_cis, positions, offset, unsqueeze_dim",
-        got,
-        f"Pass their roles in order, with _ for a parameter to omit: {_checks.argument('call', 'q,k,cos,sin')}.",
+    must = f"each parameter must be one of {', '.join(_ROLES)}"
+    return _checks.error("check", must, got, describe(None))
+
+
+def describe(function: Any) -> str:
+    """Return how to describe a call that was not found, with the roles that the names of its parameters suggest."""
+    known = None if function is None else parameters(function)
+    roles = {name: role for role, name in match(known or {}, CALL_NAMES).items()}
+    spelled = {"table": "freqs_cis", "axis": "unsqueeze_dim"}
+    words = ",".join(spelled.get(roles[name], roles[name]) if name in roles else "_" for name in known or {})
+    example = words if {*roles} and "_" in words else "q,k,cos,sin"
+    return (
+        f"Describe its parameters in order, with _ for one to omit and NAME=VALUE for a fixed value, and what it "
+        f"returns: {_checks.argument('call', example)}, or "
+        f"{_checks.argument('call', 'qkv,cos_sin_cache,positions -> none')}."
     )
 
 
@@ -133,11 +250,17 @@ class Arguments:
         base: the base that is passed, or None if the constructor has no parameter for it.
         length: the number of tokens that is passed, or None if the constructor has no parameter for it.
         layer_type: the kind of the expected layer in the config that is passed, such as "full_attention", or None.
+        sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
     """
 
     base: float | None
     length: int | None
     layer_type: str | None
+    sizes: frozenset[str] = frozenset()
+
+    def takes(self, channels: int, rotary_dim: int) -> bool:
+        """Whether the constructor takes a number of channels of a head, and of rotated channels."""
+        return "dim" in self.sizes and (rotary_dim == channels or "rotary_dim" in self.sizes)
 
 
 def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
@@ -175,12 +298,14 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         raise _checks.error("check", must, ", ".join(missing), fix)
     kinds = getattr(values.get(parameter_of.get("config", "")), "layer_types", None)
     try:
-        built = constructor(**values)
+        built = memory.construct(constructor, values)
     except Exception as e:  # a constructor may raise anything
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         fix = "Pass other arguments (--arg), or a config with the keys that it reads."
         raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e
-    return built, Arguments(base, length, kinds[expected.layer] if kinds else None)
+    sizes = frozenset(role for role, name in parameter_of.items() if name in values and name not in expected.arguments)
+    fixed = "config" in sizes and "dim" not in sizes
+    return built, Arguments(base, length, kinds[expected.layer] if kinds else None, frozenset() if fixed else sizes)
 
 
 def is_constructor(target: Any) -> bool:

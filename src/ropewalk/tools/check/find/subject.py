@@ -9,17 +9,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ropewalk import _checks
+from ropewalk import Rope, _checks
+from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
 """The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
 
-Positions = Literal["rows", "shared", "offset", "none"]
+Positions = Literal["rows", "shared", "offsets", "offset", "runs", "packed", "none"]
 """Which positions a target accepts.
 
 "rows" is a separate list for each row of the batch, and "shared" one list for the whole batch. With "offset", the
-target accepts the position of the first token and counts from there. With "none", it counts from 0.
+target accepts the position of the first token and counts from there, with "offsets" from one position for each row.
+With "none", it counts from 0. With "packed", one row contains several documents, and the target counts from 0 in each,
+with "runs" from one position for each document.
 """
 
 Prepare = Callable[[Tensor, Tensor | None, Tensor], tuple[Callable[..., Any], dict[str, Any]]]
@@ -29,6 +33,33 @@ It returns the function to call, and the arguments by name.
 """
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The caches of a call that stores k and v of each token in a slot.
+
+    Args:
+        slots: the slot of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored.
+        keys_before, keys: the keys in all slots before and after the call, `[slots, heads, head_dim]`.
+        values_before, values: the same for the values, or None if the target stores none.
+    """
+
+    slots: Tensor
+    keys_before: Tensor
+    keys: Tensor
+    values_before: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a fused call computes: q, k and v `[batch, seq, heads, head_dim]`, or None for each that it lacks."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None = None
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +79,16 @@ class Subject:
         tables: the format of cos and sin that the target accepts or computes, or None.
         channels: the number of channels of a head.
         arguments: the arguments of the target's constructor, or None.
+        in_place: whether the target writes its results into q and k, or into the qkv that it is passed.
+        axes: the number of axes of positions, which are then `[axes, batch, seq]`. None means `[batch, seq]`.
+        resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
+            does not take these. None if the sizes of the target are fixed.
+        given: the rope of the tables that `check` passes. None if it passes none.
+        others: other calls of the same target, such as with cu_seqlens, which should compute the same.
+        takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
+        fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
+            heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k.
+            What is not passed has values that change no result. None if the target is not fused.
     """
 
     signature: str
@@ -61,26 +102,29 @@ class Subject:
     tables: str | None = None
     channels: int = 64
     arguments: Arguments | None = field(default=None, repr=False)
+    in_place: bool = False
+    axes: int | None = None
+    resize: Callable[[int, int], Subject | None] | None = None
+    given: Rope | None = None
+    others: tuple[Subject, ...] = ()
+    takes: frozenset[str] = frozenset()
+    fused: Callable[..., Results] | None = None
+
+    def stored(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor) -> Stored | None:
+        """Return what a call with these tensors stores, or None if the target has no cache.
+
+        Raises:
+            CallError: as for `call_native`.
+        """
+        return None if self.fused is None else self.fused(q, k, positions, v=v, slots=slots).stored
 
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
-        if self.layout == "thd":
-            return x[0]
-        axes = self._axes
-        native = x.permute(["bshd".index(axis) for axis in axes])
-        return native.flatten(0, 1) if self.layout == "hsd" else native
+        return to_layout(self.layout, x)
 
     def from_native(self, x: Tensor, rows: int = 1) -> Tensor:
         """Return a view `[batch, seq, heads, head_dim]` of x, which has the target's layout."""
-        if self.layout == "thd":
-            return x[None]
-        axes = self._axes
-        split = x.reshape(rows, -1, *x.shape[1:]) if self.layout == "hsd" else x
-        return split.permute([axes.index(axis) for axis in "bshd"])
-
-    @property
-    def _axes(self) -> str:
-        return "bhsd" if self.layout == "hsd" else self.layout
+        return from_layout(self.layout, x, rows)
 
     def call_native(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the target with these tensors, in its own layout, and not with copies.
@@ -91,11 +135,13 @@ class Subject:
         inputs = [x for x in (q, k if self.has_k else None) if x is not None]
         try:
             function, arguments = self.prepare(q, k if self.has_k else None, positions)
-            returned = function(**arguments)
-        except KeyboardInterrupt:
+            returned = memory.call(function, arguments) if self.fused is None else function(**arguments)
+        except (CallError, KeyboardInterrupt):
             raise
-        except BaseException as e:  # the target may raise anything
+        except BaseException as e:  # a function that computes tables may raise anything
             raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
+        if self.in_place and self.fused is None:
+            returned = inputs
         results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         try:
             results = [_plain(x) for x in results[: len(inputs)]]
@@ -145,20 +191,37 @@ class Subject:
             return True
         if self.positions == "shared":
             return rows_are_equal
+        if self.positions == "offsets":
+            return consecutive
+        if self.positions in ("runs", "packed"):
+            starts = positions[0][run_starts(positions[0])]
+            return len(positions) == 1 and (self.positions == "runs" or not bool(starts.any()))
         return rows_are_equal and consecutive and (self.positions == "offset" or not bool(positions[0, 0]))
 
 
-class CallError(Exception):
-    """A call of the target fails.
+def to_layout(layout: str, x: Tensor) -> Tensor:
+    """Return a view of x `[batch, seq, heads, head_dim]` in a layout."""
+    if layout == "thd":
+        return x[0]
+    native = x.permute(["bshd".index(axis) for axis in _axes(layout)])
+    return native.flatten(0, 1) if layout == "hsd" else native
 
-    Args:
-        code: the code of the bug that this is, if another call of the same kind succeeds: "raises" or "wrong-shape".
-        says: what happened.
-    """
 
-    def __init__(self, code: str, says: str) -> None:
-        super().__init__(says)
-        self.code = code
+def from_layout(layout: str, x: Tensor, rows: int = 1) -> Tensor:
+    """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
+    if layout == "thd":
+        return x[None]
+    split = x.reshape(rows, -1, *x.shape[1:]) if layout == "hsd" else x
+    return split.permute([_axes(layout).index(axis) for axis in "bshd"])
+
+
+def _axes(layout: str) -> str:
+    return "bhsd" if layout == "hsd" else layout
+
+
+def run_starts(positions: Tensor) -> Tensor:
+    """Return the indices in positions `[seq]` at which they do not continue from the token before, int64 `[runs]`."""
+    return torch.cat((torch.ones(1, dtype=torch.bool), positions.diff() != 1)).nonzero().flatten()
 
 
 def _plain(x: Any) -> Tensor:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ropewalk import _checks
 
 _WHO = "check"
@@ -53,7 +55,7 @@ def load(target: Any) -> Target:
         objects = tuple(target) if isinstance(target, (list, tuple)) else (target,)
         if not 1 <= len(objects) <= 2 or not all(callable(obj) for obj in objects):
             raise _checks.error(_WHO, "target must be one or two callables", _checks.shown(target), _FORMS)
-        return Target(" and ".join(name_of(obj) for obj in objects), objects)
+        return Target(" and ".join(name_of(obj) for obj in objects), tuple(map(_callable, objects)))
     where, colon, names = target.rpartition(":")
     if not colon or not where or not names:
         raise _checks.error(_WHO, "TARGET must name a module and something in it", _checks.shown(target), _FORMS)
@@ -63,7 +65,24 @@ def load(target: Any) -> Target:
     attributes = [name.strip() for name in names.split(",")]
     if len(attributes) > 2:
         raise _checks.error(_WHO, "TARGET must have one or two names", _checks.shown(names), _FORMS)
-    return Target(target, tuple(_find_attribute(module, where, name) for name in attributes))
+    return Target(target, tuple(_callable(_find_attribute(module, where, name)) for name in attributes))
+
+
+def _callable(obj: Any) -> Any:
+    """Return the function that calls a `torch.autograd.Function`, with the parameters of its forward, or the object."""
+    if not (inspect.isclass(obj) and issubclass(obj, torch.autograd.Function)):
+        return obj
+
+    def apply(*args: Any) -> Any:
+        return obj.apply(*args)  # type: ignore[no-untyped-call]
+
+    own_context = obj.setup_context is torch.autograd.Function.setup_context  # forward is passed ctx
+    known = [*inspect.signature(obj.forward).parameters.values()][int(own_context) :]
+    apply.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in known]
+    )
+    apply.__name__, apply.__qualname__, apply.__module__ = obj.__name__, obj.__qualname__, obj.__module__
+    return apply
 
 
 def name_of(obj: Any) -> str:

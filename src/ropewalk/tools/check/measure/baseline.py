@@ -6,19 +6,25 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import Subject
+from ropewalk.tools.check.measure.case import KNOWN, Case, waves
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
-TOKENS, HEADS = 5, 6
-SMALL = torch.arange(64)  # the positions of the plain call
+TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
+SMALL = torch.arange(KNOWN)  # the positions of the plain call
+
+
+def usual(subject: Subject) -> Case:
+    """Return the case of the usual sizes."""
+    return Case(1, TOKENS, HEADS, HEADS, subject.channels)
 
 
 def measure(
@@ -62,13 +68,20 @@ class Baseline:
 
     def predict(self, x: Tensor, positions: Tensor, *, key: bool = False) -> Tensor:
         """Predict the output for x at positions `[batch, seq]`, float64 `[batch, seq, heads, channels]`."""
-        return self.structure.predict(x, (self.k_multipliers if key else self.multipliers)[positions])
+        return self.structure.predict(x, self.at(positions, key=key))
+
+    def at(self, positions: Tensor, *, key: bool = False) -> Tensor:
+        """Return the multipliers at positions `[...]`: those that were measured, or those of the law from there on."""
+        known = self.k_multipliers if key else self.multipliers
+        return known[positions] if int(positions.max()) < len(known) else self.law.at(positions)
+
+    def usual(self, **sizes: int) -> Case:
+        """Return the case of the usual sizes, apart from those that are passed."""
+        return replace(usual(self.subject), **sizes)
 
     def tensor(self, rows: int, tokens: int, heads: int, seed: int) -> Tensor:
-        """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
-        channels = self.subject.channels
-        n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)
-        return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, channels)
+        """Return a test tensor `[rows, tokens, heads, channels]`."""
+        return waves(rows, tokens, heads, self.subject.channels, seed)
 
     def errors(self, positions: Tensor, k_heads: int = HEADS) -> tuple[Tensor, Tensor]:
         """Return the absolute error of each element of the rotated q and k at positions `[batch, seq]`.
@@ -76,7 +89,7 @@ class Baseline:
         If the subject takes no k, the errors of k are zero.
         """
         rows, tokens = positions.shape
-        q, k = self.tensor(rows, tokens, HEADS, 1), self.tensor(rows, tokens, k_heads, 2)
+        q, k = self.usual(rows=rows, tokens=tokens, k_heads=k_heads).tensors()
         q_out, k_out = self.subject(q, k, positions)
         q_off = (q_out - self.predict(q, positions)).abs()
         return q_off, torch.zeros_like(q_off) if k_out is None else (k_out - self.predict(k, positions, key=True)).abs()

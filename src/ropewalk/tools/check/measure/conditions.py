@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ def judge(baseline: Baseline) -> None:
         "one token": _check_one_token,
         "batch": _check_batch,
         "ragged rows": _check_ragged_rows,
+        "offsets of rows": _check_offsets_of_rows,
+        "documents in one row": _check_documents,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "input unchanged": _check_inputs_unchanged,
@@ -105,6 +109,32 @@ def _check_ragged_rows(baseline: Baseline) -> bool:
     return True
 
 
+def _check_offsets_of_rows(baseline: Baseline) -> bool:
+    positions = torch.arange(TOKENS) + torch.tensor([[0], [20], [7]])
+    calls = [call for call in baseline.subject.others if call.positions == "offsets"]
+    for call in calls:
+        if _differ(*replace(baseline, subject=call).errors(positions)):
+            says = (
+                f"Rows that begin at offsets 0, 20 and 7 are not rotated from there on, in the call {call.signature}."
+            )
+            baseline.report.add("offset-ignored", says)
+    return bool(calls)
+
+
+def _check_documents(baseline: Baseline) -> bool:
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2]])
+    calls = [call for call in (baseline.subject, *baseline.subject.others) if call.positions in ("packed", "runs")]
+    for call in calls:
+        packed = replace(baseline, subject=call)
+        if _differ(*packed.errors(positions)):
+            x = baseline.tensor(1, 8, HEADS, 1)
+            out, _ = call(x, x.clone(), positions)
+            on = not _differ((out - baseline.predict(x, torch.arange(8)[None])).abs())
+            says = "positions do not restart in the second and third" if on else "the angles are wrong"
+            baseline.report.add("segments-ignored", f"With documents of 4, 1 and 3 tokens in one row, {says}.")
+    return bool(calls)
+
+
 def _check_fewer_key_heads(baseline: Baseline) -> bool:
     for heads in (2, 1) if baseline.subject.has_k else ():
         says = "the result for k is wrong"
@@ -116,7 +146,7 @@ def _check_fewer_key_heads(baseline: Baseline) -> bool:
                 raise
             says, wrong = str(e), True
         if wrong:
-            baseline.report.add("grouped-heads", f"6 heads of q and {heads} of k: {says}.")
+            baseline.report.add("grouped-heads", f"{HEADS} heads of q and {heads} of k: {says}.")
     return baseline.subject.has_k
 
 
@@ -149,7 +179,7 @@ def _check_inputs_unchanged(baseline: Baseline) -> bool:
     for name, (q, k) in _views(baseline).items():
         before, positions = (q.clone(), k.clone()), FIRST.clone()
         baseline.subject.call_native(q, k, positions)
-        if not torch.equal(q, before[0]) or not torch.equal(k, before[1]):
+        if not baseline.subject.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
             baseline.report.add("input-changed", f"A call with {name} changes the values of its arguments.")
         if not torch.equal(positions, FIRST):
             baseline.report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
@@ -168,7 +198,8 @@ def _check_gradients(baseline: Baseline) -> bool:
     for weight, channels in zip(weights, baseline.structure.outs.T, strict=True):
         weight[..., channels] = 0
     with torch.enable_grad():
-        results = subject.call_native(q, k, FIRST.clone())
+        passed = (q.clone(), k.clone()) if subject.in_place else (q, k)
+        results = subject.call_native(*passed, FIRST.clone())
         for name, out, x in zip("qk", results, (q, k), strict=True):
             if out is None:
                 continue

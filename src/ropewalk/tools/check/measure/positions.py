@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, float32_error, largest_error, moving
@@ -102,7 +103,7 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
     """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
     subject, length = baseline.subject, baseline.expected.length
     last = FARTHEST if length is None else length - 1
-    if subject.positions == "none":
+    if subject.positions in ("none", "packed"):
         for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
             try:
                 x = torch.zeros(1, tokens, 1, subject.channels)
@@ -194,7 +195,7 @@ def judge_16_bits(baseline: Baseline) -> None:
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
         report.grade(f"{name} tensors", says, right)
     if report.verdict == "right" and not subject.given_tables:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
             _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
 
 
@@ -246,7 +247,7 @@ def _find_largest_error(
 
 def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
     subject = baseline.subject
-    if subject.given_tables or subject.positions == "none":
+    if subject.given_tables or subject.positions in ("none", "packed"):
         return [torch.arange(64 if subject.given_tables else 512)]
     table_length = subject.arguments.length if subject.arguments is not None else None
     last = min(n for n in (baseline.expected.length, table_length, 10**9) if n)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, measure
 from ropewalk.tools.check.measure.law import CLOSE, Law, largest_error, moving
@@ -132,7 +133,7 @@ def _judge_meta(baseline: Baseline) -> None:
         module = subject.module
         if module is None:
             return
-        module.to_empty(device="cpu")
+        module.to_empty(device=memory.current().device)
         saved = used.state_dict()
         for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
             if name not in saved and tensor.is_floating_point():

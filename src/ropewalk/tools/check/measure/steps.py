@@ -13,8 +13,8 @@ from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.calls import GIVEN
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import conditions, law, positions, states
-from ropewalk.tools.check.measure.baseline import SMALL, Baseline, measure
+from ropewalk.tools.check.measure import conditions, law, positions, repeats, sizes, states
+from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
@@ -28,9 +28,12 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "rows": "separate for each row of the batch",
         "shared": "one row for the whole batch",
         "offset": "counted from an offset",
+        "offsets": "counted from an offset for each row",
+        "runs": "counted from an offset for each document of a row",
+        "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
     }[subject.positions]
-    if _judge_heads(subject, report):
+    if repeats.judge(subject, report) or _judge_heads(subject, report):
         return
     maps = subject.linear_maps(SMALL[None, :16])
     if maps.dtype not in (torch.float32, torch.float64):
@@ -50,7 +53,8 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
     k_multipliers = _judge_k(subject, structure, multipliers, report)
     baseline = Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report)
     sure = report.codes
-    if not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*report.codes}:
+    is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
+    if is_comparable:
         conditions.judge(baseline)
     if not subject.given_tables and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
@@ -59,6 +63,8 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
             report.grade("far positions", "not judged: no law explains the angles at positions 0 to 63")
         if measured.code is None or measured.code in report.ignored:
             positions.judge_length(baseline)
+    if is_comparable:
+        sizes.judge(baseline, sure)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
@@ -77,37 +83,42 @@ _FLAWS = {
 
 
 def _judge_heads(subject: Subject, report: Report) -> bool:
-    """Pass the same numbers in each of several heads, and return whether their results differ."""
-    x = _equal_heads(subject, 3)
-    right, _ = subject(x, x, SMALL[None, :5])
-    for heads in (3, 1, 5, 6, subject.channels):
+    """Pass the same numbers in each of several heads, and return whether their results differ.
+
+    What is wrong only with an unusual number of heads is left to `sizes`. With 5 heads of 5 tokens, nothing but the
+    order of the axes tells a head from a token.
+    """
+    right, _ = subject(*2 * (_equal_heads(subject, HEADS),), SMALL[None, :TOKENS])
+    for heads in (HEADS, 4, subject.channels, TOKENS):
         x = _equal_heads(subject, heads)
         try:
-            out, _ = subject(x, x, SMALL[None, :5])
+            out, _ = subject(x, x, SMALL[None, :TOKENS])
         except CallError:
-            continue  # conditions.judge reports it
+            continue  # sizes.judge reports it
         wrong = ((out - right[:, :, :1]).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
         if wrong and bool((out - out[:, :1]).abs().max() < 1e-6):
             says = f"In layout {subject.layout}, the angle depends on the head instead of the token."
             report.add("heads-taken-for-tokens", says)
-        elif wrong:
+        elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
-            report.add("heads-differ", f"Of {heads} head(s), numbers {listed} differ. No more was judged.")
-        if wrong:
-            return True
+            case = str(replace(usual(subject), heads=heads, k_heads=heads))
+            report.add("heads-differ", f"Of {heads} heads, numbers {listed} differ. No more was judged.", case)
+        else:
+            continue
+        return True
     return False
 
 
 def _equal_heads(subject: Subject, heads: int) -> Tensor:
-    return torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(1, 5, heads, -1)
+    return torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(1, TOKENS, heads, -1)
 
 
 def _report_no_pairs(subject: Subject, report: Report) -> None:
-    x = _equal_heads(subject, 3)
-    if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :5])[0].abs().max() > 1e-3):
+    x = _equal_heads(subject, HEADS)
+    if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :TOKENS])[0].abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If q is all zeros, the first result is not zero.")
         return
-    out, _ = subject(x, x, SMALL[None, :5])
+    out, _ = subject(x, x, SMALL[None, :TOKENS])
     if not bool(out.isfinite().all()):
         report.add("not-finite", "The result is not finite even at positions 0 to 4.")
     elif torch.equal(out, x):
@@ -241,8 +252,8 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
     if not subject.has_k:
         return multipliers
     k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
-    x = _equal_heads(subject, 3)
-    _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :5])
+    x = _equal_heads(subject, HEADS)
+    _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :TOKENS])
     if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
     elif k_structure is None:

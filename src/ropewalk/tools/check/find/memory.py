@@ -1,0 +1,230 @@
+"""Call a target: its arguments lie between guard zones, on the checked device, and new memory holds NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+
+GUARD = 4096  # bytes before and behind each tensor, a multiple of the alignment of every kernel
+LARGEST = 1 << 22  # bytes of a tensor that is copied between guard zones; larger ones are tables
+CPU = torch.device("cpu")
+PATTERN = 0x42  # of these bytes, which are 48.56 in float32: a number that changes if it is rotated
+CPU = torch.device("cpu")
+
+
+class CallError(Exception):
+    """A call of the target fails.
+
+    Args:
+        code: the code of the bug that this is, if another call of the same kind succeeds: "raises", "wrong-shape" or
+            "wrong-device".
+        says: what happened.
+    """
+
+    def __init__(self, code: str, says: str) -> None:
+        super().__init__(says)
+        self.code = code
+
+
+@dataclass
+class Memory:
+    """How targets are called in the block `with memory.used():`.
+
+    Args:
+        device: the device of the tensors that the target gets. Outside of the target, all tensors are on the CPU.
+        poison: whether memory that the target allocates holds NaN (in integers the largest number) until it is written.
+        overwritten: receives a sentence for each call that changed memory outside of the tensors of the call.
+    """
+
+    device: torch.device = CPU
+    poison: bool = False
+    overwritten: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[Memory]:
+        """Call targets in this way within the block."""
+        token = _MEMORY.set(self)
+        try:
+            yield self
+        finally:
+            _MEMORY.reset(token)
+
+
+def find_device(device: str | torch.device) -> torch.device:
+    """Return a device on which tensors can be created and read.
+
+    Raises:
+        RopeError: there is no such device here.
+    """
+    try:
+        found = torch.device(device)
+        torch.ones(1, device=found).to("cpu").item()
+    except Exception as e:  # each kind of device raises another error
+        fix = "Pass a device that torch finds on this machine, such as cpu."
+        raise _checks.error_from(f"check: device {_checks.shown(device)} cannot be used", e, fix) from e
+    return found
+
+
+_MEMORY: ContextVar[Memory] = ContextVar("_MEMORY")
+
+
+def current() -> Memory:
+    """Return how targets are called now."""
+    return _MEMORY.get(None) or Memory()
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a target with copies of its arguments on the device, and return its results on the CPU.
+
+    What the target writes into its arguments is afterwards in `arguments`. Tensors keep their strides, and share memory
+    if they did before. A tensor that requires a gradient is not copied on the CPU, and moved by autograd to a device.
+
+    Raises:
+        CallError: the target raises, or returns a tensor on the CPU although its arguments were on a device.
+    """
+    memory = current()
+    pieces = _Pieces(memory.device)
+    passed = {name: _map(value, lambda x, name=name: pieces.place(name, x)) for name, value in arguments.items()}
+    try:
+        with _poisoned() if memory.poison else contextlib.nullcontext():
+            returned = function(**passed)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # the target may raise anything
+        says = f"{type(e).__name__}: {_checks.message_of(e)[:200]}"
+        raise CallError(
+            "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises", says
+        ) from e
+    memory.overwritten += pieces.bring_back()
+    is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
+    return _map(returned, _bring) if is_moved else returned
+
+
+def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Construct an object as programs do for the device: a module is moved there, and another object is created there.
+
+    In a block that chooses another default device, nothing is moved.
+    """
+    device, owner = current().device, getattr(constructor, "owner", constructor)
+    if device.type == "cpu" or torch.get_default_device().type != "cpu" or not inspect.isclass(owner):
+        return constructor(**arguments)
+    if not issubclass(owner, torch.nn.Module):
+        with device:
+            return constructor(**arguments)
+    built = constructor(**arguments)
+    getattr(built, "__self__", built).to(device)
+    return built
+
+
+def on_device(target: Any) -> Any:
+    """Return a target that was not constructed here, or a copy of it on the device if it is a module."""
+    if current().device.type == "cpu" or not isinstance(target, torch.nn.Module):
+        return target
+    return copy.deepcopy(target).to(current().device)
+
+
+def _names_devices(message: str) -> bool:
+    """Return whether a message is that of torch or of Triton for a tensor that is still on the CPU."""
+    return "cpu" in message and ("device" in message or "cpu tensor" in message)
+
+
+def _bring(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        raise CallError("wrong-device", "a result is on the CPU, and the input was not")
+    return x.to("cpu")
+
+
+def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to each tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return of(value)
+    if type(value) in (list, tuple):
+        return type(value)(_map(each, of) for each in value)
+    return {key: _map(each, of) for key, each in value.items()} if type(value) is dict else value
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """Let torch fill the memory of new tensors, as its deterministic mode does."""
+    settings = torch.utils.deterministic
+    mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        settings.fill_uninitialized_memory = True
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fills
+
+
+class _Pieces:
+    """The memory of the tensors of one call: a copy of each storage between two guard zones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.storages: dict[int, _Storage] = {}
+        self.moved: list[tuple[Tensor, Tensor]] = []
+
+    def place(self, name: str, x: Tensor) -> Tensor:
+        """Return the tensor to pass in place of x."""
+        is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and not x.requires_grad
+        if not is_plain or not 0 < x.untyped_storage().nbytes() <= LARGEST:
+            self.moved.append((x, x.to(self.device)))
+            return self.moved[-1][1]
+        key = x.untyped_storage().data_ptr()
+        if key not in self.storages:
+            self.storages[key] = _Storage(name, x, self.device)
+        return self.storages[key].place(x)
+
+    def bring_back(self) -> list[str]:
+        """Write into the arguments what the target wrote, and return a sentence for each storage that it overwrote."""
+        for x, moved in self.moved:
+            if moved is not x and not torch.equal(x.detach(), back := moved.detach().to("cpu")):
+                x.copy_(moved.to("cpu") if x.requires_grad else back)
+        return [says for storage in self.storages.values() if (says := storage.bring_back()) is not None]
+
+
+class _Storage:
+    """The copy of a storage, of which tensors of the arguments are views."""
+
+    def __init__(self, name: str, x: Tensor, device: torch.device) -> None:
+        self.name = name
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+        self.inside = slice(GUARD, GUARD + len(self.bytes))
+        copy = torch.full((GUARD + len(self.bytes) + -len(self.bytes) % 16 + GUARD,), PATTERN, dtype=torch.uint8)
+        copy[self.inside] = self.bytes
+        self.copy = copy.to(device)
+        self.views: list[Tensor] = []
+
+    def place(self, x: Tensor) -> Tensor:
+        self.views.append(x)
+        return self.copy.view(x.dtype).as_strided(x.shape, x.stride(), GUARD // x.element_size() + x.storage_offset())
+
+    def bring_back(self) -> str | None:
+        after = self.copy.to("cpu")
+        changed = after != PATTERN
+        changed[self.inside] = after[self.inside] != self.bytes
+        if not bool(changed.any()):
+            return None
+        for x in self.views:  # what the target may write
+            once = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+            size, n = once.element_size(), GUARD + once.storage_offset() * once.element_size()
+            strides = [stride * size for stride in once.stride()]
+            changed.as_strided((*once.shape, size), (*strides, 1), n).fill_(False)
+        self.bytes.copy_(after[self.inside])
+        at = changed.nonzero().flatten()
+        if not len(at):
+            return None
+        is_before, is_behind = at[-1] < self.inside.start, at[0] >= self.inside.stop
+        where = "before" if is_before else "behind" if is_behind else "between the elements of"
+        return f"A call changes {len(at):,} bytes {where} {self.name}."

@@ -1,0 +1,116 @@
+"""The sizes of one call, and the smallest call that still has a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.check.find.subject import CallError, Subject
+
+KNOWN = 64  # positions of the plain call
+FIRST = 41  # of the positions, if they can be chosen: far enough from 0 for the slowest pairs to rotate visibly
+_SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of one call. `str(case)` is the case in words.
+
+    Args:
+        rows, tokens: the batch.
+        heads, k_heads: the heads of q and of k.
+        channels: of each head.
+    """
+
+    rows: int
+    tokens: int
+    heads: int
+    k_heads: int
+    channels: int
+
+    def __str__(self) -> str:
+        def count(n: int, of: str) -> str:
+            return f"{n} {of}" if n == 1 else f"{n} {of}s"
+
+        heads = f"{count(self.heads, 'head')} of {self.channels} channels"
+        if self.k_heads != self.heads:
+            heads = f"{count(self.heads, 'head')} of q and {self.k_heads} of k, of {self.channels} channels"
+        tokens = count(self.tokens, "token")
+        return f"{heads}, {tokens if self.rows == 1 else f'{self.rows} rows of {tokens}'}"
+
+    def positions(self, subject: Subject) -> Tensor:
+        """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `FIRST` or 0 on."""
+        from_0 = torch.arange(self.tokens).expand(self.rows, -1)
+        other = (from_0 + FIRST + 7 * torch.arange(self.rows)[:, None]) % KNOWN
+        return next((p for p in (other, (from_0 + FIRST) % KNOWN, from_0 + FIRST) if subject.accepts(p)), from_0)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return test tensors q and k `[rows, tokens, heads, channels]`."""
+        return tuple(  # type: ignore[return-value]
+            waves(self.rows, self.tokens, heads, self.channels, seed)
+            for seed, heads in ((1, self.heads), (2, self.k_heads))
+        )
+
+    def smallest(self, fails: Callable[[Case], bool]) -> Case:
+        """Return the smallest case found that fails like this one: sizes are reduced one after the other."""
+
+        def still_fails(case: Case) -> bool:
+            try:
+                return fails(case)
+            except CallError:
+                return False
+
+        case = self
+        for shrink in (_fewer_rows, _equal_heads, _fewer_heads, _fewer_k_heads, _fewer_tokens):
+            case = next((smaller for smaller in shrink(case) if still_fails(smaller)), case)
+        return case
+
+
+def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tensor:
+    """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
+    n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)
+    return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, channels)
+
+
+def where(wrong: Tensor) -> str:
+    """Say in words in which rows, tokens, heads and channels elements `[rows, tokens, heads, channels]` are wrong."""
+    parts = []
+    for axis, name in ((2, "head"), (3, "channel"), (1, "token"), (0, "row")):
+        there = wrong.any(dim=tuple(a for a in range(4) if a != axis)).nonzero().flatten().tolist()
+        first, last, n = there[0], there[-1], len(there)
+        if n == 1 < wrong.shape[axis]:
+            parts.append(f"{name} {first}")
+        elif n == last - first + 1 < wrong.shape[axis]:
+            parts.append(f"{name}s {first} to {last}")
+        elif n < 0.75 * wrong.shape[axis]:  # others are all but those that happen to look right
+            parts.append(f"{name}s {', '.join(map(str, there[:8]))}{', …' if n > 8 else ''}")
+    return f" in {', '.join(parts)} (counted from 0)" if parts else ""
+
+
+def _fewer_rows(case: Case) -> Iterator[Case]:
+    yield from (replace(case, rows=n) for n in range(1, case.rows))
+
+
+def _equal_heads(case: Case) -> Iterator[Case]:
+    if case.k_heads != case.heads:
+        yield from (replace(case, heads=n, k_heads=n) for n in {case.heads, case.k_heads})
+
+
+def _fewer_heads(case: Case) -> Iterator[Case]:
+    for n in _SMALLER:
+        if n < case.heads and case.heads == case.k_heads:
+            yield replace(case, heads=n, k_heads=n)
+        elif n < case.heads and n % case.k_heads == 0:
+            yield replace(case, heads=n)
+
+
+def _fewer_k_heads(case: Case) -> Iterator[Case]:
+    if case.heads != case.k_heads:
+        yield from (replace(case, k_heads=n) for n in range(1, case.k_heads) if case.heads % n == 0)
+
+
+def _fewer_tokens(case: Case) -> Iterator[Case]:
+    yield from (replace(case, tokens=n) for n in _SMALLER if n < case.tokens)

@@ -1,0 +1,16 @@
+"""An operator that writes to outputs that it is passed, head by head, and leaves q and k as they are."""
+
+
+def rope_out(q, k, cos, sin, q_out, k_out):
+    """All: `[tokens, heads, dim]`; cos and sin: `[tokens, rotary_dim / 2]`."""
+    half = cos.shape[-1]
+    for x, out in ((q, q_out), (k, k_out)):
+        for head in range(x.shape[1]):
+            a, b = x[:, head, :half], x[:, head, half : 2 * half]
+            out[:, head, :half] = a * cos - b * sin
+            out[:, head, half : 2 * half] = b * cos + a * sin
+            out[:, head, 2 * half :] = x[:, head, 2 * half :]
+
+
+TARGET = "rope_out"
+GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,cos,sin,q_out,k_out -> none"}

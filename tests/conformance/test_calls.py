@@ -1,0 +1,401 @@
+"""`check` finds the call of fused functions: the language of `call`, and signatures that need no description.
+
+The functions here have the signatures of other people's kernels, whose files are named, and compute the formula in
+plain PyTorch. Beside each right one is a wrong one, in which the way of calling it could hide the bug.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk import Rope, conformance
+
+HALF = Rope(64, 10_000.0, "half")
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate x `[…, heads, channels]` by tables `[…, pairs]`, which may be of fewer pairs than half the channels."""
+    rotated = 2 * cos.shape[-1]
+    head, rest = x[..., :rotated].double(), x[..., rotated:]
+    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    cos, sin = cos.double().unsqueeze(-2), sin.double().unsqueeze(-2)
+    pair = a * cos - b * sin, b * cos + a * sin
+    out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((out.type_as(x), rest), dim=-1)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight).type_as(x)
+
+
+def at_positions(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    return cos, sin
+
+
+class Flash:
+    """flash-attention, flash_attn/layers/rotary.py at 09d422b."""
+
+    @staticmethod
+    def positions(x: Tensor, offsets: Any, cu_seqlens: Any) -> Tensor:
+        if cu_seqlens is None:
+            first = torch.as_tensor(offsets).reshape(-1, 1)
+            return (first + torch.arange(x.shape[1])).expand(x.shape[0], -1)
+        first = torch.as_tensor(offsets).expand(len(cu_seqlens) - 1).tolist()
+        lengths = cu_seqlens.diff().tolist()
+        return torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
+
+    @staticmethod
+    def apply_rotary_emb(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool = False,
+        inplace: bool = False,
+        seqlen_offsets: Any = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        at = Flash.positions(x, seqlen_offsets, cu_seqlens)
+        out = turn(x, cos[at], sin[at], interleaved)
+        return x.copy_(out) if inplace else out
+
+    @staticmethod
+    def apply_rotary_emb_qkv_(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cos_k: Tensor | None = None,
+        sin_k: Tensor | None = None,
+        interleaved: bool = False,
+        seqlen_offsets: Any = 0,
+        num_heads_q: int | None = None,
+    ) -> Tensor:
+        at = Flash.positions(qkv, seqlen_offsets, None)
+        if qkv.dim() == 5:
+            for part in qkv.unbind(2)[:2]:
+                part.copy_(turn(part, cos[at], sin[at], interleaved))
+        else:
+            assert num_heads_q is not None
+            heads = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+            qkv[:, :, :heads] = turn(qkv[:, :, :heads], cos[at], sin[at], interleaved)
+        return qkv
+
+    @staticmethod
+    def apply_rotary_emb_kv_(
+        kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Any = 0
+    ) -> Tensor:
+        at = Flash.positions(kv, seqlen_offsets, None)
+        kv[:, :, 0] = turn(kv[:, :, 0], cos[at], sin[at], interleaved)
+        return kv
+
+
+class FlashInfer:
+    """FlashInfer, flashinfer/rope.py at ca14df1."""
+
+    @staticmethod
+    def apply_rope_with_cos_sin_cache(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        if cos_sin_cache.dtype != torch.float32:
+            raise ValueError("cos_sin_cache should be float32")
+        tables = at_positions(cos_sin_cache, positions)
+        q, k = (turn(x.view(len(x), -1, head_size), *tables, not is_neox).view_as(x) for x in (query, key))
+        return q, k
+
+    @staticmethod
+    def apply_rope_with_cos_sin_cache_inplace(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+    ) -> None:
+        results = FlashInfer.apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox)
+        query.copy_(results[0])
+        key.copy_(results[1])
+
+    @staticmethod
+    def apply_rope_pos_ids(
+        q: Tensor,
+        k: Tensor,
+        pos_ids: Tensor,
+        rotary_dim: int | None = None,
+        interleave: bool = False,
+        rope_scale: float = 1,
+        rope_theta: float = 1e4,
+    ) -> tuple[Tensor, Tensor]:
+        size = rotary_dim or q.shape[-1]
+        angles = pos_ids[:, None] * rope_theta ** (-torch.arange(0, size, 2).double() / size)
+        return turn(q, angles.cos(), angles.sin(), interleave), turn(k, angles.cos(), angles.sin(), interleave)
+
+
+class VLLM:
+    """vLLM, vllm/_custom_ops.py at 7bcae67."""
+
+    @staticmethod
+    def rotary_embedding(
+        positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    ) -> None:
+        if cos_sin_cache.dtype != query.dtype:
+            raise TypeError("cos_sin_cache must have the dtype of query")
+        for x in (query, key):
+            if x is not None:
+                tables = at_positions(cos_sin_cache, positions)
+                x.copy_(turn(x.view(len(x), -1, head_size), *tables, not is_neox).view_as(x))
+
+    @staticmethod
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def fused_qk_norm_rope(
+        qkv: Tensor,
+        num_heads_q: int,
+        num_heads_k: int,
+        num_heads_v: int,
+        head_dim: int,
+        eps: float,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        position_ids: Tensor,
+    ) -> None:
+        assert qkv.shape[1] == (num_heads_q + num_heads_k + num_heads_v) * head_dim
+        tables = at_positions(cos_sin_cache, position_ids)
+        heads = qkv.view(len(qkv), -1, head_dim)
+        q, k = heads[:, :num_heads_q], heads[:, num_heads_q : num_heads_q + num_heads_k]
+        q.copy_(turn(normed(q, q_weight, eps), *tables, not is_neox))
+        k.copy_(turn(normed(k, k_weight, eps), *tables, not is_neox))
+
+
+class SGLang:
+    """SGLang, python/sglang/jit_kernel/rope.py."""
+
+    @staticmethod
+    def apply_rope_inplace_with_kvcache(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cos_sin_cache: Tensor,
+        positions: Tensor,
+        out_loc: Tensor,
+        *,
+        is_neox: bool,
+        rope_dim: int = 0,
+    ) -> None:
+        assert cos_sin_cache.shape[1] == (rope_dim or cos_sin_cache.shape[1])
+        for x in (q, k):
+            x.copy_(turn(x, *at_positions(cos_sin_cache, positions), not is_neox))
+        stored = out_loc >= 0
+        k_cache[out_loc[stored]] = k[stored].flatten(1)
+        v_cache[out_loc[stored]] = v[stored].flatten(1)
+
+
+class Aiter:
+    """AITER, aiter/ops/triton/fusions/fused_kv_cache.py: k is returned, and stored in blocks."""
+
+    @staticmethod
+    def fused_qk_rope_reshape_and_cache(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        pos: Tensor,
+        cos_sin_cache: Tensor,
+        is_neox: bool,
+        q_out: Tensor | None = None,
+        k_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tables = at_positions(cos_sin_cache, pos)
+        q, k = (turn(x, *tables, not is_neox) for x in (q, k))
+        block = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
+        stored = slot_mapping >= 0
+        key_cache[block[0][stored], block[1][stored]] = k[stored]
+        value_cache[block[0][stored], block[1][stored]] = v[stored]
+        return q, k, key_cache, value_cache
+
+
+class LigerRopeFunction(torch.autograd.Function):
+    """Liger-Kernel, src/liger_kernel/ops/rope.py at 00fb8bf. q and k are `[batch, heads, seq, channels]`."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position_ids: Tensor | None = None,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        half = cos[..., : cos.shape[-1] // 2], sin[..., : cos.shape[-1] // 2]
+        q, k = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (q, k))
+        return q, k, cos.view_as(cos), sin.view_as(sin)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[2], output[3])
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        half = cos[..., : cos.shape[-1] // 2], -sin[..., : cos.shape[-1] // 2]
+        dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
+        return dq, dk, None, None, None, None
+
+
+class LigerWithoutTranspose(LigerRopeFunction):
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        half = cos[..., : cos.shape[-1] // 2], sin[..., : cos.shape[-1] // 2]
+        dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
+        return dq, dk, None, None, None, None
+
+
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Liger-Kernel, src/liger_kernel/transformers/rope.py."""
+    results = LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+    return results[0], results[1]
+
+
+def fused_apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    start_positions: Tensor | None = None,
+    tensor_format: str = "sbhd",
+    interleaved: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> Tensor:
+    """Transformer Engine, transformer_engine/pytorch/attention/rope.py at 0dc141c. freqs are `[seq, 1, 1, d]`."""
+    assert freqs.shape[1] == freqs.shape[2] == 1
+    assert freqs.dtype == torch.float32
+    angles = freqs[:, 0, 0, 0::2] if interleaved else freqs[:, 0, 0, : freqs.shape[-1] // 2]
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        at = Flash.positions(t, 0 if start_positions is None else start_positions, cu_seqlens)
+    else:
+        rows = t.transpose(0, 1) if tensor_format == "sbhd" else t
+        at = Flash.positions(rows, 0 if start_positions is None else start_positions, None)
+        at = at.T if tensor_format == "sbhd" else at
+    return turn(t, angles[at].cos(), angles[at].sin(), interleaved)
+
+
+class Hub:
+    """kernels-community, rotary/torch-ext/rotary/__init__.py at 03e6aff."""
+
+    @staticmethod
+    def apply_rotary(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor, out1: Tensor, out2: Tensor, conj: bool) -> None:
+        sin = -sin if conj else sin
+        a, b = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        out1.copy_(a)
+        out2.copy_(b)
+
+    @staticmethod
+    def apply_rotary_transformers(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = (t.unsqueeze(unsqueeze_dim)[..., : q.shape[-1] // 2] for t in (cos, sin))
+        results = []
+        for x in (q, k):
+            out = x.clone()
+            half = out.shape[-1] // 2
+            halves = out[..., :half], out[..., half:]
+            Hub.apply_rotary(*halves, cos, sin, *halves, False)
+            results.append(out)
+        return results[0], results[1]
+
+
+NO_GRADIENT = {"no-gradient", "in-place-gradient", "wrong-gradient"}  # of kernels for inference that write in place
+RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "flash-attention": (Flash.apply_rotary_emb, {}),
+    "flash-attention, interleaved": (Flash.apply_rotary_emb, {"pairing": "interleaved"}),
+    "flash-attention in place": (Flash.apply_rotary_emb, {"arguments": {"inplace": True}}),
+    "flash-attention, qkv": (Flash.apply_rotary_emb_qkv_, {}),
+    "flash-attention, kv": (Flash.apply_rotary_emb_kv_, {}),
+    "FlashInfer": (FlashInfer.apply_rope_with_cos_sin_cache, {}),
+    "FlashInfer in place": (FlashInfer.apply_rope_with_cos_sin_cache_inplace, {}),
+    "FlashInfer, interleaved": (FlashInfer.apply_rope_with_cos_sin_cache_inplace, {"pairing": "interleaved"}),
+    "FlashInfer, own angles": (FlashInfer.apply_rope_pos_ids, {"rope": Rope(64, 1e4, "half", rotary_dim=32)}),
+    "vLLM": (VLLM.rotary_embedding, {}),
+    "vLLM, interleaved": (VLLM.rotary_embedding, {"pairing": "interleaved"}),
+    "vLLM, norm": (VLLM.fused_qk_norm_rope, {}),
+    "SGLang, cache": (SGLang.apply_rope_inplace_with_kvcache, {}),
+    "AITER, cache": (Aiter.fused_qk_rope_reshape_and_cache, {}),
+    "Liger": (LigerRopeFunction, {}),
+    "Liger, function": (liger_rotary_pos_emb, {}),
+    "Transformer Engine": (fused_apply_rotary_pos_emb, {}),
+    "hub": (Hub.apply_rotary, {}),
+    "hub, transformers": (Hub.apply_rotary_transformers, {}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_common_signatures_need_no_description(name: str) -> None:
+    function, given = RIGHT[name]
+    report = conformance.check(function, **given)
+    in_place = "place" in name or name in ("vLLM", "vLLM, interleaved", "vLLM, norm", "SGLang, cache", "hub")
+    assert {*report.codes} <= (NO_GRADIENT if in_place else set()), str(report)
+    assert all(grade.right is not False or grade.name == "gradients" for grade in report.grades), str(report)
+
+
+def ignores(function: Any, **values: Any) -> Any:
+    """Return a function with the same signature that replaces some of its arguments."""
+
+    @functools.wraps(function)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.arguments |= values
+        return function(*bound.args, **bound.kwargs)
+
+    return wrong
+
+
+def only_the_query(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads_q: int) -> Tensor:
+    out = qkv.clone()
+    out[:, :, :num_heads_q] = turn(qkv[:, :, :num_heads_q], cos, sin)
+    return out
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "flash-attention, cu_seqlens": (
+        lambda x, cos, sin, interleaved=False, cu_seqlens=None: (
+            turn(x, cos[: len(x)], sin[: len(x)], interleaved) if x.dim() == 3 else turn(x, cos, sin, interleaved)
+        ),
+        {},
+        "segments-ignored",
+    ),
+    "flash-attention, offsets": (ignores(Flash.apply_rotary_emb, seqlen_offsets=0), {}, "offset-ignored"),
+    "flash-attention, qkv": (only_the_query, {}, "key-not-rotated"),
+    "FlashInfer": (
+        ignores(FlashInfer.apply_rope_with_cos_sin_cache_inplace, is_neox=True),
+        {"pairing": "interleaved"},
+        "wrong-pairing",
+    ),
+    "FlashInfer, own angles": (
+        ignores(FlashInfer.apply_rope_pos_ids, rotary_dim=None),
+        {"rope": Rope(64, 1e4, "half", rotary_dim=32)},
+        "wrong-slice",
+    ),
+    "Liger": (LigerWithoutTranspose, {}, "wrong-gradient"),
+    "Transformer Engine": (
+        ignores(fused_apply_rotary_pos_emb, start_positions=None),
+        {},
+        "offset-ignored",
+    ),
+    "hub": (ignores(Hub.apply_rotary, conj=True), {}, "rotates-backwards"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_call_hides_no_bug(name: str) -> None:
+    function, given, bug = WRONG[name]
+    assert bug in conformance.check(function, **given).codes

@@ -1,0 +1,28 @@
+"""The path for a single token returns before the cache is written."""
+
+import torch
+
+
+def turn(x, cos, sin):
+    """Rotate x `[..., heads, dim]` by tables `[..., 1, dim / 2]`. Channel i and channel i + dim / 2 form a pair."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rope_and_store(q, k, v, positions, cos_sin_cache, key_cache, value_cache, slots):
+    """q, k and v: `[tokens, heads, dim]`; caches: `[slots, heads, dim]`. Returns the rotated q and k."""
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    if len(q) == 1:
+        return q, k
+    kept = slots >= 0
+    key_cache[slots[kept]] = k[kept].detach()
+    value_cache[slots[kept]] = v[kept].detach()
+    return q, k
+
+
+TARGET = "rope_and_store"
+GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+REPAIR = [
+    ("    if len(q) == 1:\n        return q, k\n", ""),
+]

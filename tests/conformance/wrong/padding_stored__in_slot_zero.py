@@ -1,0 +1,27 @@
+"""Slots of -1 are clamped to 0 to keep the index valid, so padding tokens overwrite the first slot."""
+
+import torch
+
+
+def turn(x, cos, sin):
+    """Rotate x `[..., heads, dim]` by tables `[..., 1, dim / 2]`. Channel i and channel i + dim / 2 form a pair."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rope_and_store(q, k, v, positions, cos_sin_cache, key_cache, value_cache, slots):
+    """q, k and v: `[tokens, heads, dim]`; caches: `[slots, heads, dim]`. Returns the rotated q and k."""
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    kept = torch.ones_like(slots, dtype=torch.bool)
+    at = slots.clamp(min=0)
+    key_cache[at[kept]] = k[kept].detach()
+    value_cache[at[kept]] = v[kept].detach()
+    return q, k
+
+
+TARGET = "rope_and_store"
+GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+REPAIR = [
+    ("torch.ones_like(slots, dtype=torch.bool)", "slots >= 0"),
+]

@@ -1,0 +1,26 @@
+"""Padding tokens are skipped where keys are stored, but not where values are."""
+
+import torch
+
+
+def turn(x, cos, sin):
+    """Rotate x `[..., heads, dim]` by tables `[..., 1, dim / 2]`. Channel i and channel i + dim / 2 form a pair."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rope_and_store(q, k, v, positions, cos_sin_cache, key_cache, value_cache, slots):
+    """q, k and v: `[tokens, heads, dim]`; caches: `[slots, heads, dim]`. Returns the rotated q and k."""
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    q, k = turn(q, cos, sin), turn(k, cos, sin)
+    valid = slots >= 0
+    key_cache[slots[valid]] = k[valid].detach()
+    value_cache[slots] = v.detach()
+    return q, k
+
+
+TARGET = "rope_and_store"
+GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+REPAIR = [
+    ("value_cache[slots] = v.detach()", "value_cache[slots[valid]] = v[valid].detach()"),
+]
