@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.schemes import DynamicNTK, Llama3, YaRN
 
 
 def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
@@ -33,10 +32,10 @@ def stated_length(ropes: ModelRopes) -> int | None:
     """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     for rope in filter(None, dict.fromkeys(ropes.layers)):
-        scheme = rope.scaling
-        if isinstance(scheme, DynamicNTK | Llama3 | YaRN):  # a config with Linear may state either length
-            trained = scheme.trained_length(ropes.max_position_embeddings)
-            known += [] if trained is None else [round(scheme.factor * trained)]
+        scheme, factor = rope.scaling, getattr(rope.scaling, "factor", None)
+        # It is None for linear scaling, whose configs may state the length before or after it.
+        trained = None if scheme is None else scheme.trained_length(ropes.max_position_embeddings)
+        known += [] if trained is None or factor is None else [round(factor * trained)]
     changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
     if not known:
         return None
