@@ -64,6 +64,16 @@ def test_every_model_has_the_rope_that_the_trainer_computes(name: str) -> None:
     each(((row["case"], row) for row in rows(name)), check)
 
 
+def test_the_models_of_torchtitan_that_rotate_complex_numbers() -> None:
+    """Their tables come from torch.polar, so they are not bitwise equal to those of other trainers."""
+    for row in rows("torchtitan"):
+        for kind, recorded in row["ropes"].items():
+            for model_type in row["models"]:
+                rounding = answer("torchtitan", row, kind, model_type).rounding
+                assert rounding is not None
+                assert rounding.is_complex is (recorded["class"] == "ComplexRoPE")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rotated_vectors_have_the_bits_of_the_rounding_profile(name: str) -> None:
     """A vector in bfloat16 has the same bits as in the trainer, and other bits with another dtype of the rotation."""

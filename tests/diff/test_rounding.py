@@ -84,6 +84,7 @@ def test_bitwise_equal_is_only_said_of_what_was_recorded() -> None:
         ({"angle": "float64"}, ["angles"]),
         ({"table": "float32"}, ["cos and sin"]),
         ({"rotation": "float32"}, ["the rotation"]),
+        ({"is_complex": True}, ["cos and sin", "the rotation"]),
         ({"factor": "q and k"}, []),  # the attention factor is 1
         ({"notes": "Nothing.", "source": "elsewhere.py"}, []),
     ],

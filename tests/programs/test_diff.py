@@ -212,7 +212,7 @@ def test_the_commands_of_the_page(config: Path, tmp_path: Path, monkeypatch: pyt
     """Run every command of docs/diff.md, with these files in place of those that it names."""
     page = (Path(__file__).parents[2] / "docs" / "diff.md").read_text()
     commands = [line.split()[3:] for line in page.splitlines() if line.startswith("$ ropewalk diff ")]
-    assert len(commands) == 4
+    assert len(commands) == 3
     monkeypatch.chdir(tmp_path)
     files = {"path/to/config.json": config, "path/to/base": config, "path/to/fine-tune": written(tmp_path, "tuned")}
     for command in commands:

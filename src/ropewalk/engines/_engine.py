@@ -70,6 +70,7 @@ class Rounding:
         table: the dtype of cos and sin when channels are multiplied by them.
         rotation: the dtype in which channels are multiplied and added. "the model's" rounds each product and the sum,
             and any other dtype rounds once at the end, to the dtype of the model.
+        is_complex: whether a table of complex numbers is multiplied by complex channels, which has other last bits.
         factor: what the attention factor multiplies, and in which dtype.
         notes: what else is rounded, in whole sentences.
         source: the files from which this was taken.
@@ -82,6 +83,7 @@ class Rounding:
     angle: Dtype = "float32"
     table: Dtype = "the model's"
     rotation: Dtype = "the model's"
+    is_complex: bool = False
     factor: str = "cos and sin in float32"
     notes: str = ""
     source: str = ""

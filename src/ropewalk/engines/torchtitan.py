@@ -15,6 +15,8 @@ _ROUNDING = Rounding(
     evidence="run",
 )
 
+_COMPLEX = ("deepseek_v2", "deepseek_v3", "kimi_k2", "llama", "muse_glimmer_text")  # ComplexRoPE
+
 TORCHTITAN = Engine(
     name="torchtitan",
     version="0.3.0",
@@ -23,5 +25,8 @@ TORCHTITAN = Engine(
     files="torchtitan",
     built_in=True,
     unknown="it has no such scaling",
-    models={"gpt_oss": replace(_ROUNDING, factor="the scale of the softmax", source="models/gpt_oss/model.py")},
+    models={
+        "gpt_oss": replace(_ROUNDING, factor="the scale of the softmax", source="models/gpt_oss/model.py"),
+        **dict.fromkeys(_COMPLEX, replace(_ROUNDING, is_complex=True)),
+    },
 )

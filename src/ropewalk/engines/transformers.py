@@ -85,7 +85,14 @@ def _rounding(config: ConfigRope) -> Rounding:
     dtypes = recorded or _READ.get(config.model_type, ("bfloat16", "bfloat16"))
     table, rotation = (cast(Dtype, "the model's" if dtype == "bfloat16" else dtype) for dtype in dtypes)
     evidence: Literal["run", "read"] = "run" if recorded else "read"
-    return Rounding(where="CPU", table=table, rotation=rotation, source="the file of the model", evidence=evidence)
+    return Rounding(
+        where="CPU",
+        table=table,
+        rotation=rotation,
+        is_complex=config.model_type in ("deepseek_v2", "llama4_text"),
+        source="the file of the model",
+        evidence=evidence,
+    )
 
 
 TRANSFORMERS = Engine(

@@ -15,8 +15,8 @@ from ropewalk.tools.diff.rope_difference import distances
 STEPS: Mapping[str, tuple[str, ...]] = {
     "inv_freq": ("inv_freq", "computed", "where"),
     "angles": ("angle",),
-    "cos and sin": ("table",),
-    "the rotation": ("rotation",),
+    "cos and sin": ("table", "is_complex"),
+    "the rotation": ("rotation", "is_complex"),
 }
 """Maps each step of a rotation to the fields of `Rounding` that describe it."""
 
