@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ropewalk import Rope, _checks, from_config
-from ropewalk.tools.check.find.target import Target
+from ropewalk import Axes, ModelRopes, Rope, _checks, from_config
+from ropewalk.tools.check.find.target import Target, name_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Expected:
         layer: the index of the layer whose rope is expected, for code with a parameter for the kind of layer.
         arguments: maps names of parameters to the values that the user passed. They take precedence over all others.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
+        axis_names: the names of the axes of positions, if the config states them.
     """
 
     rope: Rope | None = None
@@ -45,6 +46,20 @@ class Expected:
     layer: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> Axes | None:
+        """The axis of each pair, or None if tokens have one position or no rope is expected."""
+        return None if self.rope is None else self.rope.axes
+
+    def sizes_of_axes(self, count: int = 3) -> list[int]:
+        """Return the number of pairs of each of `count` axes. If none are expected, those of time are fewer."""
+        if self.axes is not None:
+            return [self.axes.axis.count(axis) for axis in range(self.axes.count)]
+        first = self.rotary_dim // (8 if count == 3 else 2 * count)
+        rest = self.rotary_dim // 2 - first
+        return [first, *((rest + i) // (count - 1) for i in range(count - 1))]
 
     @property
     def rotary_dim(self) -> int:
@@ -101,16 +116,29 @@ def read(
         expected = _of_rope(rope, 2048)
         return target, replace(expected, table_length=expected.length, arguments=arguments)
     try:
-        ropes = from_config(config, text_only=True, **reading)
+        ropes = _read(config, reading)
     except _checks.RopeError as e:
         if is_given:
             raise
         function = f"{target.objects[-1].__module__}:{target.objects[-1].__qualname__}"
         fix = f"Pass the config of a model: {_checks.argument('config')}. Or check the function alone: {function}."
         raise _checks.error_from(f"check: the default config of {target.name} cannot be used", e, fix) from e
-    if not is_given and layer is None and not any(ropes.layers):
+    if not is_given and layer is None and not any(ropes.layers) and ropes.vision is None:
         note = "By default this model does not rotate. Only its function is judged. Pass a config for more."
         return replace(target, objects=target.objects[-1:]), Expected(notes=(note,))
+    tower = ropes.vision
+    if tower is not None and (not ropes.layers or "vision" in name_of(target.objects[0]).lower()):
+        if len(tower.ropes) != 1:
+            fix = "Check each rope alone: pass it as rope."
+            raise _checks.error("check", "the tower must have one rope", f"{len(tower.ropes)}", fix)
+        return target, replace(
+            _of_rope(tower.ropes[0], 2048),
+            model_type=tower.model_type,
+            config=_tower_config(config),
+            arguments=arguments,
+            notes=ropes.warnings,
+            axis_names=tower.axis_names,
+        )
     layer, layer_rope = _choose_layer(ropes.layers, layer)
     longest = ropes.max_position_embeddings
     return target, replace(
@@ -122,7 +150,25 @@ def read(
         layer=layer,
         arguments=arguments,
         notes=ropes.warnings,
+        axis_names=ropes.axis_names,
     )
+
+
+def _tower_config(config: Any) -> Any:
+    """Return the part of a config that describes the vision tower."""
+    values = config if isinstance(config, Mapping) else vars(config)
+    return values.get("vision_config", config)
+
+
+def _read(config: Any, reading: Mapping[str, Any]) -> ModelRopes:
+    """Read all ropes of a config, or only those of text tokens if the others cannot be read."""
+    try:
+        return from_config(config, **reading)
+    except _checks.RopeError as e:
+        try:
+            return from_config(config, text_only=True, **reading)
+        except _checks.RopeError:
+            raise e from None
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:

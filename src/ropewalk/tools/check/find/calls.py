@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, _checks, formats
+from ropewalk import Axes, Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import memory, signature
+from ropewalk.tools.check.find import memory, several, signature
 from ropewalk.tools.check.find.form import Form, forms
 from ropewalk.tools.check.find.signature import Arguments, Call, Roles
 from ropewalk.tools.check.find.subject import (
@@ -54,19 +54,85 @@ def find(target: Target, expected: Expected, call: str | None, layout: str | Non
 
 
 def _find(target: Target, expected: Expected, call: str | None, layout: str | None) -> Subject:
-    def candidates(expected: Expected, given: Rope = GIVEN, mode: str | None = None) -> Iterator[Subject]:
+    call, form = several.read_form(call)
+    errors: list[str] = []
+
+    def candidates(
+        expected: Expected,
+        count: int | None,
+        layout: str | None = layout,
+        given: Rope = GIVEN,
+        mode: str | None = None,
+    ) -> Iterator[Subject]:
         first, arguments = _construct(target.objects[0], expected)
         second = target.objects[1] if len(target.objects) == 2 else None
-        return _candidates(first, second, arguments, call, layout, expected, given, mode)
+        if count is None:
+            yield from _candidates(first, second, arguments, call, layout, expected, given, mode)
+            return
+        stated = expected.arguments if arguments is None else {}
+        for adapted in several.adapted(first, second, call, form, count, expected.sizes_of_axes(count), stated):
+            if adapted.sizes is not None:
+                pairs, layouts = sum(adapted.sizes), expected.axes or Axes.sections(adapted.sizes)
+                channels = max(expected.channels, 2 * pairs)
+                given = Rope(channels, GIVEN.base, GIVEN.pairing, rotary_dim=2 * pairs, axes=layouts)
+            if layout is None or adapted.layout in (None, layout):
+                of = (adapted.first, adapted.second, arguments, adapted.call, adapted.layout or layout)
+                for subject in _candidates(*of, expected, given, mode):
+                    yield replace(subject, axes=count, side=adapted.side)
 
-    errors: list[str] = []
-    best: tuple[int, int, Subject] | None = None
-    for index, subject in enumerate(candidates(expected)):
-        score = _score(subject, errors)
-        if score is not None and (best is None or score > best[0]):
-            best = score, index, subject
-        if score == _PERFECT:
-            break
+    def search(count: int | None, layout: str | None) -> tuple[int, Subject] | None:
+        """Return the call that scores best among those with `count` axes of positions, and its score."""
+        best: tuple[int, int, Subject] | None = None
+        for index, subject in enumerate(candidates(expected, count, layout)):
+            score = _score(subject, errors)
+            if score is not None and (best is None or score > best[0]):
+                best = score, index, subject
+            if score == _PERFECT:
+                break
+        if best is None:
+            return None
+        score, index, chosen = best
+
+        def again(expected: Expected, given: Rope = GIVEN) -> Subject:
+            found = next(islice(candidates(expected, count, layout, given), index, None))
+            return replace(found, rebuild=chosen.rebuild)
+
+        def resize(channels: int, rotary_dim: int) -> Subject | None:
+            given = Rope(channels, GIVEN.base, GIVEN.pairing, rotary_dim=rotary_dim)
+            if chosen.given is not None:
+                return again(expected, given)
+            if chosen.arguments is not None and not chosen.arguments.takes(channels, rotary_dim):
+                return None
+            rope = expected.rope or Rope(channels, expected.base or 10_000.0, given.pairing, rotary_dim=rotary_dim)
+            try:
+                rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+                return again(replace(expected, rope=rope, head_dim=channels))
+            except _checks.RopeError:  # a scheme, or the class, accepts no such size
+                return None
+
+        def rebuild(base: float | None = None) -> Subject:
+            changed = expected if base is None else replace(expected, base=base)
+            return next(islice(candidates(changed, count, layout), index, None))
+
+        found = chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
+        return score, found if count is not None else replace(found, resize=resize)
+
+    stated = several.count_of(form) if form else None if expected.axes is None else expected.axes.count
+    best = None if stated is None else search(stated, layout)
+    failure = None
+    if form is None and (best is None or best[0] < _PERFECT):
+        try:
+            plain = search(None, layout)
+        except _checks.RopeError as e:
+            plain, failure = None, e
+        best = max((found for found in (best, plain) if found), key=lambda found: found[0], default=None)
+    certain = best is not None and best[0] == _PERFECT
+    axes = [] if stated else [search(n, best[1].layout if certain and best else layout) for n in several.COUNTS]
+    of_axes = [other for other in axes if other is not None and (best is None or other[0] >= best[0])]
+    if of_axes and (best is None or any(several.all_matter(subject) for _, subject in of_axes)):
+        best = max(of_axes, key=lambda one: (several.all_matter(one[1]), one[0]))
+    if best is None and failure is not None:
+        raise failure
     if best is None:
         layout = _checks.argument("layout")
         raise _checks.error(
@@ -77,35 +143,18 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
                 (f"{signature.describe(target.objects[-1])} Or pass {layout}, or arguments (--arg).", *expected.notes)
             ),
         )
-    _, index, chosen = best
-
-    def again(expected: Expected, given: Rope = GIVEN) -> Subject:
-        found = next(islice(candidates(expected, given), index, None))
-        return replace(found, rebuild=chosen.rebuild)
-
-    def resize(channels: int, rotary_dim: int) -> Subject | None:
-        given = Rope(channels, GIVEN.base, GIVEN.pairing, rotary_dim=rotary_dim)
-        if chosen.given is not None:
-            return again(expected, given)
-        if chosen.arguments is not None and not chosen.arguments.takes(channels, rotary_dim):
-            return None
-        rope = expected.rope or Rope(channels, expected.base or 10_000.0, given.pairing, rotary_dim=rotary_dim)
-        try:
-            rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
-            return again(replace(expected, rope=rope, head_dim=channels))
-        except _checks.RopeError:  # a scheme, or the class, accepts no such size
-            return None
-
-    def rebuild(base: float | None = None) -> Subject:
-        return next(islice(candidates(expected if base is None else replace(expected, base=base)), index, None))
-
-    others = [_like(chosen, candidates(expected, mode=mode)) for mode in ("offsets", "packed")]
-    found = replace(chosen, resize=resize, others=tuple(other for other in others if other is not None))
-    return found if found.arguments is None else replace(found, rebuild=rebuild)
+    chosen = best[1]
+    others = [_like(chosen, candidates(expected, chosen.axes, mode=mode)) for mode in ("offsets", "packed")]
+    return replace(chosen, others=tuple(other for other in others if other is not None))
 
 
 class _TableSet(tuple[Tensor, ...]):
-    """Tables for all positions, which a function such as `precompute_freqs_cis` returned."""
+    """Tables for all positions, which a function such as `precompute_freqs_cis` returned.
+
+    If they are those of the cells of a grid, in the order of rows, `grid` is its size.
+    """
+
+    grid: tuple[int, ...] = ()
 
 
 def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
@@ -118,8 +167,12 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
     known = signature.parameters(target) or {}
     makes_tables = "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
     if makes_tables and not {"q", "x", "qkv", "kv", "x1"} & {*signature.match(known, signature.CALL_NAMES)}:
-        returned, arguments = signature.construct(target, expected)
-        return _TableSet(_tensors(returned)), arguments
+        sides = several.sides(signature.match(known, signature.CALL_NAMES))
+        values = {**sides, **expected.arguments}
+        returned, arguments = signature.construct(target, replace(expected, arguments=values))
+        tables = _TableSet(_tensors(returned))
+        tables.grid = tuple(values[side] for side in sides)
+        return tables, arguments
     return memory.on_device(target), None
 
 
@@ -312,11 +365,12 @@ def _modes(call: Call, *, tables: bool) -> tuple[str, ...]:
 
 def _pass_positions(call: Call, mode: str, positions: Tensor) -> dict[str, Any]:
     """Return the arguments that state the positions `[batch, seq]`."""
-    starts = run_starts(positions[0])
-    ends = torch.cat((starts, torch.tensor([positions.shape[1]])))
-    first = {"offset": int(positions[0, 0]), "offsets": positions[:, 0].int(), "runs": positions[0, starts].int()}
+    row = positions.flatten(0, -2)[0]
+    starts = run_starts(row)
+    ends = torch.cat((starts, torch.tensor([len(row)])))
+    first = {"offset": int(row[0]), "offsets": positions[..., 0].int(), "runs": row[starts].int()}
     values = {
-        "positions": positions[0] if mode == "shared" else positions,
+        "positions": positions[..., 0, :] if mode == "shared" else positions,
         "cu_seqlens": ends.int(),
         "max_seqlen": int(ends.diff().max()),
     } | dict.fromkeys(("offset", "offsets"), first.get(mode))
@@ -500,10 +554,11 @@ def _exact_tables(name: str, given: Rope) -> _Source:
     """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
 
     def make(q: Tensor, positions: Tensor) -> Tables:
-        rotation = given.at(positions, dtype=torch.float64)
-        cos, sin = rotation.cos.to(q.dtype), rotation.sin.to(q.dtype)
+        rotation = replace(given, axes=None).at(positions.flatten(), dtype=torch.float64)
+        exact = [table.reshape(*positions.shape, -1) for table in (rotation.cos, rotation.sin)]
+        cos, sin = (table.to(q.dtype) for table in exact)
         if name == "complex":
-            return (torch.complex(rotation.cos.float(), rotation.sin.float()),)
+            return (torch.complex(exact[0].float(), exact[1].float()),)
         if name == "cos, sin stacked":
             return (torch.stack((cos, sin), dim=-1),)
         kind, _, width = name.rpartition(" ")
@@ -536,7 +591,7 @@ def _table_sources(first: Any, layer_type: str | None) -> list[_Source]:
     if "positions" in parameter_of:
         return [
             _Source("at positions", lambda q, p: _rows(make(q, positions=p), p)),
-            _Source("at shared positions", lambda q, p: _rows(flat(make(q, positions=p[0])), p), "shared"),
+            _Source("at shared positions", lambda q, p: _rows(flat(make(q, positions=p[..., 0, :])), p), "shared"),
         ]
     if "seq_len" in parameter_of:
         return [_Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, seq_len=int(p.max()) + 1))))]
@@ -557,6 +612,6 @@ def _tensors(returned: Any) -> Tables:
 
 def _rows(returned: Any, positions: Tensor) -> Tables:
     """Add a batch axis to tables without one, and expand it to the number of sequences, which then share the tables."""
-    rows = positions.shape[0]
+    rows = positions.shape[-2]
     formatted = tuple(t[None] if t.ndim == 2 else t for t in _tensors(returned))
-    return tuple(t if t.shape[0] == rows else t.expand(rows, *t.shape[1:]) for t in formatted)
+    return tuple(t.expand(rows, *t.shape[1:]) if t.shape[0] == 1 else t for t in formatted)

@@ -37,7 +37,7 @@ CALL_NAMES = {
     "cos_sin_cache": "cos_sin_cache cos_sin_table",  # [length, rotary_dim]
     "table": "freqs_cis freqs_complex freqs cis rope_cache emb pos_emb rope cos_sin angles sinusoidal_pos rotary_emb "
     "image_rotary_emb position_embeddings",
-    "positions": "positions position_ids pos input_pos position pos_ids indices token_positions",
+    "positions": "positions position_ids pos input_pos position pos_ids indices token_positions ids coords",
     "offset": "offset start_pos seqlen_offset start past_length cache_position_start",
     "offsets": "offsets seqlen_offsets start_positions",  # one for each sequence, or one number
     "cu_seqlens": "cu_seqlens cu_seqlens_q cu_seq_lens cu_seqlen indptr",
@@ -63,6 +63,11 @@ CALL_NAMES = {
     "seq_len": "seq_len seqlen max_seq length",
     "axis": "unsqueeze_dim",
     "layer_type": "layer_type",
+    "frames": "frames frame time temporal t n_frames num_frames t_pos pos_t t_ids grid_t",
+    "height": "height rows row h y ys n_rows num_rows h_pos pos_h y_pos pos_y h_ids row_ids grid_h",
+    "width": "width columns cols column col w xs n_cols num_cols w_pos pos_w x_pos pos_x w_ids col_ids grid_w",
+    "grid": "grid grid_size grid_shape grid_hw grid_thw hw thw feat_shape",
+    "sections": "mrope_section mrope_sections sections section rope_section",
 }
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
@@ -74,6 +79,8 @@ MAKE_NAMES = {
     "length": "end max_positions max_position_embeddings max_seq_len max_len max_position seq_len max_seq_length "
     "context_length max_length block_size max_position_embedding num_positions",
     "config": "config args cfg params model_args",
+    "sections": CALL_NAMES["sections"],
+    "axes_dim": "axes_dim axes_dims axis_dims axes_channels",
 }
 
 _NAMELESS = "argument "  # followed by a number: the name that a parameter without a name gets here
@@ -149,6 +156,8 @@ def read_call(called: Callable[..., Any], call: str | None, literals: Mapping[st
     if known is None:
         raise _unknown_roles("a signature that cannot be read")
     roles = match({name: p for name, p in known.items() if name not in stated}, CALL_NAMES)
+    if roles.get("x") == "t" and {"height", "width"} <= {*roles}:
+        roles["frames"] = roles.pop("x")
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
     optional = (role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty)
@@ -286,6 +295,8 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
             base = values[name] = expected.base or default or 10_000.0
         elif role == "length":
             length = values[name] = expected.table_length or default or 4096
+        elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
+            values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "config" and expected.config is not None:
             values[name] = _config_object(owner, known[name].annotation, expected.config)
     values.update(expected.arguments)

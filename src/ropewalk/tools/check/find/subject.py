@@ -80,7 +80,9 @@ class Subject:
         channels: the number of channels of a head.
         arguments: the arguments of the target's constructor, or None.
         in_place: whether the target writes its results into q and k, or into the qkv that it is passed.
-        axes: the number of axes of positions, which are then `[axes, batch, seq]`. None means `[batch, seq]`.
+        axes: the number of axes of positions, which may then be `[axes, batch, seq]`. Positions `[batch, seq]` stand
+            for the same position on each axis. None means that a token has one position.
+        side: the rows and columns of the largest square grid that is passed instead of positions, or None.
         resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
             does not take these. None if the sizes of the target are fixed.
         given: the rope of the tables that `check` passes. None if it passes none.
@@ -104,6 +106,7 @@ class Subject:
     arguments: Arguments | None = field(default=None, repr=False)
     in_place: bool = False
     axes: int | None = None
+    side: int | None = None
     resize: Callable[[int, int], Subject | None] | None = None
     given: Rope | None = None
     others: tuple[Subject, ...] = ()
@@ -163,11 +166,11 @@ class Subject:
         """
         inputs = [self.to_native(x).clone(memory_format=torch.contiguous_format) for x in (q, q if k is None else k)]
         q_out, k_out = self.call_native(inputs[0], inputs[1], positions.clone())
-        rows = len(positions)
+        rows = positions.shape[-2]
         return self.from_native(q_out.detach(), rows), None if k_out is None else self.from_native(k_out.detach(), rows)
 
     def linear_maps(self, positions: Tensor, of: str = "q") -> Tensor:
-        """Measure the linear map that the target applies to q or k at positions `[1, seq]`.
+        """Measure the linear map that the target applies to q or k at positions `[1, seq]` or `[axes, 1, seq]`.
 
         The target is called with one head for each channel, which is 1 in that channel and 0 elsewhere.
 
@@ -177,20 +180,20 @@ class Subject:
         Raises:
             CallError: as for `call_native`.
         """
-        eye = torch.eye(self.channels).expand(1, positions.shape[1], -1, -1).contiguous()
+        eye = torch.eye(self.channels).expand(1, positions.shape[-1], -1, -1).contiguous()
         q_out, k_out = self(eye, eye.clone(), positions)
         return (q_out if k_out is None or of == "q" else k_out)[0].mT
 
     def accepts(self, positions: Tensor) -> bool:
-        """Whether the target accepts these positions `[batch, seq]`."""
-        consecutive = bool((positions == positions[:, :1] + torch.arange(positions.shape[1])).all())
-        rows_are_equal = bool((positions == positions[:1]).all())
-        if self.layout == "thd" and positions.shape[0] != 1:
+        """Whether the target accepts these positions `[batch, seq]` or `[axes, batch, seq]`."""
+        rows_are_equal = bool((positions == positions[..., :1, :]).all())
+        if self.layout == "thd" and positions.shape[-2] != 1:
             return False
         if self.positions == "rows":
             return True
         if self.positions == "shared":
             return rows_are_equal
+        consecutive = bool((positions == positions[..., :1] + torch.arange(positions.shape[-1])).all())
         if self.positions == "offsets":
             return consecutive
         if self.positions in ("runs", "packed"):

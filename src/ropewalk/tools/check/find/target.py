@@ -170,7 +170,10 @@ def _from_transformers(target: str, model: str) -> Target:
             e,
             "Pass the classes themselves: module:Rotary,apply_rotary_pos_emb.",
         ) from e
-    own = {n: v for n, v in vars(modeling).items() if not any(part in n.lower() for part in _OF_OTHER_PARTS)}
+    is_tower = "vision" in type(default).__name__.lower()
+    own = {
+        n: v for n, v in vars(modeling).items() if is_tower or not any(part in n.lower() for part in _OF_OTHER_PARTS)
+    }
     classes = [v for v in own.values() if isinstance(v, type) and v.__module__ == modeling.__name__]
     methods = [method for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
     called = {name for method in methods for name in method.__code__.co_names}
@@ -184,8 +187,9 @@ def _from_transformers(target: str, model: str) -> Target:
             "Pass the code by name: module:Class,function.",
         )
     interleaves = bool(config.get("rope_interleave"))
-    functions.sort(key=lambda n: ("interleave" in n) != interleaves)
-    tables = [cls for cls in classes if cls.__name__.endswith("RotaryEmbedding")][:1]
+    functions.sort(key=lambda n: (("vision" in n) != is_tower, ("interleave" in n) != interleaves))
+    tables = [cls for cls in classes if cls.__name__.endswith("RotaryEmbedding")]
+    tables = sorted(tables, key=lambda cls: ("Vision" in cls.__name__) != is_tower)[:1]
     function = {**own, **statics}[functions[0]]
     return Target(target, (*tables, function), config)
 

@@ -30,8 +30,11 @@ def usual(subject: Subject) -> Case:
 def measure(
     subject: Subject, structure: Structure, positions: Tensor, dtype: torch.dtype = torch.float32, *, of: str = "q"
 ) -> Tensor:
-    """Measure the multiplier of each pair of q or k at positions `[batch, seq]`, complex128 `[batch, seq, pairs]`."""
-    x = structure.unit_input(subject.channels).to(dtype).expand(*positions.shape, 2, subject.channels).contiguous()
+    """Measure the multiplier of each pair of q or k, complex128 `[batch, seq, pairs]`.
+
+    The positions are `[batch, seq]` or, for a subject with axes, `[axes, batch, seq]`.
+    """
+    x = structure.unit_input(subject.channels).to(dtype).expand(*positions.shape[-2:], 2, -1).contiguous()
     q_out, k_out = subject(x, x.clone(), positions)
     return structure.multipliers(q_out if k_out is None or of == "q" else k_out)[:, :, 0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, formats
+from ropewalk import Axes, Rope, formats
 
 CLOSE = 2e-5
 """Tolerance of cos and sin at positions below 64: five roundings, 64 · 1.25 · FLOAT32, rounded up."""
@@ -129,7 +129,7 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         is_ramp = np.isnan(wrong).any() and len(wrong) == len(inv_freq)
         if is_ramp and np.nanmax(np.abs(inv_freq.abs().numpy() / wrong - 1)) < 1e-3:
             return replace(measured, code=bug, says=says)
-    fitted = fit_base(inv_freq, rope.rotary_dim)
+    fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4:
         return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
     ratios = inv_freq.abs() / expected
@@ -222,12 +222,19 @@ def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
     return (multipliers[1] / multipliers[0]).angle() / int(positions[1] - positions[0])
 
 
-def fit_base(inv_freq: Tensor, rotary_dim: int, tolerance: float = 1e-4) -> tuple[float, float] | None:
-    """Fit a geometric progression to `inv_freq`. Return its base and the divisor of all terms, or None if none fits."""
+def fit_base(
+    inv_freq: Tensor, rotary_dim: int, tolerance: float = 1e-4, axes: Axes | None = None
+) -> tuple[float, float] | None:
+    """Fit a geometric progression, or that of each axis with one base, to `inv_freq`.
+
+    Return the base and the divisor of all terms, or None if none fits.
+    """
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None
     logs, steps = np.log(f), np.arange(len(f)) * 2 / rotary_dim
+    if axes is not None and axes.pairs == len(f):
+        steps = np.array([i / axes.lengths[a] for a, i in zip(axes.axis, axes.freq_index, strict=True)])
     slope, start = np.polyfit(steps, logs, 1)
     if np.abs(logs - (start + slope * steps)).max() > tolerance or slope >= 0:
         return None

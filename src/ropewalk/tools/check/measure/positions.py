@@ -123,8 +123,8 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
 
 
 def _table_length(subject: Subject) -> list[int]:
-    """Return the length of the table that the constructor was passed, or nothing."""
-    return [subject.arguments.length] if subject.arguments is not None and subject.arguments.length else []
+    """Return the length of the table that the constructor was passed, or of a side of a grid, or nothing."""
+    return [n for n in (subject.arguments and subject.arguments.length, subject.side) if n]
 
 
 def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:
@@ -249,6 +249,5 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
     subject = baseline.subject
     if subject.given_tables or subject.positions in ("none", "packed"):
         return [torch.arange(64 if subject.given_tables else 512)]
-    table_length = subject.arguments.length if subject.arguments is not None else None
-    last = min(n for n in (baseline.expected.length, table_length, 10**9) if n)
+    last = min(n for n in (baseline.expected.length, *_table_length(subject), 10**9) if n)
     return [torch.arange(p, p + 4) for p in _PROBES_16 if p + 4 <= last]

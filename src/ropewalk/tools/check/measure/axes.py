@@ -1,0 +1,390 @@
+"""Find out which axis of the positions turns each pair, name the bugs in it, and test calls with several positions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk import Axes, Rope, _checks
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.measure import law
+from ropewalk.tools.check.measure.baseline import HEADS, SMALL, Baseline, measure
+from ropewalk.tools.check.measure.structure import Structure
+from ropewalk.tools.check.report import Report
+
+FAR = 1023  # a position at which slow pairs have turned visibly
+_MOVED = 3e-6  # of cos and sin: a pair that is not turned is copied without any rounding
+_CLOSE = 1e-4  # tolerance of float32 results of size 1
+_NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
+
+
+@dataclass(frozen=True)
+class OnAxes:
+    """The angles that positions on each axis cause.
+
+    Args:
+        alone: the multiplier of each pair at positions 0 to 63 on one axis and 0 on the others, complex128 `[axes,
+            positions, pairs]`.
+        axis: the axis that turns each pair, or a negative number if none or several do.
+        axes: the axes and progressions that explain the angles, or None.
+        names: the name of each axis.
+    """
+
+    alone: Tensor
+    axis: tuple[int, ...]
+    axes: Axes | None
+    names: tuple[str, ...]
+
+    def at(self, positions: Tensor, at_0: Tensor) -> Tensor:
+        """Predict the multipliers at positions `[axes, batch, seq]` below 64 from those at position 0."""
+        turns = [alone[p] / alone[0] for alone, p in zip(self.alone, positions, strict=True)]
+        return at_0 * torch.stack(turns).prod(0)
+
+
+def judge(
+    subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, report: Report
+) -> tuple[Expected, OnAxes | None]:
+    """Measure which axis turns each pair, report it, and name how it differs from what is expected.
+
+    Args:
+        subject, structure, report: the target, its pairs, and what receives the findings.
+        multipliers: of the pairs at positions 0 to 63 on all axes, complex128 `[positions, pairs]`.
+        expected: what the target should compute.
+
+    Returns:
+        What to expect with the axes that the target has, so that no later step reports them again, and what was
+        measured. None if the target has one axis, or if the two channels of a pair have different axes.
+    """
+    if subject.axes is None:
+        if expected.axes is not None and not subject.given_tables:
+            report.found["axes"] = "not judged: one position is passed for each token, as for text"
+        return expected, None
+    names = _names(subject.axes, expected)
+    measured = torch.stack([_measure(subject, structure, axis) for axis in range(subject.axes)])
+    sizes = measured.abs() / multipliers.abs().median()
+    if bool((sizes - 1).abs().max() > 1e-3):
+        of, _, pair = _first((sizes - 1).abs() > 1e-3)
+        says = f"The two channels of pair {pair} are turned by different axes. With positions on one axis alone, "
+        report.add(
+            "mixed-pairings",
+            f"{says}{names[of]}, its length changes by a factor of {float(sizes[of, :, pair].min()):.3g}.",
+            f"pair {pair}, position 1 on axis {of} ({names[of]}) and 0 on the others",
+        )
+        return expected, None
+    turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
+    axis = tuple(t.index(True) if sum(t) == 1 else (_SEVERAL if sum(t) else _NONE) for t in turned)
+    report.found["axes"] = describe(axis, names)
+    rope = expected.rope if subject.given is None else subject.given
+    if subject.given is not None and subject.given.axes is not None and expected.axes is None:
+        interleaved = Axes.interleaved([subject.given.axes.axis.count(a) for a in range(subject.axes)])
+        if axis == interleaved.axis:  # both are right, because nothing states the layout of the sections
+            rope = replace(subject.given, axes=interleaved)
+    alone = measured[:, : len(SMALL)]
+    if rope is None or rope.axes is None:
+        return expected, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
+    moving = rope.inv_freq != 0
+    right = tuple(np.array(rope.axes.axis)[moving].tolist())
+    if len(right) != len(axis):
+        return expected, OnAxes(alone, axis, None, names)
+    if axis != right:
+        _name(right, axis, names, report)
+    explained = rope
+    if bool(moving.all()) and min(axis) >= 0:
+        explained = _judge_frequencies(rope, axis, multipliers, names, report)
+    expected = expected if subject.given_tables else replace(expected, rope=explained)
+    return expected, OnAxes(alone, axis, explained.axes, names)
+
+
+def _names(count: int, expected: Expected) -> tuple[str, ...]:
+    if len(expected.axis_names) == count:
+        return expected.axis_names
+    usual = {2: ("height", "width"), 3: ("time", "height", "width")}
+    return usual.get(count, tuple(f"axis {axis}" for axis in range(count)))
+
+
+def _first(where: Tensor) -> list[int]:
+    first: list[int] = where.nonzero()[0].tolist()
+    return first
+
+
+def _measure(subject: Subject, structure: Structure, axis: int) -> Tensor:
+    """Measure the multipliers at positions 0 to 63, and at FAR if possible, on one axis. The others are at 0."""
+
+    def at(places: Tensor) -> Tensor:
+        positions = torch.zeros(subject.axes or 0, 1, len(places), dtype=torch.int64)
+        positions[axis] = places
+        return measure(subject, structure, positions)[0]
+
+    near = at(SMALL)
+    with contextlib.suppress(CallError):
+        return torch.cat((near, at(torch.tensor([0, FAR]))[1:]))
+    return near
+
+
+def describe(axis: Sequence[int], names: Sequence[str]) -> str:
+    """Describe the axis of each pair: "pairs 0 to 15 time, 16 to 39 height, 40 to 63 width"."""
+    runs = [*_runs(axis)]
+    if len(runs) <= len(names) + 1:
+        return "pairs " + ", ".join(f"{_range(first, size)} {_name_of(a, names)}" for a, first, size in runs)
+    listed = {a: [i for i, of in enumerate(axis) if of == a] for a in sorted({*axis}, key=[*axis].index)}
+    return ", ".join(
+        f"{_name_of(a, names)} {len(pairs)} pairs ({', '.join(map(str, pairs[:3]))}{', …' if pairs[3:] else ''})"
+        for a, pairs in listed.items()
+    )
+
+
+def _name_of(axis: int, names: Sequence[str]) -> str:
+    return {_NONE: "no axis", _SEVERAL: "several axes"}.get(axis) or names[axis]
+
+
+def _range(first: int, size: int) -> str:
+    return f"{first} to {first + size - 1}" if size > 1 else f"{first}"
+
+
+def _runs(axis: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the axis, the first pair and the number of pairs of each run of pairs with one axis."""
+    starts = [i for i, a in enumerate(axis) if i == 0 or a != axis[i - 1]]
+    for start, end in zip(starts, [*starts[1:], len(axis)], strict=True):
+        yield axis[start], start, end - start
+
+
+def _is_contiguous(axis: Sequence[int]) -> bool:
+    return len([*_runs(axis)]) == len({*axis})
+
+
+def _name(right: tuple[int, ...], axis: tuple[int, ...], names: Sequence[str], report: Report) -> None:
+    """Name the bug of a target whose pairs are turned by `axis` instead of `right`."""
+    pair = next(i for i, (a, b) in enumerate(zip(axis, right, strict=True)) if a != b)
+    says = f"Pair {pair} is turned by {_name_of(axis[pair], names)} instead of {names[right[pair]]}."
+    by = right[pair] if axis[pair] < 0 else axis[pair]
+    case = f"pair {pair}, position 1 on axis {by} ({names[by]}) and 0 on the others"
+    ignored = [a for a in sorted({*right}) if a not in axis]
+    if _SEVERAL in axis:
+        report.add("section-layout", says, case)
+    elif ignored:
+        listed = " and ".join(names[a] for a in ignored)
+        case = f"pair {right.index(ignored[0])}, position 1 on axis {ignored[0]} ({names[ignored[0]]})"
+        report.add("axis-ignored", f"Positions on {listed} turn no pair. {says}", case)
+    else:
+        report.add(_code(right, axis, len(names)), f"{says} In all, {describe(axis, names)}.", case)
+
+
+def _code(right: tuple[int, ...], axis: tuple[int, ...], count: int) -> str:
+    for order in permutations(range(count)):
+        if axis == tuple(order[a] for a in right):
+            return "axes-exchanged" if order[:-2] == (*range(count - 2),) else "sections-permuted"
+    sizes = [right.count(a) for a in range(count)]
+    contiguous = [_is_contiguous(of) for of in (right, axis)]
+    others = [Axes.interleaved(order).axis for order in permutations(sizes)]
+    return "sections-permuted" if all(contiguous) or (not any(contiguous) and axis in others) else "section-layout"
+
+
+def _progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]]:
+    """Yield the known progressions of frequencies over pairs with these axes, and what is said of them."""
+    pairs = len(axis)
+    sizes = tuple(axis.count(a) for a in range(count))
+    ranks = tuple(axis[:i].count(a) for i, a in enumerate(axis))
+    yield "one progression runs over all pairs", Axes(axis, lengths=(pairs,) * count)
+    yield "each axis has a progression of its own", Axes(axis, ranks, tuple(max(size, 1) for size in sizes))
+    yield "the pairs of each axis are counted from 0 in one progression", Axes(axis, ranks, (pairs,) * count)
+    order = sorted({*axis}, key=axis.index)
+    strided = tuple(rank * len(order) + order.index(a) for rank, a in zip(ranks, axis, strict=True))
+    if max(strided) < pairs:
+        yield "the axes take turns in one progression", Axes(axis, strided, (pairs,) * count)
+    for a in range(count):
+        if sizes[a] > max(ranks):
+            yield f"every axis has the progression of axis {a}", Axes(axis, ranks, (sizes[a],) * count)
+
+
+def _fitting(axis: tuple[int, ...], multipliers: Tensor, structure: Structure) -> Axes | None:
+    """Return the axes with a known progression that explains the frequencies with some base, or None."""
+    if min(axis) < 0 or 2 * len(axis) != structure.rotary_dim:
+        return None
+    inv_freq = law.measure_frequencies(multipliers, SMALL)
+    for _, axes in _progressions(axis, max(axis) + 1):
+        if law.fit_base(inv_freq, structure.rotary_dim, axes=axes, tolerance=1e-3) is not None:
+            return axes
+    return None
+
+
+def _judge_frequencies(
+    rope: Rope, axis: tuple[int, ...], multipliers: Tensor, names: Sequence[str], report: Report
+) -> Rope:
+    """Return the rope whose frequencies the target has, if they differ only in how the axes share the progressions."""
+    axes, identified = rope.axes, law.identify(multipliers, SMALL, rope, rope.head_dim)
+    if axes is None or not {identified.code} & {"wrong-frequencies", "wrong-base", "wrong-exponent"}:
+        return rope
+    factor = float(multipliers.abs().median())
+    is_own = [(says, of) for says, of in _progressions(axes.axis, axes.count) if of == axes]
+    for says, found in _progressions(axis, axes.count):
+        try:
+            other = replace(rope, axes=found)
+            fits = law.Law(law.moving(other.inv_freq), factor).error(multipliers, SMALL) < law.CLOSE
+        except _checks.RopeError:  # the scheme does not apply to such axes
+            continue
+        if fits:
+            if is_own and is_own[0][0] != says:
+                off = np.abs(other.inv_freq / rope.inv_freq - 1) > 1e-3
+                pair = int(off.argmax())
+                report.add(
+                    "axis-frequencies",
+                    f"Pair {pair} ({names[axis[pair]]}) rotates by {other.inv_freq[pair]:.4g} radians per position "
+                    f"instead of {rope.inv_freq[pair]:.4g}: {says}, but {is_own[0][0]} is expected.",
+                    f"pair {pair}, position 1 on axis {axis[pair]} ({names[axis[pair]]})",
+                )
+            return other
+    if axis == axes.axis and identified.code == "wrong-frequencies":
+        off = ((multipliers - law.Law(law.moving(rope.inv_freq), factor).at(SMALL)).abs() / factor).amax(0) > law.CLOSE
+        wrong = {axis[i] for i in off.nonzero().flatten().tolist()}
+        if wrong < {*axis}:
+            pair = _first(off)[0]
+            inv_freq = law.measure_frequencies(multipliers, SMALL)[pair]
+            report.add(
+                "axis-frequencies",
+                f"Pair {pair} ({names[axis[pair]]}) rotates by {inv_freq:.4g} radians per position instead of "
+                f"{rope.inv_freq[pair]:.4g}. The pairs of {' and '.join(names[a] for a in {*axis} - wrong)} are right.",
+                f"pair {pair}, position 1 on axis {axis[pair]} ({names[axis[pair]]})",
+            )
+    return rope
+
+
+# Positions `[axes, tokens]` of two tokens of text, a video of 2 × 2 × 2 patches, and two tokens of text.
+_PLACES = torch.tensor(
+    [
+        [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 6, 7],
+        [0, 1, 2, 2, 3, 3, 2, 2, 3, 3, 6, 7],
+        [0, 1, 2, 5, 2, 5, 2, 5, 2, 5, 6, 7],
+        [0, 1, 4, 4, 4, 4, 4, 4, 4, 4, 6, 7],
+    ]
+)
+_COUNTED_ON = torch.tensor([0] * 10 + [2] * 2)  # how much less each position is if text counts on from the first axis
+_ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
+
+
+def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
+    """Test calls with other positions on each axis: an image between text, one token, a batch, gradients, far tokens.
+
+    Calls with equal positions on all axes are tested elsewhere.
+    """
+    count, report = len(on_axes.alone), baseline.report
+    image = (_PLACES[1:3] if count == 2 else _PLACES[:count])[:, None]
+    rows = torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1)
+    tests = {"an image between text": image, "one token": _ONE_TOKEN[:count, None], "rows": rows}
+    grade = True
+    for name, positions in tests.items():
+        if not baseline.subject.accepts(positions):
+            continue
+        try:
+            found = _compare(baseline, on_axes, name, positions)
+        except CallError as e:
+            report.add(e.code, f"In the test of several axes with {name}: {e}.")
+            found = True
+        if found:
+            grade = False
+            break
+    report.grade("several axes", "as expected" if grade else report.findings[0].says, grade)
+    if grade:
+        _judge_gradients(baseline, on_axes, image)
+        _judge_far(baseline, on_axes)
+
+
+def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) -> bool:
+    """Compare q and k with the prediction at positions `[axes, batch, seq]`, and return whether a bug was reported."""
+    report, tokens = baseline.report, positions.shape[-1]
+    q = baseline.tensor(positions.shape[1], tokens, HEADS, 1)
+    passed = positions.clone()
+    results = baseline.subject(q, q.clone(), passed)
+    for of, out, at_0 in zip("qk", results, (baseline.multipliers[0], baseline.k_multipliers[0]), strict=True):
+        if out is None:
+            continue
+
+        def off(places: Tensor, out: Tensor = out, at_0: Tensor = at_0) -> Tensor:
+            return (out - baseline.structure.predict(q, on_axes.at(places, at_0))).abs().amax((2, 3))
+
+        errors = off(positions)
+        if not bool((errors >= _CLOSE).any()) and bool(errors.isfinite().all()):
+            continue
+        row, token = _first(~(errors < _CLOSE))
+        here = ", ".join(f"{p} of {n}" for p, n in zip(positions[:, row, token].tolist(), on_axes.names, strict=True))
+        case = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
+        says = f"With {name}, token {token} of row {row} of {of}, at {here}, "
+        first, index = positions[:1].expand_as(positions), torch.arange(tokens).expand_as(positions)
+        explanations = [
+            ("axis-ignored", f"has the position on {on_axes.names[0]} on every axis.", first),
+            ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
+            ("positions-ignored", "has its index in the sequence on every axis.", index),
+        ]
+        if tokens == len(_COUNTED_ON):
+            how = f"counts on from the last position on {on_axes.names[0]}, not from the largest on any axis."
+            explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
+        for code, how, places in explanations:
+            if (
+                bool((places[:, row, token] != positions[:, row, token]).any())
+                and float(off(places)[row, token]) < _CLOSE
+            ):
+                report.add("key-unlike-query" if of == "k" else code, says + how, case)
+                return True
+        code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else "rows-mixed-up")
+        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", case)
+        return True
+    return False
+
+
+def _judge_gradients(baseline: Baseline, on_axes: OnAxes, positions: Tensor) -> None:
+    """Compare the gradient of q at other positions on each axis with the one that is rotated backwards."""
+    subject, report = baseline.subject, baseline.report
+    if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes} or "weights" in subject.takes:
+        return  # the gradient of a norm is not that of a rotation
+    x = baseline.tensor(1, positions.shape[-1], HEADS, 1)
+    weight = baseline.tensor(1, positions.shape[-1], HEADS, 3)
+    q = subject.to_native(x).contiguous().requires_grad_()
+    with torch.enable_grad():
+        try:
+            out, _ = subject.call_native(q, q.detach().clone(), positions.clone())
+            (grad,) = torch.autograd.grad((subject.from_native(out) * weight).sum(), q)
+        except (CallError, RuntimeError) as e:
+            report.grade("gradients on several axes", f"{type(e).__name__}: {_checks.message_of(e)[:150]}")
+            return
+    right = baseline.structure.predict_gradient(weight, on_axes.at(positions, baseline.multipliers[0]))
+    off = (subject.from_native(grad) - right).abs().amax((0, 2, 3))
+    if bool((off >= _CLOSE).any()):
+        token = _first(off >= _CLOSE)[0]
+        says = "With an image between text, the gradient is not the output gradient rotated by minus the angle."
+        report.add("wrong-gradient", says, f"token {token}, at {positions[:, 0, token].tolist()} on the axes")
+    report.grade("gradients on several axes", "as expected", not bool((off >= _CLOSE).any()))
+
+
+def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
+    """Compare tokens at a far position on one axis and near positions on the others with the law of the angles."""
+    of, subject, report = baseline.law, baseline.subject, baseline.report
+    if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
+        return
+    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given_tables:
+        return
+    axis = torch.tensor(on_axes.axis)
+    length = baseline.expected.length
+    for far in (200, FAR, 4_095, 32_767):
+        for name, index in zip(on_axes.names, range(len(on_axes.names)), strict=True):
+            positions = torch.arange(5).repeat(len(on_axes.names), 1, 1)
+            positions[index] += far
+            if length is not None and far + 5 > length:
+                continue
+            try:
+                z = measure(subject, baseline.structure, positions)[0]
+            except CallError:
+                return
+            off = (z - of.of(positions[axis, 0].T * of.inv_freq)).abs().amax(1) / of.factor
+            if not bool((off <= law.float32_error(far + 5)).all()):
+                says = (
+                    f"At position {far:,} on {name} and 0 on the others, cos and sin are off by {float(off.max()):.2g}."
+                )
+                report.add("wrong-far-positions", says, f"one token, position {far:,} on axis {index} ({name})")
+                return
+    report.grade("far positions on each axis", "as expected", True)
