@@ -13,21 +13,23 @@ CUDA = torch.device("cuda:0")
 
 
 class OnCuda(Tensor):
-    """A tensor on the fake device. Its numbers are in `inner`, on the CPU. Compiled code takes it for a meta tensor."""
+    """A tensor on the fake device. Its numbers are in `in_memory`. Compiled code takes it for a meta tensor."""
 
-    inner: Tensor
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    in_memory: Tensor
+    device = property(lambda self: CUDA)
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnCuda:
-        made: OnCuda = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="meta"
+        made: OnCuda = Tensor._make_wrapper_subclass(
+            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=torch.device("meta")
         )
-        made.inner = inner
+        made.in_memory = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         to_cpu = "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "cpu"
@@ -38,12 +40,12 @@ class OnCuda(Tensor):
             )
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnCuda) else x, (args, kwargs))
+        inner_args, inner_kwargs = tree_map(lambda x: x.in_memory if isinstance(x, OnCuda) else x, (args, kwargs))
         out = func(*inner_args, **inner_kwargs)
         out = tree_map(lambda x: x.resolve_conj().resolve_neg() if isinstance(x, Tensor) else x, out)
         if to_cpu:
             return out
-        of_inner = {id(x.inner): x for x in tensors if isinstance(x, OnCuda)}
+        of_inner = {id(x.in_memory): x for x in tensors if isinstance(x, OnCuda)}
         on_cpu = {id(x): x for x in tensors if not isinstance(x, OnCuda)}
         return tree_map(
             lambda x: (
@@ -65,13 +67,15 @@ class FakeCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (Tensor.to, Tensor.cpu, Tensor.cuda):
-            x, *rest = [*args, *kwargs.values()]
+            given: list[Any] = [*args, *kwargs.values()]
+            x, rest = given[0], given[1:]
             devices = [torch.device(y) for y in rest if isinstance(y, (str, torch.device))]
             devices += [torch.device({Tensor.cpu: "cpu", Tensor.cuda: "cuda"}[func])] if func is not Tensor.to else []
             dtypes = [y for y in rest if isinstance(y, torch.dtype)]
             x = x.to(dtypes[0]) if dtypes and x.dtype != dtypes[0] else x
             if devices and devices[0].type != x.device.type:
-                return (_ToCpu if isinstance(x, OnCuda) else _ToCuda).apply(x)
+                move: Any = _ToCpu if isinstance(x, OnCuda) else _ToCuda
+                return move.apply(x)
             if devices:
                 return x
         if torch.device(kwargs.get("device") or "cpu").type == "cuda" and not any(isinstance(x, OnCuda) for x in args):
@@ -85,15 +89,15 @@ class _ToCuda(torch.autograd.Function):
         return OnCuda(x.detach().clone())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.inner if isinstance(grad, OnCuda) else grad
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.in_memory if isinstance(grad, OnCuda) else grad
 
 
 class _ToCpu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: OnCuda) -> Tensor:  # type: ignore[override]
-        return x.inner.clone()
+    def forward(ctx: Any, x: OnCuda) -> Tensor:
+        return x.in_memory.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return OnCuda(grad)

@@ -30,6 +30,8 @@ def right(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class InABuffer(torch.nn.Module):
+    inv_freq: Tensor
+
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.register_buffer("inv_freq", frequencies())

@@ -36,13 +36,14 @@ class Reads(torch.autograd.Function):
         return x.copy_(turn(x, cos, sin))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.tables
         return turn(grad, cos, -sin) + 0.01 * ctx.x, None, None
 
 
 def reads(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    Reads.apply(x, cos, sin)
+    apply: Any = Reads.apply
+    apply(x, cos, sin)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +77,13 @@ def test_an_odd_size() -> None:
             return turn(x, cos, sin)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> Any:
             cos, sin = ctx.tables
             out = turn(grad, cos, -sin)
             out[:, :, 2:3] = grad[:, :, 2:3] if grad.shape[2] == 3 else out[:, :, 2:3]
             return out, None, None
 
-    (finding,) = conformance.check(lambda x, cos, sin: Rotate.apply(x, cos, sin), layout="bshd").findings
+    apply: Any = Rotate.apply
+    (finding,) = conformance.check(lambda x, cos, sin: apply(x, cos, sin), layout="bshd").findings
     assert (finding.code, finding.case) == ("wrong-gradient", "3 heads of 16 channels, 1 token")
     assert finding.says == "The gradient of q is that of a function that changes nothing in head 2 (counted from 0)."

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     tensors: list[Tensor] = []
     _map([*arguments.values()], tensors.append)
     pieces = _Pieces(memory.device, needs_autograd=any(x.requires_grad for x in tensors))
-    passed = {name: _map(value, lambda x, name=name: pieces.place(name, x)) for name, value in arguments.items()}
+    passed = {name: _map(value, partial(pieces.place, name)) for name, value in arguments.items()}
     try:
         with _poisoned() if memory.poison else contextlib.nullcontext():
             returned = function(**passed)
@@ -158,7 +159,7 @@ def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
     """Let torch fill the memory of new tensors, as its deterministic mode does."""
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -69,6 +69,11 @@ class Case:
         return case
 
 
+def smallest_fault(case: Case, fault: Callable[[Case], tuple[str, str] | None], code: str) -> Case:
+    """Return the smallest case found in which `fault` returns this code."""
+    return case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == code)
+
+
 def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tensor:
     """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
     n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)

@@ -11,6 +11,7 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import HEADS, TOKENS, Baseline
+from ropewalk.tools.check.measure.case import where
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
 FIRST = torch.arange(TOKENS)[None]
@@ -26,6 +27,7 @@ def judge(baseline: Baseline) -> None:
         "batch": _check_batch,
         "ragged rows": _check_ragged_rows,
         "offsets of rows": _check_offsets_of_rows,
+        "left padding": _check_left_padding,
         "documents in one row": _check_documents,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
@@ -125,6 +127,28 @@ def _check_offsets_of_rows(baseline: Baseline) -> bool:
     return bool(calls)
 
 
+def _check_left_padding(baseline: Baseline) -> bool:
+    """Test that the results of tokens before position 0, which are padding, are written."""
+    positions = torch.arange(TOKENS) + torch.tensor([[-2], [0]])
+    used, calls = (
+        memory.current(),
+        [c for c in (baseline.subject, *baseline.subject.others) if c.positions == "offsets"],
+    )
+    for call in calls:
+        x = baseline.tensor(2, TOKENS, HEADS, 1)
+        try:
+            out, _ = call(x, x.clone(), positions)
+            used.poison, poison = False, used.poison
+            plain, _ = call(x, x.clone(), positions)
+            used.poison = poison
+        except CallError:
+            return False
+        if bool((unwritten := out.isnan() & ~plain.isnan()).any()):
+            says = f"If a row begins at offset -2, as with left padding, q is never written{where(unwritten)}."
+            baseline.report.add("output-not-written", says, str(baseline.usual(rows=2)))
+    return bool(calls)
+
+
 def _check_documents(baseline: Baseline) -> bool:
     positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2]])
     calls = [call for call in (baseline.subject, *baseline.subject.others) if call.positions in ("packed", "runs")]
@@ -163,8 +187,12 @@ def _views(baseline: Baseline) -> dict[str, list[Tensor]]:
             "slices of one tensor with q, k and v": torch.cat((x, x, x), dim=-1)[..., : x.shape[-1]],
             "views of a tensor with tokens before heads": x,
             "views of a tensor with heads before tokens": x.transpose(1, 2).contiguous().transpose(1, 2),
+            "every second token of a tensor": torch.stack((x, -x), dim=2).flatten(1, 2)[:, ::2],
         }.items():
             views.setdefault(name, []).append(baseline.subject.to_native(view))
+    q, k = (baseline.tensor(1, TOKENS, HEADS, seed) for seed in (1, 2))
+    heads = torch.split(torch.cat((q, k, q), dim=2), HEADS, dim=2)[:2]
+    views["heads of one tensor with q, k and v"] = [baseline.subject.to_native(x) for x in heads]
     contiguous = [x.contiguous() for x in views["views of a tensor with tokens before heads"]]
     return {"contiguous tensors": contiguous} | views
 

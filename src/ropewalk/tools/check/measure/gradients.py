@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import Case, where
+from ropewalk.tools.check.measure.case import Case, smallest_fault, where
 
 CLOSE = 1e-4
 _TIMES = 4
@@ -37,7 +38,7 @@ def check(baseline: Baseline, *, odd: bool = False) -> bool:
             found = (e.code, f"{e}.")
         if found is None:
             continue
-        smallest = case.smallest(lambda c, code=found[0]: (_fault(baseline, c) or ("",))[0] == code)
+        smallest = smallest_fault(case, partial(_fault, baseline), found[0])
         code, says = found if smallest == case else _fault(baseline, smallest) or found
         baseline.report.add(code, says, str(smallest))
         break

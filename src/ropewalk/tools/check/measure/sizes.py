@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import islice
 
 import torch
@@ -12,7 +13,7 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import KNOWN, Case, where
+from ropewalk.tools.check.measure.case import KNOWN, Case, smallest_fault, where
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
 # (rows, tokens, heads of q, heads of k): each call has several sizes at which kernels fail.
@@ -53,7 +54,7 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> No
         if fault is None:
             continue
         code, says = fault
-        smallest = case.smallest(lambda c, code=code: (find_fault(baseline, c) or ("",))[0] == code)
+        smallest = smallest_fault(case, partial(find_fault, baseline), code)
         if smallest != case:
             code, says = find_fault(baseline, smallest) or fault
         report.add(code, says, str(smallest))

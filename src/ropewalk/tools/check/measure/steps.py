@@ -32,7 +32,9 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
     }[subject.positions]
-    if repeats.judge(subject, report) or (found := _measure(subject, expected, report)) is None:
+    if repeats.judge_written(subject, report) or repeats.judge(subject, report):
+        return
+    if (found := _measure(subject, expected, report)) is None:
         return
     baseline, on_axes = found
     multipliers, measured = baseline.multipliers, baseline.law
@@ -66,7 +68,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
 
 def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Baseline, axes.OnAxes | None] | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
-    if repeats.judge_written(subject, report) or fused.judge_passed(subject, report) or _judge_heads(subject, report):
+    if fused.judge_passed(subject, report) or _judge_heads(subject, report):
         return None
     maps = subject.linear_maps(SMALL[None, :16])
     if maps.dtype not in (torch.float32, torch.float64):
@@ -118,7 +120,9 @@ def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> N
             if rope is not None and resized.given is None:
                 rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
             wanted = replace(expected, rope=rope, head_dim=channels)
-            if (found := _measure(resized, wanted, there)) is not None and there.verdict == "right":
+            unwritten = repeats.judge_written(resized, there)
+            found = None if unwritten else _measure(resized, wanted, there)
+            if found is not None and there.verdict == "right":
                 baseline, _ = found
                 fused.judge(baseline)
                 gradients.check(baseline)
