@@ -32,13 +32,11 @@ LIBRARIES = {
 # Files that `check` cannot call yet, or accuses. A file that it finds right must be taken off.
 WAITING: set[str] = {
     "blocks_with_masks",
-    "ernie_time_last",
     "flash_attn_apply_rotary_emb_qkv",
     "flash_attn_packed_sequences",
     "flashinfer_cos_sin_cache_inplace",
     "flashinfer_cos_sin_cache_interleaved",
     "fused_qkv_with_values",
-    "grid_of_two_axes",
     "hub_kernel_apply_rotary",
     "in_place_with_a_right_backward",
     "last_channels_of_the_head",
@@ -49,15 +47,11 @@ WAITING: set[str] = {
     "outputs_passed",
     "packed_sequences",
     "parts_of_a_qkv_in_place",
-    "positions_of_each_token",
-    "qwen2_vl",
     "rope_and_paged_cache",
     "rotation_as_a_matrix",
     "sglang_inplace_with_kvcache",
     "transformer_engine_thd",
-    "video_grid",
     "vllm_fused_qk_norm_rope",
-    "vllm_mrope",
     "vllm_rotary_embedding",
 }
 LATE = [pytest.mark.xfail(strict=True)]
