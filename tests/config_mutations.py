@@ -25,8 +25,12 @@ import numpy as np
 from ropewalk import RopeError, from_config
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIGS = [row["config"] for name in ("text_models", "class_defaults", "released", "vision_towers", "diffusers")
-           for row in json.loads((GOLDEN / f"{name}.json").read_text())["rows"]]  # fmt: skip
+NAMES = [
+    "text_models", "class_defaults", "released", "vision_towers", "diffusers", "deployed", "remote_towers",
+    *(f"engine_models/remote_of_{engine}" for engine in ("mlx_lm", "sglang", "vllm")),
+]  # fmt: skip
+CONFIGS = [row["config"] for name in NAMES
+           for row in json.loads((GOLDEN / f"{name}.json").read_text())["rows"] if "config" in row]  # fmt: skip
 CONFIGS += [
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "rope_theta": 500000.0, "use_scaled_rope": True, "head_dim": 128},
     {"model_type": "llava", "text_config": CONFIGS[0]},

@@ -194,7 +194,7 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
 @pytest.mark.parametrize(("engine", "label"), [("mlx_lm", "mlx-lm 0"), ("sglang", "SGLang 0"), ("vllm", "vLLM 0")])
 def test_rows_that_name_an_engine_were_run_in_it(engine: str, label: str) -> None:
     named = {name for name, row in ARCHITECTURES.items() if label in row.source and not row.refusal}
-    of_schemes = {"grok-1", "git", "telechat3", "talkie"}  # golden/deployed.json, in tests/schemes/test_deployed.py
+    of_schemes = {"grok-1", "telechat3", "talkie"}  # golden/deployed.json, in tests/schemes/test_deployed.py
     rows = recorded(engine)
     run = {name for name, _ in rows} | {from_config(row["config"]).model_type for _, row in rows}
     assert named - of_schemes <= run
@@ -306,7 +306,12 @@ def test_ling_2_5_has_the_model_type_of_ling_3() -> None:
     config = {**dict(recorded("sglang"))["bailing_moe_v2_5"]["config"], "model_type": "bailing_hybrid"}
     layers = from_config(config).layers
     assert [rope and (rope.rotary_dim, rope.pairing) for rope in layers] == [(8, "half"), (16, "interleaved")] * 2
+    after_last_group = from_config({**config, "num_hidden_layers": 5}).layers[4]
+    assert after_last_group is not None
+    assert after_last_group.pairing == "interleaved"
     assert from_config({**config, "architectures": ["BailingMoeV3ForCausalLM"]}).layers[0] is None
+    with pytest.raises(RopeError, match="only its own code reads this model_type"):
+        from_config(config).to_hf_config(version=5)
 
 
 def test_ntk_of_gte() -> None:

@@ -36,7 +36,8 @@ def run(*arguments: object) -> Result:
         (("no/such/file.py:f",), 2),
         ((RIGHT, "--config", "no/such/config.json"), 2),
         ((RIGHT, "--arg", "nothing"), 2),
-        ((RIGHT, "--pairing", "interleaved"), 1),
+        ((RIGHT, "--device", "meta"), 2),
+        ((f"{HERE / 'right' / 'llama2_c_loop.py'}:rope", "--pairing", "half"), 1),
     ],
 )
 def test_exit_status(arguments: tuple[str, ...], status: int) -> None:

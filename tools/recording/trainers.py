@@ -277,6 +277,8 @@ def maxtext(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     pairs = 2 if case.startswith("gemma2") else 1  # a layer of MaxText is a local and a global one
     shape = {"hidden_size": config.base_emb_dim, "layers": pairs * config.base_num_decoder_layers}
     shape |= {"heads": config.base_num_query_heads, "vocab_size": config.vocab_size}
+    if case.startswith(("gemma4", "deepseek4")):  # the arguments above are those of the models' files
+        shape["evidence"] = "read"
     return {"file": f"configs/models/{case}.yml", **shape}, ropes
 
 

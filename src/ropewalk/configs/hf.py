@@ -19,10 +19,10 @@ from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
-from ropewalk.configs.models import ARCHITECTURES, vocabulary
+from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
 from ropewalk.configs.tables.no_rope import FOPE
-from ropewalk.configs.tables.wrappers import BY_CLASS, TOWER_KEYS, WRAPPERS
+from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Pairing, Rope
@@ -289,8 +289,7 @@ def _find_row(c: Reader) -> Architecture:
     if not isinstance(model_type, str):
         fix = "Pass a model's config.json as transformers writes it; other programs use other keys."
         raise c.error("model_type", "must be a string", shown(model_type), fix)
-    named, older = BY_CLASS.get(model_type, (None, ""))
-    row = ARCHITECTURES.get(older if older and c.get("architectures") == named else model_type)
+    row = row_of(model_type, c.config)
     if row is not None:
         return row
     if c.passed_pairing is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture
@@ -10,8 +12,15 @@ from ropewalk.configs.tables.no_rope import NO_ROPE_MODELS
 from ropewalk.configs.tables.not_in_transformers import REMOTE
 from ropewalk.configs.tables.several_axes import SEVERAL_AXES
 from ropewalk.configs.tables.text import TEXT
+from ropewalk.configs.tables.wrappers import BY_CLASS
 
 ARCHITECTURES: dict[str, Architecture] = {**TEXT, **SEVERAL_AXES, **REMOTE, **NO_ROPE_MODELS}
+
+
+def row_of(model_type: str, config: Mapping[str, Any]) -> Architecture | None:
+    """Return the row of a model_type, or that of another model whose files have the same model_type (Grok 2)."""
+    classes, other = BY_CLASS.get(model_type, (None, ""))
+    return ARCHITECTURES.get(other if classes and config.get("architectures") == classes else model_type)
 
 
 def register(model_type: str, row: Architecture) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.engines._model_files import ModelFile, Reading
+from ropewalk.engines._model_files import Evidence, ModelFile, Reading
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import SCHEMES
 
@@ -33,6 +33,7 @@ class Model:
         hidden_size, layers, heads, vocab_size: its shape.
         ropes: maps each kind of layer, or "all", to its rope: head_dim, rotary_dim (by default head_dim), base, the
             pairing of the weights that the trainer's converter reads, and the scaling as an object of a config.
+        evidence: "run", or "read" if the arguments of the rotary modules were only read in the code of the model.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Model:
     heads: int
     vocab_size: int
     ropes: Mapping[str, Mapping[str, Any]]
+    evidence: Evidence = "run"
 
     def fits(self, config: ConfigRope) -> bool:
         """Return whether a config of the same model_type has the shape of this model.
@@ -102,11 +104,12 @@ def read(table: str, config: ConfigRope) -> Reading:
     rope = ropes[chosen]
     notes = [f"It reads no config.json. The rope is the one built into its model {chosen.name}."]
     if not _same(rope, config.rope):
-        notes.append(f"That model has {_words(rope)}, and the config has {_words(config.rope)}.")
+        words = [_words(one, channels=rope.rotary_dim != config.rope.rotary_dim) for one in (rope, config.rope)]
+        notes.append(f"That model has {words[0]}, and the config has {words[1]}.")
     if others := [model.name for model in fitting if not _same(ropes[model], rope)]:
         notes.append(f"Of the same shape, but with other numbers: {', '.join(others)}.")
     section = (chosen.rope(config) or {}).get("scaling", {})
-    return Reading(replace(config, rope=rope, section=section), ModelFile(chosen.file), tuple(notes))
+    return Reading(replace(config, rope=rope, section=section), ModelFile(chosen.file, chosen.evidence), tuple(notes))
 
 
 def _same(first: Rope, second: Rope) -> bool:
@@ -119,8 +122,9 @@ def _same(first: Rope, second: Rope) -> bool:
     )
 
 
-def _words(rope: Rope) -> str:
-    """Return the base and the scaling of a rope in a few words."""
+def _words(rope: Rope, *, channels: bool) -> str:
+    """Return the base and the scaling of a rope, and its `channels`, in a few words."""
     factor = getattr(rope.scaling, "factor", None)
     scaled = "no scaling" if rope.scaling is None else rope.scaling.rope_type
-    return f"the base {rope.base:g} and {scaled}{'' if factor is None else f' with factor {factor:g}'}"
+    first = f"{rope.rotary_dim} rotated channels, the base" if channels else "the base"
+    return f"{first} {rope.base:g} and {scaled}{'' if factor is None else f' with factor {factor:g}'}"

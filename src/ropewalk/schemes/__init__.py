@@ -106,8 +106,11 @@ rope_type in configs, so neither is a value here."""
 BY_NAME = _Found()
 """Maps class names to schemes: every registered scheme."""
 
-ALIASES = {"mrope": "default", "xdrope": "dynamic"}
-"""Maps other names in configs to a rope_type. "mrope" and Hunyuan's "xdrope" mean that tokens have several axes."""
+ALIASES = {"mrope": "default", "xdrope": "dynamic", "deepseek_yarn": "yarn"}
+"""Maps other names in configs to a rope_type.
+
+"mrope" and Hunyuan's "xdrope" mean that tokens have several axes. Engines have "deepseek_yarn" for YaRN.
+"""
 
 
 _Class = TypeVar("_Class", bound=type[Scaling])

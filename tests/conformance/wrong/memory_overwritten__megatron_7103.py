@@ -13,7 +13,7 @@ def memory(x):
 
 
 def rotate_inplace(q, cos, sin):
-    """q: `[tokens, heads, dim]`, contiguous, changed in place and returned. cos and sin: `[tokens, dim]`."""
+    """q: `[tokens, heads, dim]`, changed in place; cos and sin: `[tokens, dim]`."""
     tokens, heads, dim = q.shape
     elements, half, block = memory(q), dim // 2, 4
     for token in range(tokens):
@@ -21,16 +21,20 @@ def rotate_inplace(q, cos, sin):
         for start in range(0, heads, block):
             for local in range(block):
                 inside = local < heads
-                at = (token * heads + start + local) * dim
+                at = token * q.stride(0) + (start + local) * q.stride(1)
                 if inside and at + dim <= len(elements):
                     a, b = elements[at : at + half].clone(), elements[at + half : at + dim].clone()
                     elements[at : at + half] = a * c - b * s
                     elements[at + half : at + dim] = b * c + a * s
-    return q
 
 
 TARGET = "rotate_inplace"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "x,cos,sin -> x", "ignore": ["no-gradient", "in-place-gradient"]}
+GIVEN = {
+    "pairing": "half",
+    "layout": "thd",
+    "call": "x,cos,sin -> none",
+    "ignore": ["no-gradient", "in-place-gradient"],
+}
 REPAIR = [
     ("inside = local < heads", "inside = start + local < heads"),
 ]

@@ -29,14 +29,13 @@ def apply_rotary_emb(x, cos, sin):
             a, b = elements[at].float(), elements[at + 1].float()
             elements[at] = (a * c - b * s).type_as(x)
             elements[at + 1] = (b * c + a * s).type_as(x)
-    return x
 
 
 TARGET = "apply_rotary_emb"
 GIVEN = {
     "pairing": "interleaved",
     "layout": "thd",
-    "call": "x,cos,sin -> x",
+    "call": "x,cos,sin -> none",
     "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [

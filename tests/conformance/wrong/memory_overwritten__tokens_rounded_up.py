@@ -10,14 +10,14 @@ def turn(x, cos, sin):
 
 
 def memory(x):
-    """All memory from the first element of x to the end of its storage, as rows of the size of a token."""
-    size = x[0].numel()
+    """The rows of x and all rows that follow them in memory, to the end of its storage."""
     length = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return x.detach().as_strided((length // size, size), (size, 1))
+    rows = (length - x.shape[1]) // x.stride(0) + 1
+    return x.detach().as_strided((rows, x.shape[1]), (x.stride(0), 1))
 
 
 def rotate_inplace(positions, query, key, head_size, cos_sin_cache):
-    """query and key: `[tokens, heads · head_size]`, contiguous, changed in place."""
+    """query and key: `[tokens, heads · head_size]`, changed in place."""
     tokens = len(positions)
     padded = -(-tokens // 4) * 4
     at = torch.nn.functional.pad(positions, (0, padded - tokens), value=1)

@@ -189,14 +189,6 @@ def refuse_rope_head_dim(c: Reader) -> None:
         raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
 
 
-def refuse_git(c: Reader) -> None:
-    """Raise a RopeError for the captioning model GIT. The config of Grok 2 has its model_type, but another class."""
-    if c.get("architectures") != ["Grok1ForCausalLM"]:
-        must = "must name a model that a Rope describes"
-        fix = "git has no rotary positions: it has learned absolute positions. Only Grok 2, whose file also says git, "
-        raise c.error("model_type", must, "'git'", f"{fix}has a rope: its architectures are ['Grok1ForCausalLM'].")
-
-
 def qwen_length(c: Reader) -> int | None:
     """Return the trained length of Qwen 1: seq_length, or max_position_embeddings if the config has no seq_length."""
     return c.length("seq_length") or c.longest
@@ -313,13 +305,6 @@ def add_telechat_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
         c.add(rope_keys, "alpha", float(alpha), where)
 
 
-def rename_deepseek_yarn(_: Reader, rope_keys: dict[str, ConfigValue]) -> None:
-    """Replace the name "deepseek_yarn", which engines have for YaRN with the keys of DeepSeek."""
-    named = rope_keys.get("rope_type")
-    if named is not None and named.value == "deepseek_yarn":
-        rope_keys["rope_type"] = ConfigValue("yarn", named.where)
-
-
 def add_gte_scaling(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
     """Replace the NTK scaling of gte, by a factor s, by the same as linear scaling.
 
@@ -382,11 +367,6 @@ def grok_query_scale(c: Reader) -> QueryScale | None:
         logarithmic=True,
         original_max_position_embeddings=integer(c.source, key, c.get(key), at_least=2),
     )
-
-
-def beam_query_scale(c: Reader) -> QueryScale:
-    """Return the factor (1 + (position + 1) / 2048)^0.1 of the layers without rotation."""
-    return QueryScale(original_max_position_embeddings=2048, offset=1, power=0.1, only_unrotated=True)
 
 
 def lerope(c: Reader, scheme: Scaling | None, rotary_dim: int) -> Scaling:

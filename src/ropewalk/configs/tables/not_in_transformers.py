@@ -168,7 +168,7 @@ REMOTE: dict[str, Architecture] = {
     # Multi-head latent attention.
     "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
-    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py", more_keys=functions.rename_deepseek_yarn),
+    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py"),
     "gigachat3_5": _latent(
         f"{_SGLANG}/gigachat35.py",
         kinds={_FULL: Kind(), _LINEAR: None},
@@ -192,7 +192,7 @@ REMOTE: dict[str, Architecture] = {
         f"{_SGLANG}/bailing_moe_linear.py; models/modeling_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5",
         partial=0.5,
         kinds={_FULL: Kind(), _LINEAR: Kind(head_dim_key="head_dim", pairing="half")},
-        pattern=Every(5, _FULL, _LINEAR, key="layer_group_size"),
+        pattern=functions.bailing_kinds,
         own_config=True,
     ),
     # The layers differ.
@@ -314,21 +314,17 @@ REMOTE: dict[str, Architecture] = {
         more_keys=functions.add_internlm_rotary,
         **_IMPLIED_BASE,
     ),
-    # Grok 1 and 2. The config of Grok 2 has the model_type of another model.
-    **{
-        name: remote(
-            "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
-            partial=1.0,
-            partial_keys=(),
-            more_keys=functions.add_grok_scaling,
-            query_scale=functions.grok_query_scale,
-            fixed={"extrapolation_factor": (1.0, "another weight of the ramp")},
-            check=check,
-            own_config=True,
-            **_IMPLIED_BASE,
-        )
-        for name, check in (("grok-1", None), ("git", functions.refuse_git))
-    },
+    # Grok 1 and 2.
+    "grok-1": remote(
+        "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
+        partial=1.0,
+        partial_keys=(),
+        more_keys=functions.add_grok_scaling,
+        query_scale=functions.grok_query_scale,
+        fixed={"extrapolation_factor": (1.0, "another weight of the ramp")},
+        own_config=True,
+        **_IMPLIED_BASE,
+    ),
     "minimind": remote(
         "model/model.py and model/model_minimind.py of jingyaogong/minimind",
         pairing=functions.minimind_pairing,

@@ -62,7 +62,7 @@ SEVERAL_AXES: dict[str, Architecture] = {
         latent(
             "bailing_hybrid",
             kinds={_FULL: Kind(), _LINEAR: None},
-            pattern=Every(6, _FULL, _LINEAR, key="layer_group_size"),
+            pattern=functions.bailing_kinds,
             more_keys=functions.add_sections,
             axes=_BAILING,
             own_config=True,

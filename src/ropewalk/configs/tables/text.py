@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.architecture import Architecture, QueryScale
 from ropewalk.configs.families import functions
 from ropewalk.configs.families.deepseek import COMPRESSED, DeepSeekV4
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags, LayerIndices, LayerNames
@@ -24,6 +24,8 @@ _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING
 _NESTED_KINDS = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
+# The factor (1 + (position + 1) / 2048)^0.1.
+_BEAM_SCALE = QueryScale(original_max_position_embeddings=2048, offset=1, power=0.1, only_unrotated=True)
 _NO_ROPE_LAYERS = LayerFlags("no_rope_layers", otherwise=Every(4, NO_ROPE, ALL, key="no_rope_layer_interval"))
 _DEEPSEEK_V4 = DeepSeekV4(
     source=source("deepseek_v4"),
@@ -275,7 +277,7 @@ TEXT: dict[str, Architecture] = {
     "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "afmoe": local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
     "flint": local_only("flint", None, null_window=NO_ROPE),
-    "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}, query_scale=functions.beam_query_scale),
+    "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}, query_scale=lambda _: _BEAM_SCALE),
     "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
     "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
     "bamba": row("bamba", partial=0.5, pattern=LayerIndices("attn_layer_indices")),

@@ -100,8 +100,11 @@ TEXT_AS = {
     "deepseek_v41": ("deepseek_v41_text", ()),
     "isaac": ("isaac_text", ()),
 }
-# Model_types of two models: maps them to the classes that name the older one, and to the model_type to read then.
-BY_CLASS = {"bailing_hybrid": (["BailingMoeV2_5ForCausalLM"], "bailing_moe_v2_5")}
+# Model_types of two models: maps them to the `architectures` of the other one, and to the model_type to read it as.
+BY_CLASS = {
+    "bailing_hybrid": (["BailingMoeV2_5ForCausalLM"], "bailing_moe_v2_5"),
+    "git": (["Grok1ForCausalLM"], "grok-1"),
+}
 
 DEFAULT_KEYS = (
     "hidden_size",

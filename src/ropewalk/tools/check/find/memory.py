@@ -87,13 +87,15 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a target with copies of its arguments on the device, and return its results on the CPU.
 
     What the target writes into its arguments is afterwards in `arguments`. Tensors keep their strides, and share memory
-    if they did before. A tensor that requires a gradient is not copied on the CPU, and moved by autograd to a device.
+    if they did before. If one requires a gradient, none is copied on the CPU, and autograd moves all to a device.
 
     Raises:
         CallError: the target raises, or returns a tensor on the CPU although its arguments were on a device.
     """
     memory = current()
-    pieces = _Pieces(memory.device)
+    tensors: list[Tensor] = []
+    _map([*arguments.values()], tensors.append)
+    pieces = _Pieces(memory.device, needs_autograd=any(x.requires_grad for x in tensors))
     passed = {name: _map(value, lambda x, name=name: pieces.place(name, x)) for name, value in arguments.items()}
     try:
         with _poisoned() if memory.poison else contextlib.nullcontext():
@@ -170,15 +172,16 @@ def _poisoned() -> Iterator[None]:
 class _Pieces:
     """The memory of the tensors of one call: a copy of each storage between two guard zones."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, needs_autograd: bool) -> None:
         self.device = device
+        self.needs_autograd = needs_autograd
         self.storages: dict[int, _Storage] = {}
         self.moved: list[tuple[Tensor, Tensor]] = []
 
     def place(self, name: str, x: Tensor) -> Tensor:
         """Return the tensor to pass in place of x."""
-        is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu" and not x.requires_grad
-        if not is_plain or not 0 < x.untyped_storage().nbytes() <= LARGEST:
+        is_plain = type(x) is Tensor and x.layout is torch.strided and x.device.type == "cpu"
+        if self.needs_autograd or not is_plain or not 0 < x.untyped_storage().nbytes() <= LARGEST:
             self.moved.append((x, x.to(self.device)))
             return self.moved[-1][1]
         key = x.untyped_storage().data_ptr()
@@ -190,7 +193,7 @@ class _Pieces:
         """Write into the arguments what the target wrote, and return a sentence for each storage that it overwrote."""
         for x, moved in self.moved:
             if moved is not x and not torch.equal(x.detach(), back := moved.detach().to("cpu")):
-                x.copy_(moved.to("cpu") if x.requires_grad else back)
+                x.copy_(moved.to("cpu") if moved.requires_grad else back)
         return [says for storage in self.storages.values() if (says := storage.bring_back()) is not None]
 
 

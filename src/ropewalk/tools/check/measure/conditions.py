@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ropewalk import _checks
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import HEADS, TOKENS, Baseline
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
@@ -18,7 +19,7 @@ _POSITIONS_IGNORED = {"positions-ignored", "offset-ignored"}
 
 def judge(baseline: Baseline) -> None:
     """Run every test that the subject supports, and add findings and grades to the report."""
-    report = baseline.report
+    report, used = baseline.report, memory.current()
     tests = {
         "positions passed": _check_offset,
         "one token": _check_one_token,
@@ -29,14 +30,17 @@ def judge(baseline: Baseline) -> None:
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "input unchanged": _check_inputs_unchanged,
-        "gradients": _check_gradients,
+        "gradients": gradients.check,
     }
     for name, test in tests.items():
-        before = len(report.findings)
+        before, used.overwritten[:] = [*report.findings], []
         try:
             if test(baseline):
-                wrong = len(report.findings) > before
-                report.grade(name, report.findings[-1].says if wrong else "as expected", not wrong)
+                if used.overwritten and test is _check_views:  # `sizes` names the smallest case of others
+                    report.add("memory-overwritten", used.overwritten[0])
+                new = [finding for finding in report.findings if finding not in before]
+                says = new[-1].says if new else "as expected"
+                report.grade(name, says, None if new and report.ignored >= {f.code for f in new} else not new)
         except CallError as e:
             report.add(e.code, f"In the test of {name}: {e}.")
             report.grade(name, f"{e}", None if e.code == "raises" else False)
@@ -183,41 +187,4 @@ def _check_inputs_unchanged(baseline: Baseline) -> bool:
             baseline.report.add("input-changed", f"A call with {name} changes the values of its arguments.")
         if not torch.equal(positions, FIRST):
             baseline.report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
-    return True
-
-
-def _check_gradients(baseline: Baseline) -> bool:
-    """Compare the gradients of the first channels of all pairs, and those of the second, with the expected ones.
-
-    Each element of such a gradient is a single term, so an element that is zero is a term without a gradient.
-    """
-    subject, report = baseline.subject, baseline.report
-    q = subject.to_native(baseline.tensor(1, TOKENS, HEADS, 1)).contiguous().requires_grad_()
-    k = q.detach().clone().requires_grad_()
-    weights = [baseline.tensor(1, TOKENS, HEADS, 3) for _ in range(2)]
-    for weight, channels in zip(weights, baseline.structure.outs.T, strict=True):
-        weight[..., channels] = 0
-    with torch.enable_grad():
-        passed = (q.clone(), k.clone()) if subject.in_place else (q, k)
-        results = subject.call_native(*passed, FIRST.clone())
-        for name, out, x in zip("qk", results, (q, k), strict=True):
-            if out is None:
-                continue
-            if not out.requires_grad:
-                report.add("no-gradient", f"The result for {name} has no gradient with respect to its input.")
-                continue
-            for weight in weights:
-                try:
-                    product = (subject.from_native(out) * weight).sum()
-                    (grad,) = torch.autograd.grad(product, x, retain_graph=True, materialize_grads=True)
-                except RuntimeError as e:
-                    report.add("wrong-gradient", f"The backward pass raises: {_checks.message_of(e)[:150]}")
-                    break
-                multipliers = (baseline.k_multipliers if x is k else baseline.multipliers)[FIRST]
-                grad = subject.from_native(grad)
-                off = (grad - baseline.structure.predict_gradient(weight, multipliers)).abs()
-                if bool((off >= CLOSE).any()) and not bool(grad[off >= CLOSE].any()):
-                    report.add("no-gradient", f"A part of the gradient of {name} is zero.")
-                elif _differ(off):
-                    report.add("wrong-gradient", "The gradient is not the output gradient rotated by minus the angle.")
     return True

@@ -17,20 +17,27 @@ from ropewalk.tools.check.report import Report
 _TIMES = 5
 
 
-def judge(subject: Subject, report: Report) -> bool:
-    """Report elements that are never written, and results that vary. Return whether no more can be judged.
+def judge_written(subject: Subject, report: Report) -> bool:
+    """Report elements that are never written. Return whether there are any.
 
     From here on, memory that the target allocates holds NaN, and no longer the results of earlier calls.
     """
-    case = usual(subject)
+    case, used = usual(subject), memory.current()
+    used.poison = False
     plain = _call(subject, case)
-    memory.current().poison = True
+    used.poison = True
     for name, before, after in zip("qk", plain, _call(subject, case), strict=False):
         if bool((unwritten := after.isnan() & ~before.isnan()).any()):
             smallest = case.smallest(lambda c: any(bool(out.isnan().any()) for out in _call(subject, c)))
             says = f"If new memory holds NaN, {name} is NaN{where(unwritten)}. No more was judged."
             report.add("output-not-written", says, str(smallest))
             return True
+    return False
+
+
+def judge(subject: Subject, report: Report) -> bool:
+    """Report results that vary from call to call. Return whether there are any."""
+    case = usual(subject)
     for each in (case, replace(case, tokens=KNOWN, heads=32, k_heads=32)):
         with contextlib.suppress(CallError):
             if _varies(subject, each):

@@ -12,7 +12,7 @@ from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import axes, conditions, law, positions, repeats, sizes, states
+from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
 from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
@@ -32,29 +32,14 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
     }[subject.positions]
-    if repeats.judge(subject, report) or _judge_heads(subject, report):
+    if repeats.judge(subject, report) or (found := _measure(subject, expected, report)) is None:
         return
-    maps = subject.linear_maps(SMALL[None, :16])
-    if maps.dtype not in (torch.float32, torch.float64):
-        says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
-        report.add("wrong-output-dtype", says)
-        return
-    structure = infer(maps)
-    if structure is None:
-        _report_no_pairs(subject, report)
-        return
-    _judge_structure(structure, expected, subject, report)
-    if structure.flaw is not None:
-        report.add(structure.flaw, _FLAWS[structure.flaw])
-        return
-    multipliers = measure(subject, structure, SMALL[None])[0]
-    expected, on_axes = axes.judge(subject, structure, multipliers, expected, report)
-    measured = _judge_law(subject, structure, multipliers, expected, report, on_axes)
-    k_multipliers = _judge_k(subject, structure, multipliers, report)
-    baseline = Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report)
+    baseline, on_axes = found
+    multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
     if is_comparable:
+        fused.judge(baseline)
         conditions.judge(baseline)
         if on_axes is not None:
             axes.judge_calls(baseline, on_axes)
@@ -67,6 +52,9 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
             positions.judge_length(baseline)
     if is_comparable:
         sizes.judge(baseline, sure)
+    if report.verdict == "right":
+        gradients.check(baseline, odd=True)
+        _judge_head_sizes(subject, expected, report)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
@@ -74,6 +62,80 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         positions.judge_cast(baseline)
     if compiled:
         _count_graph_breaks(baseline)
+
+
+def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Baseline, axes.OnAxes | None] | None:
+    """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
+    if repeats.judge_written(subject, report) or fused.judge_passed(subject, report) or _judge_heads(subject, report):
+        return None
+    maps = subject.linear_maps(SMALL[None, :16])
+    if maps.dtype not in (torch.float32, torch.float64):
+        says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
+        report.add("wrong-output-dtype", says)
+        return None
+    if "weights" in subject.takes:  # a norm, even of a head of size 1, rounds
+        maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
+    structure = infer(maps)
+    if structure is None:
+        _report_no_pairs(subject, report)
+        return None
+    if structure.lost and "weights" in subject.takes:
+        says = f"Heads of size 1 do not keep their size: channel {structure.lost[0]} is changed."
+        report.add("wrong-norm", f"{says} The norm is not that of the whole head.")
+        return None
+    _judge_structure(structure, expected, subject, report)
+    if structure.flaw is not None:
+        report.add(structure.flaw, _FLAWS[structure.flaw])
+        return None
+    multipliers = measure(subject, structure, SMALL[None])[0]
+    expected, on_axes = axes.judge(subject, structure, multipliers, expected, report)
+    measured = _judge_law(subject, structure, multipliers, expected, report, on_axes)
+    k_multipliers = _judge_k(subject, structure, multipliers, report)
+    return Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report), on_axes
+
+
+# (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
+_HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
+# What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
+_KEEP = {
+    *("output-not-written", "memory-overwritten", "value-changed", "wrong-norm", "heads-differ", "rest-not-passed"),
+    *("cache-not-written", "wrong-slot", "padding-stored", "stored-key-unlike-key"),
+    *("wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
+}
+
+
+def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> None:
+    """Measure the same call with other numbers of channels, and report the first that is wrong only there."""
+    tried = []
+    for channels, rotary_dim in _HEAD_SIZES:
+        is_free = subject.given is not None or subject.arguments is not None or channels == rotary_dim
+        try:
+            resized = subject.resize(channels, rotary_dim) if subject.resize is not None and is_free else None
+            if resized is None:
+                continue
+            there = Report(report.target, ignored=report.ignored)
+            rope = expected.rope
+            if rope is not None and resized.given is None:
+                rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+            wanted = replace(expected, rope=rope, head_dim=channels)
+            if (found := _measure(resized, wanted, there)) is not None and there.verdict == "right":
+                baseline, _ = found
+                fused.judge(baseline)
+                gradients.check(baseline)
+                sizes.judge(baseline, (), few=True)
+        except (CallError, _checks.RopeError):
+            continue  # the target refuses this size, or always has the same
+        tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
+        new = [f for f in there.findings if f.severity == "wrong" and f.code not in {*report.codes, *report.ignored}]
+        if new:
+            code, case = new[0].code, new[0].case or str(usual(resized))
+            part = "" if channels == rotary_dim else f", of which {rotary_dim} are rotated"
+            report.add(code if code in _KEEP else "size-dependent", new[0].says, case + part)
+            report.grade("head sizes", f"wrong with {case}{part}", False)
+            return
+    report.grade(
+        "head sizes", f"{', '.join(tried)}: as expected" if tried else "not judged: fixed", bool(tried) or None
+    )
 
 
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")

@@ -1,0 +1,219 @@
+"""Test what fused functions do besides the rotation: values that pass through, norms of each head, slots of a cache."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ropewalk.tools.check.find.form import EPS
+from ropewalk.tools.check.find.subject import CallError, Results, Stored, Subject
+from ropewalk.tools.check.measure.baseline import Baseline, usual
+from ropewalk.tools.check.measure.case import Case, waves, where
+from ropewalk.tools.check.report import Report
+
+CLOSE = 1e-4
+_SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
+
+
+def judge_passed(subject: Subject, report: Report) -> bool:
+    """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
+    if subject.fused is None:
+        return False
+    for case in _cases(subject):
+        with contextlib.suppress(CallError):
+            if (found := _passed_fault(subject, case)) is None:
+                continue
+            code, says = found
+            smallest = case.smallest(lambda c, code=code: (_passed_fault(subject, c) or ("",))[0] == code)
+            report.add(code, (_passed_fault(subject, smallest) or found)[1], str(smallest))
+            if code != "value-changed":
+                report.grade("slots", says, False)
+                return True
+            break
+    if "slots" in subject.takes:
+        report.grade("slots", "as expected", True)
+    return False
+
+
+def judge(baseline: Baseline) -> None:
+    """Test the norms, and that what is stored is the rotated key."""
+    subject, report = baseline.subject, baseline.report
+    if subject.fused is None:
+        return
+    tests = {"weights": ("norm", _norm_fault), "slots": ("stored keys", _stored_fault)}
+    for name, fault in (test for takes, test in tests.items() if takes in subject.takes):
+        found = None
+        for case in _cases(subject):
+            with contextlib.suppress(CallError):
+                if found := fault(baseline, case):
+                    smallest = case.smallest(lambda c, fault=fault: fault(baseline, c) is not None)
+                    report.add(*(fault(baseline, smallest) or found), str(smallest))
+                    break
+        report.grade(name, found[1] if found else "as expected", not found)
+
+
+def _cases(subject: Subject) -> Iterator[Case]:
+    """Yield the sizes to try: heads whose numbers are no powers of two, and one token, after the usual ones."""
+    case = usual(subject)
+    yield case
+    for tokens, heads, k_heads in ((5, 3, 3), (5, 6, 3), (5, 5, 1), (1, 12, 4), (1, 1, 1), (7, 6, 2)):
+        yield replace(case, tokens=tokens, heads=heads, k_heads=k_heads if subject.has_k else heads)
+
+
+def _call(subject: Subject, case: Case, *, padding: bool, weights: tuple[Tensor, Tensor] | None = None) -> Results:
+    """Call a fused target with values, slots (each second of which is -1 with `padding`), and weights of its norm."""
+    q, k = case.tensors()
+    v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
+    slots = torch.tensor(_SLOTS[: case.tokens])[None]
+    slots = torch.where(torch.arange(case.tokens) % 2 == 1, -1, slots) if padding else slots
+    more = {"v": v, "slots": slots, "weights": weights}
+    return subject.fused(q, k, _positions(subject, case), **more)  # type: ignore[misc]
+
+
+def _positions(subject: Subject, case: Case) -> Tensor:
+    positions = case.positions(subject)
+    return positions if subject.accepts(positions) else torch.arange(case.tokens)[None]
+
+
+def _passed_fault(subject: Subject, case: Case) -> tuple[str, str] | None:
+    results = _call(subject, case, padding=False)
+    v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
+    if results.v is not None and bool((wrong := (results.v - v).abs() > 0).any()):
+        return "value-changed", f"v is changed{where(wrong)}."
+    for padding in (False, True) if results.stored is not None else ():
+        stored = _call(subject, case, padding=padding).stored
+        if stored is not None and (found := _slots_fault(stored, v)) is not None:
+            return found
+    return None
+
+
+def _slots_fault(stored: Stored, v: Tensor) -> tuple[str, str] | None:
+    """Return what is wrong with the slots that a call has written."""
+    all_slots = stored.slots.flatten()
+    is_token = all_slots >= 0
+    expected = {*all_slots[is_token].tolist()}
+    for name, before, after in (
+        ("keys", stored.keys_before, stored.keys),
+        ("values", stored.values_before, stored.values),
+    ):
+        if before is None or after is None:
+            continue
+        changed = (before != after).flatten(1)
+        written = {*changed.any(1).nonzero().flatten().tolist()}
+        if not written and expected:
+            return "cache-not-written", f"No slot of the {name} is changed."
+        others, missing = written - expected, expected - written
+        if others and not missing:
+            parts = {slot for slot in others if not bool(changed[slot].all())}
+            if parts == others or parts:
+                says = (
+                    f"The {name} of slots {_list(parts)} are changed in part, and slots {_list(expected)} are written."
+                )
+                return "memory-overwritten", says
+            if not bool(is_token.all()):
+                return "padding-stored", f"With slots {all_slots.tolist()}, {name} are stored in slots {_list(others)}."
+        if others or missing:
+            says = f"With slots {all_slots.tolist()}, {name} are stored in slots {_list(written)}."
+            return "wrong-slot", says
+    rows = v.flatten(0, 1)
+    if stored.values is not None and expected:
+        there = stored.values[all_slots[is_token]]
+        if bool(((there - rows[is_token]).abs() > CLOSE).any()):
+            mixed = all(bool(((row - rows).abs() < CLOSE).flatten(1).all(1).any()) for row in there)
+            if mixed:
+                return "wrong-slot", f"With slots {all_slots.tolist()}, the values of other tokens are in these slots."
+            if bool(((there - rows[is_token]).abs().flatten(1).amax(1) < CLOSE).any()):
+                return "memory-overwritten", f"Values in slots {_list(expected)} are overwritten by those of others."
+            return "value-changed", "The values that are stored are not those that are passed."
+    return None
+
+
+def _list(slots: set[int]) -> str:
+    return ", ".join(map(str, sorted(slots)[:8]))
+
+
+def _weights(channels: int) -> tuple[Tensor, Tensor]:
+    w = 1 + 0.5 * waves(1, 1, 2, channels, 4)[0, 0]
+    return w[0], w[1]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the norm of each head in float64."""
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Compare with the norm of each head by its own weight, then the rotation, and find what explains the result."""
+    weights, positions = _weights(case.channels), _positions(baseline.subject, case)
+    results = _call(baseline.subject, case, padding=False, weights=weights)
+    for name, x, out, weight, other in zip(
+        "qk", case.tensors(), (results.q, results.k), weights, weights[::-1], strict=True
+    ):
+        if out is None:
+            continue
+
+        def rotate(x: Tensor, key: bool = name == "k") -> Tensor:
+            return baseline.predict(x, positions, key=key)
+
+        def fits(right: Tensor, out: Tensor = out) -> bool:
+            return bool(((out - right).abs() < CLOSE).all())
+
+        if fits(rotate(normed(x, weight))):
+            continue
+        one = torch.ones_like(weight)
+        rotated = baseline.structure.ins.flatten()
+        part = torch.zeros(case.channels, dtype=torch.float64)
+        part[rotated] = 1
+        scale = torch.rsqrt((x.double().square() * part).sum(-1, keepdim=True) / part.sum() + EPS)
+        mistakes = {
+            "is missing": rotate(x),
+            "comes after the rotation": normed(rotate(x), weight),
+            "uses the weight of the other": rotate(normed(x, other)),
+            "has no weight": rotate(normed(x, one)),
+            "is taken over all heads together": rotate(
+                normed(x.flatten(2), one.repeat(x.shape[2])).view_as(x) * weight
+            ),
+            "is taken over the rotated channels alone": rotate(x * scale * weight),
+        }
+        explained = next((says for says, wrong in mistakes.items() if fits(wrong)), "is not that of each head")
+        return "wrong-norm", f"The norm of {name} {explained}."
+    return None
+
+
+def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Compare the stored keys with the rotated keys, and find what is stored instead."""
+    subject, positions = baseline.subject, _positions(baseline.subject, case)
+    weights = _weights(case.channels) if "weights" in subject.takes else None
+    results = _call(subject, case, padding=False, weights=weights)
+    if results.stored is None:
+        return None
+    _, k = case.tensors()
+    key = k.double() if weights is None else normed(k, weights[1])
+
+    def rotate(x: Tensor) -> Tensor:
+        return baseline.predict(x, positions, key=True).flatten(0, 1)
+
+    there = results.stored.keys[results.stored.slots.flatten()]
+
+    def fits(right: Tensor) -> bool:
+        return bool(((there - right).abs() < CLOSE).all())
+
+    right = rotate(key)
+    if fits(right):
+        return None
+    if all(bool(((row - right).abs() < CLOSE).flatten(1).all(1).any()) for row in there):
+        slots = results.stored.slots.flatten().tolist()
+        return "wrong-slot", f"With slots {slots}, the keys of other tokens are in these slots."
+    mistakes = {
+        "not rotated": key.flatten(0, 1),
+        "rotated twice": rotate(rotate(key).view_as(key)),
+        "neither normed nor rotated": k.flatten(0, 1),
+        "rotated, and not normed": rotate(k),
+    }
+    explained = next((says for says, wrong in mistakes.items() if fits(wrong)), "not the rotated key")
+    return "stored-key-unlike-key", f"What is stored for k is {explained}."

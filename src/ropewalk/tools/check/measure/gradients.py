@@ -1,0 +1,136 @@
+"""Compare the gradients of q and k with the transposed rotation, also at odd sizes and of functions in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.case import Case, where
+
+CLOSE = 1e-4
+_TIMES = 4
+
+
+def check(baseline: Baseline, *, odd: bool = False) -> bool:
+    """Report the first case with a wrong gradient, as the smallest one. Return whether gradients are judged.
+
+    Args:
+        baseline: the first measurement.
+        odd: whether to try odd sizes, at which the results are known to be right, instead of the usual ones.
+    """
+    if "wrong-norm" in baseline.report.codes:
+        return False
+    for case in _odd_cases(baseline) if odd else [baseline.usual()]:
+        try:
+            found = _fault(baseline, case)
+        except CallError as e:
+            if not odd:
+                raise
+            if e.code == "raises":
+                continue
+            found = (e.code, f"{e}.")
+        if found is None:
+            continue
+        smallest = case.smallest(lambda c, code=found[0]: (_fault(baseline, c) or ("",))[0] == code)
+        code, says = found if smallest == case else _fault(baseline, smallest) or found
+        baseline.report.add(code, says, str(smallest))
+        break
+    return True
+
+
+def _odd_cases(baseline: Baseline) -> Iterator[Case]:
+    for tokens, heads, k_heads in ((33, 3, 1), (1, 12, 4), (7, 5, 5)):
+        k_heads = k_heads if baseline.subject.has_k else heads
+        yield replace(baseline.usual(), tokens=tokens, heads=heads, k_heads=k_heads)
+
+
+def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Return the code of what is wrong with the gradients of one call, and a description, or None.
+
+    The output gradients are those of the first channels of all pairs, and then those of the second. Each element of
+    such a gradient is a single term, so an element that is zero is a term without a gradient.
+    """
+    subject, positions = baseline.subject, _positions(baseline, case)
+    inputs = [subject.to_native(x).contiguous().requires_grad_() for x in case.tensors()]
+    # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
+    in_place = ("in-place-gradient", "wrong-gradient")[not subject.in_place]
+    with torch.enable_grad():
+        passed = [x.clone() for x in inputs] if subject.in_place else inputs
+        results = subject.call_native(passed[0], passed[1], positions.clone())
+        for name, out, x in zip("qk", results, inputs, strict=True):
+            if out is None:
+                continue
+            if not out.requires_grad:
+                return "no-gradient", f"The result for {name} has no gradient with respect to its input."
+            for weight in _weights(baseline, subject.from_native(x, case.rows)):
+                try:
+                    product = (subject.from_native(out, case.rows) * weight).sum()
+                    grads = [
+                        torch.autograd.grad(product, x, retain_graph=True, materialize_grads=True)[0]
+                        for _ in range(_TIMES)
+                    ]
+                except RuntimeError as e:
+                    message = _checks.message_of(e)[:150]
+                    code = "in-place-gradient" if "inplace" in message else "wrong-gradient"
+                    return code, f"The backward pass raises: {message}"
+                if any(not torch.equal(grads[1], other) for other in grads[2:]):
+                    return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
+                grad = subject.from_native(grads[0], case.rows)
+                right = _right(baseline, weight, subject.from_native(x.detach(), case.rows), positions, name == "k")
+                wrong = ~((grad - right).abs() < CLOSE)
+                if not bool(wrong.any()):
+                    continue
+                if not bool(grad[wrong].any()):
+                    return "no-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
+                if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
+                    says = f"The gradient of {name} is that of a function that changes nothing{where(wrong)}."
+                    return in_place, says
+                if subject.in_place and _depends_on_values(baseline, case, name, weight, grads[0]):
+                    return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
+                return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
+    return None
+
+
+def _positions(baseline: Baseline, case: Case) -> Tensor:
+    """Return the positions of the call: from 0 on, if others were found to be ignored."""
+    positions = case.positions(baseline.subject)
+    is_free = baseline.subject.accepts(positions) and not {"positions-ignored", "offset-ignored"} & {
+        *baseline.report.codes
+    }
+    return positions if is_free else torch.arange(case.tokens)[None]
+
+
+def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
+    """Return two output gradients: 0 in the first channels of all pairs, and 0 in the second."""
+    weights = [torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape) for _ in range(2)]
+    for weight, channels in zip(weights, baseline.structure.outs.T, strict=True):
+        weight[..., channels] = 0
+    return weights
+
+
+def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key: bool) -> Tensor:
+    """Return the right gradient. A norm, which is passed heads of size 1, also removes its part along each head."""
+    right = baseline.structure.predict_gradient(weight, baseline.at(positions, key=key))
+    if "weights" not in baseline.subject.takes:
+        return right
+    unit = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True))
+    return right - unit * (unit * right).mean(-1, keepdim=True)
+
+
+def _depends_on_values(baseline: Baseline, case: Case, name: str, weight: Tensor, grad: Tensor) -> bool:
+    """Return whether the gradient changes with the values of q and k, which that of a rotation does not."""
+    subject = baseline.subject
+    if "weights" in subject.takes:
+        return True
+    inputs = [(2 * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
+    results = subject.call_native(inputs[0].clone(), inputs[1].clone(), _positions(baseline, case))
+    out, x = next((out, x) for n, out, x in zip("qk", results, inputs, strict=True) if n == name)
+    product = (subject.from_native(out, case.rows) * weight).sum()  # type: ignore[arg-type]
+    other = torch.autograd.grad(product, x, materialize_grads=True)[0]
+    return bool(((other - grad).abs() > CLOSE).any())
