@@ -82,7 +82,6 @@ WAITING: set[str] = {
     "wrong_slot__block_and_index_swapped",
     "wrong_slot__stored_at_the_position",
     "wrong_slot__values_in_the_order_of_tokens",
-    "wrong_slot__vllm_54498",
 }
 WAITING_REPAIRED: set[str] = {
     "heads_differ__vllm_51049",
@@ -104,7 +103,6 @@ WAITING_REPAIRED: set[str] = {
     "wrong_norm__only_rotated_channels",
     "wrong_norm__over_all_heads",
     "wrong_norm__weight_of_the_queries",
-    "wrong_slot__vllm_54498",
 }
 
 
