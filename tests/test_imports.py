@@ -245,7 +245,7 @@ BUDGET = {
     "tools": 450,
     "tools/bench": 2300,
     "tools/check": 5000,
-    "tools/commands": 1250,
+    "tools/commands": 1300,
     "tools/convert": 2100,
     "tools/diff": 1300,
     "tools/lab": 2450,

@@ -423,7 +423,10 @@ class TestExpected:
             ({"base": 1e4, "layer": 0}, "got layer and base."),
             ({"head_dim": 63}, "head_dim must be even, got 63"),
             ({"head_dim": 0}, "head_dim must be an integer of at least 2, got 0"),
-            ({"arguments": {"flavour": 1}}, "must be parameters of the target, got flavour. Its parameters are: x, pos"),
+            (
+                {"arguments": {"flavour": 1}},
+                "must be parameters of the target, got flavour. Its parameters are: x, pos",
+            ),
         ],
     )
     def test_refused(self, given: dict[str, Any], message: str) -> None:

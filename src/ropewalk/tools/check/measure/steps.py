@@ -11,7 +11,6 @@ from torch import Tensor
 from ropewalk import Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find.calls import GIVEN
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import conditions, law, positions, repeats, sizes, states
 from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
@@ -165,7 +164,7 @@ def _judge_law(subject: Subject, structure: Structure, multipliers: Tensor, expe
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     rope = expected.rope
     if subject.given_tables:
-        rope = GIVEN
+        rope = subject.given
     elif rope is None:
         rope = _fitting_rope(subject, structure, multipliers, expected)
     measured = law.identify(multipliers, SMALL, rope, subject.channels)
