@@ -52,9 +52,9 @@ class Flash:
         if cu_seqlens is None:
             first = torch.as_tensor(offsets).reshape(-1, 1)
             return (first + torch.arange(x.shape[1])).expand(x.shape[0], -1)
-        first = torch.as_tensor(offsets).expand(len(cu_seqlens) - 1).tolist()
+        starts = torch.as_tensor(offsets).expand(len(cu_seqlens) - 1).tolist()
         lengths = cu_seqlens.diff().tolist()
-        return torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
+        return torch.cat([torch.arange(f, f + n) for f, n in zip(starts, lengths, strict=True)])
 
     @staticmethod
     def apply_rotary_emb(
@@ -229,7 +229,7 @@ class LigerRopeFunction(torch.autograd.Function):
     """Liger-Kernel, src/liger_kernel/ops/rope.py at 00fb8bf. q and k are `[batch, heads, seq, channels]`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         q: Tensor,
         k: Tensor,
         cos: Tensor,
@@ -246,7 +246,7 @@ class LigerRopeFunction(torch.autograd.Function):
         ctx.save_for_backward(output[2], output[3])
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:
         cos, sin = ctx.saved_tensors
         half = cos[..., : cos.shape[-1] // 2], -sin[..., : cos.shape[-1] // 2]
         dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
@@ -255,7 +255,7 @@ class LigerRopeFunction(torch.autograd.Function):
 
 class LigerWithoutTranspose(LigerRopeFunction):
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:
         cos, sin = ctx.saved_tensors
         half = cos[..., : cos.shape[-1] // 2], sin[..., : cos.shape[-1] // 2]
         dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
@@ -266,7 +266,7 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Liger-Kernel, src/liger_kernel/transformers/rope.py."""
-    results = LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+    results = LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)  # type: ignore[no-untyped-call]
     return results[0], results[1]
 
 
