@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, conformance
+from ropewalk import Rope, RopeError, conformance
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import calls
+from ropewalk.tools.check.find import target as targets
+from ropewalk.tools.check.find.form import EPS
+from ropewalk.tools.check.find.subject import Subject
 
 HALF = Rope(64, 10_000.0, "half")
 
@@ -47,9 +52,9 @@ class Flash:
         if cu_seqlens is None:
             first = torch.as_tensor(offsets).reshape(-1, 1)
             return (first + torch.arange(x.shape[1])).expand(x.shape[0], -1)
-        first = torch.as_tensor(offsets).expand(len(cu_seqlens) - 1).tolist()
+        starts = torch.as_tensor(offsets).expand(len(cu_seqlens) - 1).tolist()
         lengths = cu_seqlens.diff().tolist()
-        return torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
+        return torch.cat([torch.arange(f, f + n) for f, n in zip(starts, lengths, strict=True)])
 
     @staticmethod
     def apply_rotary_emb(
@@ -147,7 +152,7 @@ class VLLM:
                 x.copy_(turn(x.view(len(x), -1, head_size), *tables, not is_neox).view_as(x))
 
     @staticmethod
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def fused_qk_norm_rope(
         qkv: Tensor,
         num_heads_q: int,
@@ -224,7 +229,7 @@ class LigerRopeFunction(torch.autograd.Function):
     """Liger-Kernel, src/liger_kernel/ops/rope.py at 00fb8bf. q and k are `[batch, heads, seq, channels]`."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         q: Tensor,
         k: Tensor,
         cos: Tensor,
@@ -241,7 +246,7 @@ class LigerRopeFunction(torch.autograd.Function):
         ctx.save_for_backward(output[2], output[3])
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:
         cos, sin = ctx.saved_tensors
         half = cos[..., : cos.shape[-1] // 2], -sin[..., : cos.shape[-1] // 2]
         dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
@@ -250,7 +255,7 @@ class LigerRopeFunction(torch.autograd.Function):
 
 class LigerWithoutTranspose(LigerRopeFunction):
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, *_: Any) -> Any:
         cos, sin = ctx.saved_tensors
         half = cos[..., : cos.shape[-1] // 2], sin[..., : cos.shape[-1] // 2]
         dq, dk = (turn(x.transpose(1, 2), *half).transpose(1, 2) for x in (dq, dk))
@@ -261,7 +266,7 @@ def liger_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Liger-Kernel, src/liger_kernel/transformers/rope.py."""
-    results = LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)
+    results = LigerRopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim)  # type: ignore[no-untyped-call]
     return results[0], results[1]
 
 
@@ -399,3 +404,135 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_the_call_hides_no_bug(name: str) -> None:
     function, given, bug = WRONG[name]
     assert bug in conformance.check(function, **given).codes
+
+
+def unnamed(a: Tensor, b: Tensor, c: Tensor, d: bool) -> Tensor:
+    out = turn(a, *at_positions(b, c), interleaved=not d)
+    return a.copy_(out)
+
+
+def not_returned(a: Tensor, b: Tensor, c: Tensor, d: bool) -> None:
+    unnamed(a, b, c, d)
+
+
+class TestLanguage:
+    """`call` describes a call in one line."""
+
+    @pytest.mark.parametrize(
+        ("function", "call"),
+        [
+            (unnamed, "x,cos_sin_cache,positions,is_neox -> x"),
+            (unnamed, "x,cos_sin_cache,positions,d=True -> x"),
+            (unnamed, "d=True,x,cos_sin_cache,pos_ids -> x"),
+            (not_returned, "x,cos_sin_cache,positions,is_neox"),
+            (not_returned, "x,cos_sin_cache,positions,is_neox -> none"),
+        ],
+    )
+    def test_of_parameters_without_known_names(self, function: Any, call: str) -> None:
+        report = conformance.check(function, call=call, ignore=["no-gradient", "wrong-gradient", "in-place-gradient"])
+        assert report.found["pairing"] == "half"
+        assert report.verdict == "right", str(report)
+
+    def test_a_literal_is_passed(self) -> None:
+        ignored = ["no-gradient", "wrong-gradient", "in-place-gradient"]
+        call = "x,cos_sin_cache,positions,d=False -> x"
+        assert conformance.check(unnamed, call=call, ignore=ignored).found["pairing"] == "interleaved"
+        given: dict[str, Any] = {"call": "x,cos_sin_cache,positions -> x", "arguments": {"d": False}}
+        assert conformance.check(unnamed, ignore=ignored, **given).found["pairing"] == "interleaved"
+
+    @pytest.mark.parametrize("call", ["x,x,positions", "x -> where", "x,e=1", "x,cos_sin_cache,positions,is_neox,eps"])
+    def test_refused(self, call: str) -> None:
+        with pytest.raises(RopeError, match="each parameter must be one of q, k, x, cos, sin") as e:
+            conformance.check(unnamed, call=call)
+        assert "call='qkv,cos_sin_cache,positions -> none'" in str(e.value)
+
+    def test_a_message_suggests_the_roles_of_known_names(self) -> None:
+        def f(query: Tensor, key: Tensor, table: Tensor, position_ids: Tensor) -> None: ...
+
+        with pytest.raises(RopeError, match="call='q,k,_,positions'"):
+            conformance.check(f)
+
+    def test_other_results_than_described(self) -> None:
+        with pytest.raises(RopeError, match="got it returns True"):
+            conformance.check(lambda x, positions: True, call="x,positions -> x")
+
+    def test_operators_of_torch(self) -> None:
+        @torch.library.custom_op("ropewalk_test_calls::rotate_", mutates_args=("query", "key"))
+        def rotate_(
+            positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+        ) -> None:
+            FlashInfer.apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox)
+
+        for operator in (rotate_, torch.ops.ropewalk_test_calls.rotate_):
+            report = conformance.check(operator, ignore=["no-gradient", "wrong-gradient", "in-place-gradient"])
+            assert report.verdict == "right", str(report)
+            assert report.found["layout"] == "thd"
+
+
+def found(target: Any, expected: Expected | None = None) -> Subject:
+    loaded = targets.load(target)
+    return calls.find(loaded, expected or Expected(), None, None)
+
+
+class TestSubject:
+    """What is known of a fused call beyond q and k."""
+
+    @torch.no_grad()
+    def test_caches(self) -> None:
+        subject = found(SGLang.apply_rope_inplace_with_kvcache)
+        assert subject.takes == frozenset({"v", "slots"})
+        assert subject.in_place
+        q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 2, 16)
+        slots, positions = torch.tensor([[7, -1, 0, 40]]), torch.arange(4)[None]
+        stored = subject.stored(q, k, 2 * k, positions, slots)
+        assert stored is not None
+        assert stored.values is not None
+        right = turn(k, *at_positions(cos_sin_cache(16, 4), positions))
+        kept = slots[0] >= 0
+        torch.testing.assert_close(stored.keys[slots[0, kept]], right[0, kept])
+        assert torch.equal(stored.values[slots[0, kept]], 2 * k[0, kept])
+        assert int((stored.keys != stored.keys_before).any(-1).any(-1).sum()) == 3
+
+    @torch.no_grad()
+    def test_norms(self) -> None:
+        subject = found(VLLM.fused_qk_norm_rope)
+        assert subject.takes == {"v", "weights"}
+        assert subject.fused is not None
+        q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
+        weights, positions = (torch.randn(16), torch.randn(16)), torch.arange(4)[None]
+        tables = at_positions(cos_sin_cache(16, 4), positions)
+        results = subject.fused(q, k, positions, v=v, weights=weights)
+        torch.testing.assert_close(results.q, turn(normed(q, weights[0], EPS), *tables))
+        torch.testing.assert_close(results.k, turn(normed(k, weights[1], EPS), *tables))
+        assert results.v is not None
+        assert torch.equal(results.v, v)
+        plain, _ = subject(q, k, positions)
+        torch.testing.assert_close(plain, turn(q, *tables), rtol=1e-5, atol=1e-5)
+
+    @torch.no_grad()
+    def test_other_sizes(self) -> None:
+        for subject in (found(VLLM.rotary_embedding), found(FlashInfer.apply_rope_pos_ids)):
+            assert subject.resize is not None
+            other = subject.resize(48, 20)
+            assert other is not None
+            x, positions = torch.randn(1, 4, 3, 48), torch.arange(4)[None]
+            out, _ = other(x, x, positions)
+            base = 100.0 if other.given else 10_000.0
+            torch.testing.assert_close(out, turn(x, *at_positions(cos_sin_cache(20, 4, base), positions)))
+
+    def test_fixed_sizes(self) -> None:
+        class Rotary:
+            def __init__(self, base: float = 10_000.0) -> None:
+                self.base = base
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return turn(x, *at_positions(cos_sin_cache(64, 128), positions))
+
+        subject = found(Rotary)
+        assert subject.resize is not None
+        assert subject.resize(48, 48) is None
+
+
+def cos_sin_cache(rotary_dim: int, length: int, base: float = 100.0) -> Tensor:
+    angles = torch.arange(length)[:, None] * base ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()

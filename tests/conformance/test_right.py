@@ -31,12 +31,8 @@ LIBRARIES = {
 
 # Files that `check` cannot call yet, or accuses. A file that it finds right must be taken off.
 WAITING: set[str] = {
-    "flash_attn_apply_rotary_emb_qkv",
     "hub_kernel_apply_rotary",
-    "norm_in_place_with_a_right_backward",
-    "norm_rope_and_cache",
     "outputs_passed",
-    "transformer_engine_thd",
     "vllm_fused_qk_norm_rope",
     "vllm_rotary_embedding",
 }

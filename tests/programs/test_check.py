@@ -140,6 +140,41 @@ class TestAnotherProcess:
         assert (process.returncode, stdout) == (2, "")
         assert stderr.endswith("Error: check was stopped after 0.5 s (--time-limit).\n")
 
+    @pytest.mark.parametrize("code", ["os._exit(0)", "os._exit(1)", "sys.exit(0)"])
+    def test_a_target_that_ends_the_process(self, tmp_path: Path, code: str) -> None:
+        process = self.start(tmp_path, f"import os, sys\ndef f(x):\n    {code}\n")
+        stdout, stderr = process.communicate()
+        assert (process.returncode, stdout) == (2, "")
+        assert "Error: check: mine.py:f must be callable in a known way, and rotate tensors, got SystemExit: " in stderr
+
+    def test_a_flood_of_text(self, tmp_path: Path) -> None:
+        lines = [
+            "import sys",
+            "def f(x):",
+            "    print('x' * 10**9)",
+            "    sys.stderr.write('y' * 10**8)",
+            "    return x",
+        ]
+        process = self.start(tmp_path, "\n".join(lines), "--json")
+        stdout, stderr = process.communicate()
+        assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
+        assert 100_000 < len(stderr) < 101_000
+        assert "The rest of what TARGET prints is not shown." in stderr
+
+    @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found only on Linux")
+    @pytest.mark.parametrize("forked", [True, False])
+    def test_processes_that_stay(self, tmp_path: Path, forked: bool) -> None:
+        start = "os.fork() or time.sleep(600)" if forked else "subprocess.Popen(['sleep', '600'])"
+        once = f"    started or started.append({start})\n    return x"
+        code = f"import os, subprocess, time\nstarted = []\ndef f(x):\n{once}"
+        stdout, _ = self.start(tmp_path, code, "--json").communicate(timeout=120)  # until nothing keeps stdout open
+        assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
+
+    def test_a_forked_copy_prints_no_second_report(self, tmp_path: Path) -> None:
+        code = "import os\nstarted = []\ndef f(x):\n    started or started.append(os.fork() or 1)\n    return x"
+        stdout, _ = self.start(tmp_path, code, "--json").communicate(timeout=120)
+        assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
+
     def test_ctrl_c(self, tmp_path: Path) -> None:
         process = self.start(tmp_path, "print('started', flush=True)\ndef f(x):\n    while True:\n        pass\n")
         assert process.stderr is not None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import io
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -119,7 +122,7 @@ def check(
     sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
     try:
         click.echo(ropewalk.conformance.says_what_runs(target), err=True)
-        with _limit_time(time_limit), _redirect_stdout():
+        with _limit_time(time_limit), _keep_running(), _redirect_stdout():
             report = ropewalk.conformance.check(target, arguments=_values(arguments), **options)
     except (ropewalk.RopeError, OSError, KeyboardInterrupt) as e:
         click.echo(f"Error: {str(e) or 'check was interrupted.'}", err=True)
@@ -137,9 +140,12 @@ def _limit_time(seconds: float) -> Iterator[None]:
     A signal would not interrupt a call of compiled code, and TARGET could catch the exception.
     """
 
+    leave, children = os._exit, _children()
+
     def stop() -> None:
         os.write(2, f"Error: check was stopped after {seconds:g} s (--time-limit).\n".encode())
-        os._exit(2)
+        _end(_children() - children)
+        leave(2)
 
     timer = threading.Timer(seconds, stop)
     timer.daemon = True
@@ -152,13 +158,69 @@ def _limit_time(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _keep_running() -> Iterator[None]:
+    """Raise an error instead of `os._exit` in the block, and end the processes that the block has started.
+
+    They would keep stdout open. A copy of this process, which TARGET has forked, ends where the block ends.
+    """
+    leave, me, children = os._exit, os.getpid(), _children()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != me:
+            leave(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
+        if os.getpid() != me:
+            leave(0)
+        _end(_children() - children)
+
+
+def _children() -> set[int]:
+    """Return the processes that this one has started and that still run, on Linux. Elsewhere, return none."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(process) for path in lists for process in path.read_text().split()}
+
+
+def _end(processes: set[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(process, signal.SIGKILL)
+
+
+class _Limited(io.TextIOBase):
+    """Writes text to a stream up to a limit, and drops the rest."""
+
+    def __init__(self, stream: Any, limit: int) -> None:
+        self.stream, self.left = stream, limit
+
+    def write(self, text: str) -> int:
+        """Write the part of the text that is within the limit."""
+        if self.left > 0:
+            self.stream.write(text[: self.left])
+            self.left -= len(text)
+            if self.left <= 0:
+                self.stream.write("\nThe rest of what TARGET prints is not shown.\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self.stream.flush()
+
+
+@contextlib.contextmanager
 def _redirect_stdout() -> Iterator[None]:
     """Send to stderr what Python code, compiled code and other processes write to stdout, which is for the report."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        printed = _Limited(sys.stderr, 100_000)
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
     finally:
         with contextlib.suppress(OSError, AttributeError, TypeError):  # no such function on this system

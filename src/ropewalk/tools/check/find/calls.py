@@ -34,7 +34,7 @@ from ropewalk.tools.check.find.subject import (
 from ropewalk.tools.check.find.target import Target
 from ropewalk.tools.check.measure import structure
 
-GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function
+GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
 
 Tables = tuple[Tensor, ...]
 
@@ -56,16 +56,18 @@ def find(target: Target, expected: Expected, call: str | None, layout: str | Non
 def _find(target: Target, expected: Expected, call: str | None, layout: str | None) -> Subject:
     call, form = several.read_form(call)
     errors: list[str] = []
+    of_rope = expected.rope
+    sizes = GIVEN if of_rope is None else replace(GIVEN, head_dim=of_rope.head_dim, rotary_dim=expected.rotary_dim)
 
     def candidates(
         expected: Expected,
         count: int | None,
         layout: str | None = layout,
-        given: Rope = GIVEN,
+        given: Rope = sizes,
         mode: str | None = None,
     ) -> Iterator[Subject]:
-        first, arguments = _construct(target.objects[0], expected)
         second = target.objects[1] if len(target.objects) == 2 else None
+        first, arguments = _construct(target.objects[0], expected, rotates=second is None and call is not None)
         if count is None:
             yield from _candidates(first, second, arguments, call, layout, expected, given, mode)
             return
@@ -82,18 +84,18 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
 
     def search(count: int | None, layout: str | None) -> tuple[int, Subject] | None:
         """Return the call that scores best among those with `count` axes of positions, and its score."""
-        best: tuple[int, int, Subject] | None = None
-        for index, subject in enumerate(candidates(expected, count, layout)):
-            score = _score(subject, errors)
-            if score is not None and (best is None or score > best[0]):
-                best = score, index, subject
-            if score == _PERFECT:
-                break
+        best = _best(candidates(expected, count, layout, GIVEN), errors)  # small tables first: they take less time
+        if best is None and sizes != GIVEN:
+            best = _best(candidates(expected, count, layout), errors)
         if best is None:
             return None
         score, index, chosen = best
+        if count is None and chosen.given not in (None, sizes):
+            chosen = next(islice(candidates(expected, count, layout), index, None))
+            if _score(chosen, errors) is None:
+                return None
 
-        def again(expected: Expected, given: Rope = GIVEN) -> Subject:
+        def again(expected: Expected, given: Rope = sizes) -> Subject:
             found = next(islice(candidates(expected, count, layout, given), index, None))
             return replace(found, rebuild=chosen.rebuild)
 
@@ -145,7 +147,21 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
         )
     chosen = best[1]
     others = [_like(chosen, candidates(expected, chosen.axes, mode=mode)) for mode in ("offsets", "packed")]
+    if call is not None and "->" in call:
+        chosen = replace(chosen, in_place=chosen.in_place or _returns_its_input(chosen))
     return replace(chosen, others=tuple(other for other in others if other is not None))
+
+
+def _best(candidates: Iterable[Subject], errors: list[str]) -> tuple[int, int, Subject] | None:
+    """Return the largest score of the candidates, with the index and the candidate, or None if none works."""
+    best: tuple[int, int, Subject] | None = None
+    for index, subject in enumerate(candidates):
+        score = _score(subject, errors)
+        if score is not None and (best is None or score > best[0]):
+            best = score, index, subject
+        if score == _PERFECT:
+            break
+    return best
 
 
 class _TableSet(tuple[Tensor, ...]):
@@ -157,15 +173,15 @@ class _TableSet(tuple[Tensor, ...]):
     grid: tuple[int, ...] = ()
 
 
-def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
+def _construct(target: Any, expected: Expected, *, rotates: bool) -> tuple[Any, Arguments | None]:
     """Construct the object, or compute its tables, and return the result with the arguments that were used.
 
-    A function that rotates is returned unchanged, with None instead of arguments.
+    A function that rotates, as `rotates` or the names of its parameters say, is returned with None as arguments.
     """
     if signature.is_constructor(target):
         return signature.construct(target, expected)
     known = signature.parameters(target) or {}
-    makes_tables = "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
+    makes_tables = not rotates and "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
     if makes_tables and not {"q", "x", "qkv", "kv", "x1"} & {*signature.match(known, signature.CALL_NAMES)}:
         sides = several.sides(signature.match(known, signature.CALL_NAMES))
         values = {**sides, **expected.arguments}
@@ -209,13 +225,13 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         maps = subject.linear_maps(positions)
         if subject.in_place and subject.fused is None and torch.equal(out, x[:1]):
             raise CallError("wrong-shape", "it returns no tensor, and changes none")
-        stores = _score_of_caches(subject, positions)
+        fused = _score_of_fused(subject, positions)
     except CallError as e:
         errors.append(str(e))
         return None
     differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
-    score = stores + 12 * (differs_by_token and not differs_by_head)
+    score = fused + 12 * (differs_by_token and not differs_by_head)
     if (found := structure.infer(maps)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
@@ -225,10 +241,12 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
             - 1 * (subject.given is not None and not _has_frequencies(subject.given, found, maps[1]))
         )
-    with contextlib.suppress(CallError):
-        if subject.accepts(positions.expand(3, -1)):
-            subject(x, x, positions.expand(3, -1))
-        score += subject.layout == "thd" or subject.accepts(positions.expand(3, -1))
+    if subject.layout == "thd":
+        return score + 1
+    if subject.accepts(positions.expand(3, -1)):
+        with contextlib.suppress(CallError):
+            every, _ = subject(x, x, positions.expand(3, -1))
+            score += subject.given is None or torch.allclose(every, every[:1])
     return score
 
 
@@ -239,19 +257,28 @@ def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor) -> bo
     return angles.shape == expected.shape and torch.allclose(angles, expected, atol=1e-4)
 
 
-def _score_of_caches(subject: Subject, positions: Tensor) -> int:
-    """Return 0, or less if the caches do not contain what a call with caches should store."""
-    if subject.fused is None or "slots" not in subject.takes:
+def _score_of_fused(subject: Subject, positions: Tensor) -> int:
+    """Return 0 if a fused call leaves v unchanged and stores k at its slots, or else a negative number."""
+    if subject.fused is None or not subject.takes & {"v", "slots"}:
         return 0
     x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
     slots = torch.tensor([[9, 3, 4, 11, 6]])
     results = subject.fused(x, x, positions, v=-x, slots=slots)
+    score = 0 if results.v is None or torch.equal(results.v, -x) else -4
     if results.stored is None or results.k is None:
-        return 0
-    rotated = not torch.equal(results.k, x)
+        return score
+    rotated = torch.allclose(results.k, results.q, atol=1e-5)
     kept = torch.equal(results.stored.keys[slots], results.k)
     written = not torch.equal(results.stored.keys, results.stored.keys_before)
-    return 2 * rotated + kept + written - 4
+    return score + 2 * rotated + kept + written - 4
+
+
+def _returns_its_input(subject: Subject) -> bool:
+    """Return whether the result for q is what the target has written into q."""
+    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    q = subject.to_native(x).clone(memory_format=torch.contiguous_format)
+    out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
+    return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
 
 
 def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
@@ -531,7 +558,7 @@ def _with_tables(
 
     layouts = _layouts(call, layout)
     by_row = [(name, axes) for name in layouts if "b" in name for axes in ("bs", "b1s", "bs1", "sb1")]
-    shared = [(name, axes) for axes in ("s", "s11") for name in layouts if axes == "s" or "b" in name]
+    shared = [(name, axes) for axes in ("s", "s11") for name in layouts]
     for way in _modes(call, tables=True) if mode is None else _other_mode(call, mode):
         for name, axes in [*(by_row if way == "given" and "tensor_layout" not in roles else []), *shared]:
             for axis in (1, 2) if "axis" in roles else (None,):

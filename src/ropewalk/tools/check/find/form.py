@@ -128,8 +128,8 @@ class Form:
     ) -> Results:
         """Call the function with q, k and v in its layout, and return its results in that layout.
 
-        Without `weights`, a norm is passed weights of 1, and heads of size 1, which it does not change. So the results
-        are those of the rotation alone.
+        Without `weights`, a norm is passed weights of 1, and without `slots` heads of size 1, which it does not change.
+        Then the results are those of the rotation alone.
 
         Args:
             q, k, v: the tensors, in the target's layout.
@@ -145,9 +145,10 @@ class Form:
         sizes: list[Tensor] = []
         if "q_weight" in roles and weights is None:
             weights = (torch.ones(q.shape[-1], dtype=q.dtype),) * 2
-            sizes = [_sizes(x) for x in (q, k) if x is not None]
-            q = (q / sizes[0]).to(q.dtype)
-            k = None if k is None else (k / sizes[1]).to(k.dtype)
+            if slots is None:
+                sizes = [_sizes(x) for x in (q, k) if x is not None]
+                q = (q / sizes[0]).to(q.dtype)
+                k = None if k is None else (k / sizes[1]).to(k.dtype)
         key = q if k is None else k
         v = torch.cos(torch.arange(key.numel())).view(key.shape).to(key.dtype) if v is None else v
         tensors = self._tensors(q, k, v)
@@ -216,9 +217,7 @@ class Form:
         found: dict[str, Any] = {**tensors}
         joined = {"qkv", "kv"} & {*tensors}
         if self.call.results is not None:
-            if len(values) < len(self.call.results):
-                raise CallError("wrong-shape", f"it returns {len(values)} tensor(s)")
-            found |= zip(self.call.results, values, strict=False)
+            found |= zip(self.call.results, [] if returned is None else values, strict=False)
         elif not self.in_place and "q_out" not in tensors:
             if not isinstance(values[0], Tensor):
                 raise CallError("wrong-shape", f"it returns {_checks.shown(returned)}")
@@ -273,14 +272,14 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
     elif {"head_size", "num_heads", "cos_sin_cache"} & roles:
         packings = ("each", "flat")
     caches = [*_CACHES] if {"key_cache", "slots"} <= roles else [""]
-    has_k = bool({"k", "qkv"} & roles)
+    stored = caches != [""] and {"k", "qkv"} & roles and "k" not in (call.results or ()) and call.results != ()
     written = (call.results == (),) if call.results is not None else _writes(function, call)
     by_name = accept_keywords(function)
     for packing, cache in product(packings, caches):
-        if (packing == "flat" and not layout.endswith("hd")) or (packing != "each" and layout == "hsd"):
+        if (packing in ("flat", "stacked") and not layout.endswith("hd")) or (packing != "each" and layout == "hsd"):
             continue
         rows = (False, True) if cache and "b" in layout else (False,)
-        for by_row, from_cache, in_place in product(rows, (False, True) if cache and has_k else (False,), written):
+        for by_row, from_cache, in_place in product(rows, (False, True) if stored else (False,), written):
             yield Form(by_name, call, layout, packing, in_place, cache, by_row, from_cache, **fixed)
 
 
