@@ -34,17 +34,11 @@ WAITING: set[str] = {
     "ernie_time_last",
     "flash_attn_apply_rotary_emb_qkv",
     "grid_of_two_axes",
-    "hub_kernel_apply_rotary",
-    "norm_in_place_with_a_right_backward",
-    "norm_rope_and_cache",
-    "outputs_passed",
     "positions_of_each_token",
     "qwen2_vl",
     "transformer_engine_thd",
     "video_grid",
-    "vllm_fused_qk_norm_rope",
     "vllm_mrope",
-    "vllm_rotary_embedding",
 }
 LATE = [pytest.mark.xfail(strict=True)]
 
