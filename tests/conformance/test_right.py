@@ -31,10 +31,6 @@ LIBRARIES = {
 
 # Files that `check` cannot call yet, or accuses. A file that it finds right must be taken off.
 WAITING: set[str] = {
-    "hub_kernel_apply_rotary",
-    "outputs_passed",
-    "vllm_fused_qk_norm_rope",
-    "vllm_rotary_embedding",
 }
 LATE = [pytest.mark.xfail(strict=True)]
 

@@ -35,7 +35,7 @@ TARGET = "fused_qk_norm_rope"
 GIVEN = {
     "rope": Rope(128, 10000.0, "half", rotary_dim=64),
     "call": "qkv,num_heads,num_kv_heads,num_kv_heads,head_size,eps,q_weight,k_weight,cos_sin_cache,is_neox,positions"
-    " -> qkv",
+    " -> none",
     "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [

@@ -13,11 +13,10 @@ def rotate_qkv(qkv, num_heads, num_kv_heads, cos, sin):
     """qkv: `[batch, seq, num_heads + 2 · num_kv_heads, dim]`, in place; cos and sin: `[batch, seq, dim / 2]`."""
     heads = qkv.data[:, :, : num_heads + num_kv_heads]
     heads.copy_(turn(heads, cos[:, :, None], sin[:, :, None]))
-    return qkv
 
 
 TARGET = "rotate_qkv"
-GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,cos,sin -> qkv"}
+GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,cos,sin -> none"}
 REPAIR = [
     ("qkv.data[:, :,", "qkv[:, :,"),
 ]

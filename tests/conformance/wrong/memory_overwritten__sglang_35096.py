@@ -16,6 +16,8 @@ def memory(x):
 def apply_rotary_emb(x, cos, sin):
     """x: `[tokens, heads, rope_dim]`, changed in place; cos and sin: `[tokens, rope_dim / 2]`; interleaved pairs."""
     tokens, heads, rope_dim = x.shape
+    if cos.shape[-1] != rope_dim // 2:
+        raise ValueError("cos and sin must have a column for each pair of x")
     columns = torch.arange(0, 1 << (rope_dim - 1).bit_length(), 2)
     elements = memory(x)
     for token in range(tokens):

@@ -27,7 +27,7 @@ TARGET = "norm_rope"
 GIVEN = {
     "pairing": "half",
     "layout": "thd",
-    "call": "qkv,num_heads,num_kv_heads,q_weight,k_weight,eps,cos,sin -> qkv",
+    "call": "qkv,num_heads,num_kv_heads,q_weight,k_weight,eps,cos,sin -> none",
     "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
