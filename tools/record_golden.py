@@ -38,6 +38,7 @@ from recording import (
     roundings,
     sources,
     towers,
+    trainer_roundings,
     transformers_models,
 )
 from recording.model import CannotRecordError
@@ -66,6 +67,7 @@ GOLDEN = {
         deployed.GOLDEN,
         commands.GOLDEN,
         roundings.GOLDEN,
+        *trainer_roundings.GOLDEN,
     )
 }
 
