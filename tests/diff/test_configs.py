@@ -191,3 +191,15 @@ class TestArguments:
 def test_all_facts_are_json() -> None:
     found = diff.configs(LLAMA, {**LLAMA, "rope_scaling": YARN}).facts
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_the_factor_of_a_params_json() -> None:
+    """It is for the files whose rope is scaled, so Llama 3 and Llama 3.1 can be compared."""
+    llama3 = {"dim": 4096, "n_heads": 32, "n_layers": 2, "rope_theta": 5e5}
+    scaled = {**llama3, "use_scaled_rope": True}
+    found = diff.configs(llama3, scaled, factor=8.0)
+    [row] = found.facts["layers"]
+    assert (found.facts["length"], [change["what"] for change in row["changed"]]) == (65_536, ["scaling"])
+    assert diff.configs(scaled, {**scaled, "rope_scaling_factor": 8}, factor=8.0).same
+    with pytest.raises(RopeError, match=r"factor requires Meta's params\.json with use_scaled_rope, got 8\.0"):
+        diff.configs(llama3, llama3, factor=8.0, length=100)

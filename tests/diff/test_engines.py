@@ -164,6 +164,40 @@ def test_the_rule_of_transformers_matches_its_models() -> None:
     assert len(count) > 70
 
 
+META = {"dim": 4096, "n_heads": 32, "n_layers": 2, "rope_theta": 5e5, "use_scaled_rope": True}
+
+
+def test_the_params_json_of_meta(tmp_path: Path) -> None:
+    """It is compared as the config.json of Llama 3.1, up to 8 · 8192 tokens."""
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps(META))
+    found = diff.engines(path, factor=8.0)
+    assert (found.verdict, found.facts["length"], found.facts["model_type"]) == ("agree", 65_536, "llama")
+    first = found.facts["ropes"][0]["at"][0]["engines"]["transformers"]
+    assert first["inv_freq"][-1] == pytest.approx(5e5 ** (-126 / 128) / 8)
+    assert first["inv_freq"][0] == 1.0
+    assert found.facts["source"] == str(path)
+    assert "It was compared as the config.json of the same model, converted for transformers." in found.text()
+    with pytest.raises(RopeError, match=r"Pass factor=8\.0"):
+        diff.engines(path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest", "expected"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 32_768, 131_072),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 40_960, 131_072),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 40_960, 40_960),
+        ({"rope_type": "dynamic", "factor": 1.0}, 8192, 16_384),
+        ({"rope_type": "linear", "factor": 4.0}, 8192, 8192),
+    ],
+)
+def test_the_length_is_that_of_the_scaled_context(scaling: dict[str, Any], longest: int, expected: int) -> None:
+    config = {**LLAMA, "rope_scaling": scaling, "max_position_embeddings": longest}
+    assert diff.engines(config, names=("transformers",)).facts["length"] == expected
+    assert diff.configs(config, {**config, "rope_theta": 7e5}).facts["length"] == expected
+
+
 class TestRefusals:
     def test_an_integer_as_linear_factor(self) -> None:
         found = diff.engines(scaled(rope_type="linear", factor=4))
@@ -186,11 +220,12 @@ class TestRefusals:
         config = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
         found = diff.engines(config)
         [row] = found.facts["ropes"]
-        assert found.facts["length"] == 4096  # the frequencies change only beyond 2048
-        assert [at["sequence"] for at in row["at"]] == [2048, 4096]
+        assert found.facts["length"] == 8192  # the scaled context
+        assert [at["sequence"] for at in row["at"]] == [2048, 8192]
         assert [one["name"] for one in row["engines"] if one["refused"]] == ["exllamav3"]
         same = [{name for name, one in at["engines"].items() if one["apart"]["same"]} for at in row["at"]]
-        assert same == [{"transformers", "vLLM", "llama.cpp", "mlx-lm"}, {"transformers", "mlx-lm"}]
+        # SGLang scales all lengths as for 4 · 2048 tokens.
+        assert same == [{"transformers", "vLLM", "llama.cpp", "mlx-lm"}, {"transformers", "SGLang", "mlx-lm"}]
 
     def test_longrope_with_a_pairing_that_two_engines_refuse(self) -> None:
         config = {**phi(), "model_type": "mine"}
@@ -249,14 +284,15 @@ class TestRefusals:
             diff.engines(yarn(), **arguments)
 
     def test_configs_in_formats_of_one_program(self, tmp_path: Path) -> None:
-        meta = {"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 1e4, "vocab_size": 8, "norm_eps": 1e-5}
         with pytest.raises(RopeError, match="engine needs a Hugging Face config, got another format"):
-            diff.engines(meta)
+            from_config(META, engine="vllm")
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
         with pytest.raises(RopeError, match=r"got a GGUF file\. Pass the config\.json"):
             from_config(tmp_path / "m.gguf", engine="vllm")
         with pytest.raises(RopeError, match=r"factor requires Meta's params\.json"):
             from_config(yarn(), engine="vllm", factor=8.0)
+        with pytest.raises(RopeError, match=r"factor requires Meta's params\.json, got 8\.0\. Omit it"):
+            diff.engines(yarn(), factor=8.0)
         with pytest.raises(RopeError, match="engine must be one of"):
             from_config(yarn(), engine=3)  # type: ignore[arg-type]
 

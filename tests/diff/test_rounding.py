@@ -70,6 +70,8 @@ def test_megatron_rotates_llama_with_a_fused_kernel_unless_it_is_scaled_by_yarn(
 def test_the_table_of_sglang_depends_on_the_head_size() -> None:
     assert profile("sglang", "llama").table == "float32"
     assert profile("sglang", "llama", Rope(96, 10_000.0, "half")).table == "the model's"
+    latent = Rope(192, 10_000.0, "interleaved", rotary_dim=64, rotary_offset=128)
+    assert profile("sglang", "deepseek_v3", latent).table == "float32"  # its head has 64 channels
 
 
 def test_every_profile_names_its_source() -> None:

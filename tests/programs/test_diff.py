@@ -72,6 +72,14 @@ def test_a_list_of_engines_with_commas(config: Path) -> None:
     assert run(config, "--engines", "vllm,nothing").exit_code == 2
 
 
+def test_the_factor_of_a_params_json(tmp_path: Path) -> None:
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps({"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 5e5, "use_scaled_rope": True}))
+    assert run(path).exit_code == 2
+    assert run(path, "--factor", 8).exit_code == 0
+    assert run(path, path, "--factor", 32).exit_code == 0
+
+
 def test_bitwise(config: Path, tmp_path: Path) -> None:
     """Engines that round differently have the status 1, and what could not be judged keeps the status 2."""
     assert run(config, "--engines", "transformers,vllm").exit_code == 0

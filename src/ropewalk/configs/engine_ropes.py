@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import error
-from ropewalk.configs import hf, source
+from ropewalk.configs import hf, meta, source
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
@@ -30,31 +30,51 @@ def ropes_for_engines(
     *chosen: Engine,
     pairing: str | None = None,
     base: float | None = None,
+    factor: float | None = None,
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
-    """Read the text ropes of a Hugging Face config, and the config keys that the `chosen` engines read for each rope.
+    """Read the text ropes of a config, and the config keys that the `chosen` engines read for each rope.
 
-    The other arguments and the errors are those of `from_config`.
+    Meta's params.json is read as the config.json of the same model, converted for transformers. The other arguments and
+    the errors are those of `from_config`.
 
     Returns:
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
         `engines`, and the indices of the layers that have this rope.
     """
     base = source.check_passed(pairing, base)
-    ropes, values = read(config, pairing, base, True, source.check_ignore(ignore), download)
+    ignored = source.check_ignore(ignore)
+    ropes, values = read(config, pairing, base, True, ignored, download, convert=True, factor=factor)
     return ropes, distinct_ropes(ropes, values, *chosen)
 
 
 def read(
-    config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
+    config: Any,
+    pairing: str | None,
+    base: float | None,
+    text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
+    *,
+    convert: bool = False,
+    factor: float | None = None,
 ) -> tuple[ModelRopes, dict[str, Any]]:
-    """Read the ropes of a config without the keys that only engines read. Return them and the whole config."""
+    """Read the ropes of a config without the keys that only engines read. Return them and the whole config.
+
+    `convert` is whether Meta's params.json is converted to a config.json, with this `factor`, or refused.
+    """
     who, must = "from_config", "engine needs a Hugging Face config"
     if source.gguf_path(config) is not None:
         raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
     values, name = source.load(config, download=download)
     values = source.without_keys(values, ignore, name)
+    note = ""
+    if convert and source.is_params(values):
+        values, base = meta.to_hugging_face(values, name, base=base, factor=factor), None
+        note = "It was compared as the config.json of the same model, converted for transformers."
+    elif factor is not None:
+        raise error("diff.engines", "factor requires Meta's params.json", str(factor), "Omit it.")
     if source.is_denoiser(values) or source.is_params(values):
         raise error(name, must, "another format", "Pass the config.json of the model.")
     known = source.without_keys(values, find_engine_keys(values), name)
@@ -64,8 +84,7 @@ def read(
         known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
         ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
-        ropes = replace(ropes, warnings=(*ropes.warnings, note))
-    return ropes, values
+    return (replace(ropes, warnings=(*ropes.warnings, note)) if note else ropes), values
 
 
 def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> tuple[str, ...]:

@@ -24,8 +24,6 @@ from ropewalk.engines.vllm import divided, linear, proportional
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, YaRN
 
 _FOLDER = "srt/layers/rotary_embedding"
-
-
 _FLOAT32 = Rounding(
     table="float32",
     rotation="float32",
@@ -35,10 +33,16 @@ _FLOAT32 = Rounding(
 )
 
 
+_IN_DTYPE_OF_Q = replace(_FLOAT32, table="the model's", rotation="the model's")
+
+
 def _rounding(config: ConfigRope) -> Rounding:
-    """Return how the CUDA kernel rounds. For other head sizes, another kernel reads a table in the dtype of q."""
-    other = replace(_FLOAT32, table="the model's", rotation="the model's")
-    return _FLOAT32 if config.rope.head_dim in (64, 128, 256, 512) else other
+    """Return how the CUDA kernel rounds. For several axes and other head sizes, there are other kernels.
+
+    In latent attention, only the rotated channels are a head.
+    """
+    size = config.rope.rotary_dim if config.rope.rotary_offset else config.rope.head_dim
+    return _FLOAT32 if size in (64, 128, 256, 512) and not config.several_axes else _IN_DTYPE_OF_Q
 
 
 def _linear(config: ConfigRope, scaling: Linear) -> Answer:
@@ -110,6 +114,7 @@ SGLANG = Engine(
             f"{_FOLDER}/rope_variant.py",
             _longrope,
             frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
+            rounding=_IN_DTYPE_OF_Q,
         ),
         "llama3": Rule(f"{_FOLDER}/rope_variant.py"),
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", proportional, frozenset()),

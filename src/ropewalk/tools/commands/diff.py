@@ -23,6 +23,7 @@ Examples:
   ropewalk diff path/to/config.json
   ropewalk diff path/to/config.json --length 32768 --engine vllm --engine sglang
   ropewalk diff path/to/base path/to/fine-tune
+  ropewalk diff path/to/target path/to/draft --draft
 """,
 )
 @click.argument("source", type=Source())
@@ -43,9 +44,17 @@ Examples:
     "a list with commas; the first one is the reference.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
-@click.option("--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally.")
+@click.option(
+    "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
+)
+@click.option("--draft", is_flag=True, help="SOURCE2 is the draft of SOURCE in speculative decoding.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
+@click.option(
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it.",
+)
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -59,6 +68,7 @@ def diff(
     engines: tuple[str, ...],
     trainers: bool,
     bitwise: bool,
+    draft: bool,
     as_json: bool,
     plot: Path | None,
     **options: Any,
@@ -67,10 +77,10 @@ def diff(
 
     With one config, show the attention factor, the frequencies and the scores in each engine, how much the engines
     differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
-    KV caches are still valid.
+    KV caches are still valid. With --draft, show whether SOURCE2 rotates like SOURCE and reaches its length.
 
-    A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
-    also be Meta's params.json or GGUF files. No model is run, and no weights are read.
+    A source is a config.json, the folder of a model, Meta's params.json, or a hub id (owner/name). If you compare two
+    sources, they can also be GGUF files. No model is run, and no weights are read.
 
     The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
     config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
@@ -84,10 +94,15 @@ def diff(
                 raise click.UsageError(
                     f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
                 )
+        if draft and (source2 is None or plot is not None):
+            raise click.UsageError("--draft needs SOURCE2, and cannot be combined with --plot.")
         if plot is not None:
             ropewalk.plots.check_path(plot)
-        if source2 is None:
-            found: Any = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
+        if source2 is not None and draft:
+            found: Any = ropewalk.diff.draft(source, source2, **options)
+            rows, status = [], int(not found.alike)
+        elif source2 is None:
+            found = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
             rows, status = found.facts["ropes"], _STATUS[found.verdict]
             status = max(status, int(bitwise and not found.bitwise))
         else:

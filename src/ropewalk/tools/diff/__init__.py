@@ -13,3 +13,5 @@ from ropewalk.tools.diff.between_engines import EngineDiff as EngineDiff
 from ropewalk.tools.diff.between_engines import engines as engines
 from ropewalk.tools.diff.for_engine import ForEngine as ForEngine
 from ropewalk.tools.diff.for_engine import for_engine as for_engine
+from ropewalk.tools.diff.with_draft import DraftDiff as DraftDiff
+from ropewalk.tools.diff.with_draft import draft as draft

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk import _checks
-from ropewalk.configs import source
+from ropewalk.configs import meta, source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.configs_text import configs_text
+from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.rope_difference import compare_ropes
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
@@ -49,6 +50,7 @@ def configs(
     length: int | None = None,
     pairing: str | None = None,
     base: float | None = None,
+    factor: float | None = None,
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> ConfigDiff:
@@ -58,9 +60,9 @@ def configs(
 
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
-        length: the length of the longest sequence to compare, in tokens. None means the longest length that the configs
-            state.
+        length: as in `diff.engines`.
         pairing, base, download: as in `from_config`, for both configs.
+        factor: as in `from_config`, for each params.json whose rope is scaled.
         ignore: keys to ignore in each config that has them.
 
     Returns:
@@ -73,17 +75,13 @@ def configs(
             `length` is None and neither config states a length.
     """
 
-    of_each = _present_keys((first, second), ignore, download)
-    a, b = (
-        _require_text_model(read_config(config, pairing=pairing, base=base, ignore=keys, download=download))
-        for config, keys in zip((first, second), of_each, strict=True)
-    )
-    longest = _longest(a, b, length)
-    rows, static_ropes = _compare_layers(a, b, longest)
+    a, b = read_both((first, second), pairing, base, factor, ignore, download)
+    longest = longest_of("diff.configs", length, a, b)
+    rows, static_ropes = _compare_all(a, b, longest)
     other_differences = _other_differences(a, b)
     facts: dict[str, Any] = {
-        "first": _summary(a),
-        "second": _summary(b),
+        "first": summary(a),
+        "second": summary(b),
         "length": longest,
         "layers": rows,
         "layer_counts": [len(a.layers), len(b.layers)],
@@ -93,6 +91,27 @@ def configs(
         "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
     return ConfigDiff(facts, tuple(static_ropes))
+
+
+def read_both(
+    both: tuple[Any, Any],
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    ignore: Collection[str],
+    download: bool,
+) -> tuple[ModelRopes, ModelRopes]:
+    """Read two configs. Arguments and errors are those of `configs`."""
+    of_each = _present_keys(both, ignore, download)
+    factors = [factor if factor is not None and _needs_factor(config, download) else None for config in both]
+    if factor is not None and factors == [None, None]:
+        must, fix = "factor requires Meta's params.json with use_scaled_rope", "Omit it."
+        raise _checks.error("diff.configs", must, _checks.shown(factor), fix)
+    a, b = (
+        _require_text_model(read_config(config, pairing=pairing, base=base, factor=own, ignore=keys, download=download))
+        for config, keys, own in zip(both, of_each, factors, strict=True)
+    )
+    return a, b
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
@@ -118,6 +137,13 @@ def _has_key(config: Any, key: str, download: bool) -> bool:
     return True
 
 
+def _needs_factor(config: Any, download: bool) -> bool:
+    if source.gguf_path(config) is not None:
+        return False
+    values, _ = source.load(config, download=download)
+    return source.is_params(values) and meta.needs_factor(values)
+
+
 def _require_text_model(ropes: ModelRopes) -> ModelRopes:
     if not ropes.layers:
         fix = "Compare two text models."
@@ -125,17 +151,7 @@ def _require_text_model(ropes: ModelRopes) -> ModelRopes:
     return ropes
 
 
-def _longest(a: ModelRopes, b: ModelRopes, length: int | None) -> int:
-    if length is not None:
-        return _checks.length("diff.configs", "length", length)
-    known = [n for ropes in (a, b) for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
-    if not known:
-        must, fix = "the length must be passed if neither config states it", f"Pass {_checks.argument('length')}."
-        raise _checks.error("diff.configs", must, "none", fix)
-    return max(known)
-
-
-def _summary(ropes: ModelRopes) -> dict[str, Any]:
+def summary(ropes: ModelRopes) -> dict[str, Any]:
     return {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -145,9 +161,7 @@ def _summary(ropes: ModelRopes) -> dict[str, Any]:
     }
 
 
-def _compare_layers(
-    a: ModelRopes, b: ModelRopes, longest: int
-) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
+def _compare_all(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
     """Compare the ropes of all layers.
 
     Returns:
@@ -160,16 +174,17 @@ def _compare_layers(
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
     rows, static_ropes = [], []
     for (rope_a, rope_b), layers in layers_of.items():
-        row, ropes = _compare_ropes(rope_a, rope_b, sorted({short, longest}))
+        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}))
         if row is not None:
             rows.append({"layers": layers, **row})
             static_ropes.append(ropes)
     return rows, static_ropes
 
 
-def _compare_ropes(
+def compare_layers(
     a: Rope | None, b: Rope | None, lengths: list[int]
 ) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
+    """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same, and the ropes."""
     if a is None or b is None:
         if a is b:
             return None, {}

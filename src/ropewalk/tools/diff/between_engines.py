@@ -13,6 +13,7 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.engines import ENGINES, TRAINERS, Answer, ConfigRope, engine
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
+from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.rope_difference import difference
 from ropewalk.tools.diff.verdict import judge
 
@@ -68,6 +69,7 @@ def engines(
     trainers: bool = False,
     pairing: str | None = None,
     base: float | None = None,
+    factor: float | None = None,
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> EngineDiff:
@@ -80,15 +82,16 @@ def engines(
     of text tokens is compared.
 
     Args:
-        source: as in `from_config`, except for GGUF files and Meta's params.json.
+        source: as in `from_config`, except for GGUF files. Meta's params.json is compared as the config.json of the
+            same model, converted for transformers.
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
-            that is compared. None means the length that the config states, or twice that length if the frequencies
-            change only beyond it.
+            that is compared. None means the longest of the length that the config states and that of its scaled
+            context, or twice that length if the frequencies change only beyond it.
         names: the engines to compare, from `ropewalk.diff.ENGINES` and `TRAINERS`, such as "vllm". An empty collection
             means all inference engines. The first one that was judged and runs the config is the reference for the
             others.
         trainers: compare all trainers as well.
-        pairing, base, ignore, download: as in `from_config`.
+        pairing, base, factor, ignore, download: as in `from_config`.
 
     Returns:
         An `EngineDiff`, with the result as text (`.text()`) and as data (`.facts`).
@@ -106,9 +109,9 @@ def engines(
         }.values()
     )
     ropes, config_ropes = ropes_for_engines(
-        source, *chosen, pairing=pairing, base=base, ignore=ignore, download=download
+        source, *chosen, pairing=pairing, base=base, factor=factor, ignore=ignore, download=download
     )
-    setting = setting_of(ropes, length)
+    setting = longest_of("diff.engines", length, ropes)
     rows, static_ropes = [], []
     for config, layers in config_ropes:
         answers = {engine.name: engine.answer(config) for engine in chosen}
@@ -156,18 +159,6 @@ def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
     if unjudged and (unjudged & set(named) or len(found) - len(unjudged) < 2):
         return "not judged"
     return "agree"
-
-
-def setting_of(ropes: ModelRopes, length: int | None) -> int:
-    """Return the length that the engines are configured for, in tokens."""
-    if length is not None:
-        return _checks.length("diff.engines", "length", length)
-    known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
-    if not known:
-        must, fix = "the length must be passed if the config does not state it", f"Pass {_checks.argument('length')}."
-        raise _checks.error(ropes.source, must, "none", fix)
-    changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
-    return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
 
 
 def _compare_rope(

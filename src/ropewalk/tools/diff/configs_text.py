@@ -12,20 +12,21 @@ from ropewalk.tools.diff.engines_text import frequencies, layers, scores
 def configs_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of two configs for a terminal."""
     first, second = facts["first"], facts["second"]
-    lines = [f"first:  {_describe_source(first)}", f"second: {_describe_source(second)}", "", _verdict(facts)]
+    lines = [f"first:  {describe_source(first)}", f"second: {describe_source(second)}", "", _verdict(facts)]
     for row in facts["layers"]:
         lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
-        lines += [f"  {_describe_change(change)}" for change in row["changed"]]
-        lines += [_describe_difference(difference) for difference in row["at"]]
+        lines += [f"  {describe_change(change)}" for change in row["changed"]]
+        lines += [describe_difference(difference) for difference in row["at"]]
     if facts["beside"]:
-        lines += ["", "other differences", *(f"  {_describe_change(change)}" for change in facts["beside"])]
+        lines += ["", "other differences", *(f"  {describe_change(change)}" for change in facts["beside"])]
     lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
     for name in ("first", "second"):
         lines += [f"  ! {name}: {warning}" for warning in facts[name]["warnings"]]
     return "\n".join(map(printable, lines))
 
 
-def _describe_source(about: Mapping[str, Any]) -> str:
+def describe_source(about: Mapping[str, Any]) -> str:
+    """Return the name of a config, its model_type and its length."""
     length = about["max_position_embeddings"]
     positions = "" if length is None else f", {length:,} positions"
     return f"{about['source']} (model_type {about['model_type']}{positions})"
@@ -46,7 +47,8 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     return f"Different: {', '.join(parts)}."
 
 
-def _describe_change(change: Mapping[str, Any]) -> str:
+def describe_change(change: Mapping[str, Any]) -> str:
+    """Describe a property that two configs state differently."""
     name, first, second = change["what"], change["first"], change["second"]
     if name == "rotates":
         return "rotated in the first config only" if first else "rotated in the second config only"
@@ -68,7 +70,8 @@ def _plain(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _describe_difference(difference: Mapping[str, Any]) -> str:
+def describe_difference(difference: Mapping[str, Any]) -> str:
+    """Describe how two ropes differ at one length."""
     ratio = difference["attention_factor_ratio"]
     factor = "same" if abs(ratio - 1) < 1e-9 else f"{ratio:.6g} times"
     return (

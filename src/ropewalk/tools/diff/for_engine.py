@@ -14,8 +14,9 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared, setting_of
+from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, wrap
+from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.rope_difference import difference
 
 
@@ -76,7 +77,7 @@ def for_engine(
         must, fix = "the engine must have known arguments", "Pass 'transformers', 'vllm', 'sglang' or 'llama.cpp'."
         raise _checks.error("diff.for_engine", must, repr(name), fix)
     ropes, configs = ropes_for_engines(source, chosen, pairing=pairing, base=base, ignore=ignore, download=download)
-    setting = setting_of(ropes, length)
+    setting = longest_of("diff.for_engine", length, ropes)
     apart, unknown = _apart(chosen, configs, dict(enumerate(ropes.layers)), setting)
     notes = dict.fromkeys(note for config, _ in configs for note in chosen.answer(config).notes)
     scale = missing_query_scale(ropes, [chosen])

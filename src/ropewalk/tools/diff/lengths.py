@@ -1,0 +1,43 @@
+"""The length of the longest sequence that a comparison covers."""
+
+from __future__ import annotations
+
+from ropewalk import _checks
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.schemes import DynamicNTK, Llama3, YaRN
+
+
+def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
+    """Return the length of the longest sequence to compare, in tokens.
+
+    Args:
+        who: the function that the user called, for the error message.
+        length: the length that the user passed, or None for the longest of the lengths that the configs state and those
+            of their scaled contexts. If frequencies change only beyond that length, it is doubled.
+        several: the ropes of the configs.
+
+    Raises:
+        RopeError: no length is passed, and the configs state none.
+    """
+    if length is not None:
+        return _checks.length(who, "length", length)
+    lengths = [longest for ropes in several if (longest := stated_length(ropes)) is not None]
+    if not lengths:
+        stated = "the config does not state it" if len(several) == 1 else "neither config states it"
+        must, fix = f"the length must be passed if {stated}", f"Pass {_checks.argument('length')}."
+        raise _checks.error(several[0].source if len(several) == 1 else who, must, "none", fix)
+    return max(lengths)
+
+
+def stated_length(ropes: ModelRopes) -> int | None:
+    """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
+    known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
+    for rope in filter(None, dict.fromkeys(ropes.layers)):
+        scheme = rope.scaling
+        if isinstance(scheme, DynamicNTK | Llama3 | YaRN):  # a config with Linear may state either length
+            trained = scheme.trained_length(ropes.max_position_embeddings)
+            known += [] if trained is None else [round(scheme.factor * trained)]
+    changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
+    if not known:
+        return None
+    return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)

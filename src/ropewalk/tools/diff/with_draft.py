@@ -1,0 +1,109 @@
+"""Compare the rotation of a model with that of its draft in speculative decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk._checks import printable
+from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
+from ropewalk.tools.diff.configs_text import describe_change, describe_difference, describe_source
+from ropewalk.tools.diff.engines_text import bullets, layers, wrap
+from ropewalk.tools.diff.lengths import longest_of, stated_length
+
+_OWN_CACHE = (
+    "A draft with a KV cache of its own (a smaller model, an EAGLE or MTP head) may rotate differently, if it was "
+    "trained so. If it was trained with the rotation of the target, its tokens are accepted less often."
+)
+_SHARED_CACHE = "A draft that reads the KV cache of the target must rotate like it, and does not."
+_SHORT = (
+    "Beyond its length, a draft may be accepted less often, or fail: vLLM 0.24 reads outside the draft's table of cos "
+    "and sin (vllm#48894). Increase max_position_embeddings of the draft if it was trained for more."
+)
+
+
+@dataclass(frozen=True)
+class DraftDiff:
+    """A comparison of the rotation of a model with that of its draft.
+
+    Args:
+        facts: the whole comparison as a dict of JSON values.
+    """
+
+    facts: Mapping[str, Any]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers of the draft rotate like layers of the target, up to the target's length."""
+        return not self.facts["layers"] and not self.facts["too_short"]
+
+    def text(self) -> str:
+        """Return the comparison as text for a terminal."""
+        return _text(self.facts)
+
+
+def draft(
+    target: Any,
+    draft: Any,
+    *,
+    length: int | None = None,
+    pairing: str | None = None,
+    base: float | None = None,
+    factor: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> DraftDiff:
+    """Compare the rotation of a model with that of its draft in speculative decoding, such as an EAGLE head.
+
+    A layer of the draft rotates alike if some layer of the target has the same rope. The numbers of layers may differ.
+
+    Args:
+        target, draft: as in `diff.configs`.
+        length: the length of the longest sequence, in tokens. None means that of the target, as in `diff.engines`.
+        pairing, base, factor, ignore, download: as in `diff.configs`.
+
+    Returns:
+        A `DraftDiff`, with the result as text (`.text()`) and as data (`.facts`).
+
+    Raises:
+        RopeError: as in `diff.configs`.
+    """
+    a, b = read_both((target, draft), pairing, base, factor, ignore, download)
+    longest = longest_of("diff.draft", length, a)
+    short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
+    targets = sorted(dict.fromkeys(a.layers), key=lambda rope: rope is None)
+    rows = []
+    for rope in dict.fromkeys(b.layers):
+        found = [compare_layers(own, rope, sorted({short, longest}))[0] for own in targets]
+        if None not in found:
+            rows.append({"layers": [i for i, other in enumerate(b.layers) if other == rope], **(found[0] or {})})
+    reached = stated_length(b)
+    return DraftDiff(
+        {
+            "target": summary(a),
+            "draft": summary(b),
+            "length": longest,
+            "layer_counts": [len(a.layers), len(b.layers)],
+            "layers": rows,
+            "reached": reached,
+            "too_short": reached is not None and reached < longest,
+        }
+    )
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    alike = "does not rotate like the target" if facts["layers"] else "rotates like the target"
+    ends = f", and states {facts['reached']:,} positions of {facts['length']:,}" if facts["too_short"] else ""
+    up_to = "" if ends else f", up to {facts['length']:,} tokens"
+    lines = [f"target: {describe_source(facts['target'])}", f"draft:  {describe_source(facts['draft'])}", ""]
+    lines += wrap(f"The draft {alike}{ends or up_to}.", "")
+    for row in facts["layers"]:
+        lines += ["", f"{layers(row['layers'], facts['layer_counts'][1])} of the draft"]
+        lines += [f"  {describe_change(change)}" for change in row["changed"]]
+        lines += [describe_difference(found) for found in row["at"]]
+    meaning = [_OWN_CACHE, _SHARED_CACHE] if facts["layers"] else []
+    meaning += [_SHORT] if facts["too_short"] else []
+    lines += ["", "what this means", *bullets(meaning)] if meaning else []
+    lines += [f"  ! {name}: {warning}" for name in ("target", "draft") for warning in facts[name]["warnings"]]
+    return "\n".join(map(printable, lines))
