@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4050,
     "configs": 6000,
     "configs/tables": 1950,
-    "engines": 1540,
+    "engines": 1810,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,

@@ -47,7 +47,7 @@ def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
         return Answer(None, refusal="the ramp of YaRN must lie inside of the pairs (AssertionError)")
     scheme = YaRN(factor, int(trained), beta_fast=fast, beta_slow=slow, truncate=False)
     scheme = with_attention_factor(scheme, yarn_magnitude(factor))
-    notes = ()
+    notes: tuple[str, ...] = ()
     if not isinstance(scaling, YaRN):
         notes = ("Its class applies YaRN for every rope_type with a factor.",)
     elif scaling.truncate:

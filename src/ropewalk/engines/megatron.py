@@ -1,6 +1,7 @@
 """The rules of Megatron: what Megatron-Bridge makes of a config, and the rotary classes of megatron-core.
 
-The versions are Megatron-Bridge 0.6.2 and megatron-core 0.19.2. The bridge of a model copies some keys of the config. A scaling for which it has no lines is dropped without a warning.
+The versions are Megatron-Bridge 0.6.2 and megatron-core 0.19.2. The bridge of a model copies some keys of the config. A
+scaling for which it has no lines is dropped without a warning.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     missing = [key for key in ("beta_fast", "beta_slow") if section.get(key) is None]
     if missing:
         return Answer(None, refusal=f"it needs {' and '.join(missing)} in the scaling (TypeError: NoneType)")
-    truncate, notes = bool(section.get("truncate")), ()
+    truncate = bool(section.get("truncate"))
+    notes: tuple[str, ...] = ()
     if truncate != scaling.truncate:
         notes = ("Its bridge has no default for truncate, so the ramp is not rounded.",)
     scaling = replace(scaling, truncate=truncate)
