@@ -25,6 +25,12 @@ from .sglang_models import architectures
 from .stubbed import stubs
 
 MODELS = "nemo_automodel.components.models"
+LEFT_OUT = {
+    "ernie4_5_moe": "the keys of the base were not found",
+    "minimax_m3_vl": "its config class has parameters of its own",
+    "mistral4": "its config class has parameters of its own",
+}
+"""Models of which the recorded keys do not describe what the class reads."""
 
 
 class Automodel:
@@ -79,6 +85,8 @@ def file(config: dict[str, Any]) -> str:
 def build(config: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
     """Build the model of a config on the meta device. Return it, and the calls of the function for DeepSeek."""
     modules = automodel()
+    if config["model_type"] in LEFT_OUT:
+        raise CannotRecordError(LEFT_OUT[config["model_type"]])
     name, cls, *_ = modules.models[architecture(config)]
     module = importlib.import_module(name)
     values = modules.transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))

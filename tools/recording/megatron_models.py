@@ -144,6 +144,8 @@ def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     kinds = [angles] if angles.dim() == 4 else list(angles)
     channels = provider.qk_pos_emb_head_dim if provider.multi_latent_attention else provider.kv_channels
     ropes = [measure(provider, each, channels, mscale) for each in kinds]
+    if type(module).__name__ == "Gemma4DenseRotaryEmbedding":
+        raise CannotRecordError("it has several rotary classes")
     if len(ropes) == 1:
         return [None if skipped else ropes[0] for skipped in _skipped(provider)]
     found = importlib.import_module(type(provider).__module__)
