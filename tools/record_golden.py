@@ -38,6 +38,7 @@ from recording import (
     roundings,
     sources,
     towers,
+    trainer_roundings,
     trainers,
     transformers_models,
 )
@@ -68,6 +69,7 @@ GOLDEN = {
         commands.GOLDEN,
         roundings.GOLDEN,
         *trainers.GOLDEN,
+        *trainer_roundings.GOLDEN,
     )
 }
 

@@ -30,8 +30,7 @@ LIBRARIES = {
 
 
 # Files that `check` cannot call yet, or accuses. A file that it finds right must be taken off.
-WAITING: set[str] = {
-}
+WAITING: set[str] = {}
 LATE = [pytest.mark.xfail(strict=True)]
 
 

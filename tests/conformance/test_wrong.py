@@ -47,8 +47,7 @@ WAITING: set[str] = {
     "strided_input__tables",
     "wrong_slot__aiter_3492",
 }
-WAITING_REPAIRED: set[str] = {
-}
+WAITING_REPAIRED: set[str] = {}
 
 
 def cases(waiting: set[str]) -> list[Any]:

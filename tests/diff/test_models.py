@@ -15,14 +15,15 @@ from each import each
 from ropewalk import RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.wrappers import WRAPPERS
-from ropewalk.engines import ENGINES
+from ropewalk.engines import ENGINES, TRAINERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden" / "engine_models"
 sys.path.insert(0, str(ROOT / "tools" / "recording"))
 import tables  # noqa: E402
 
-FILES = {name: name.replace("-", "_").replace(".", "_") for name in ENGINES}
+ALL = {**ENGINES, **TRAINERS}
+FILES = {name: name.replace("-", "_").replace(".", "_") for name in ALL}
 RECORDED = [name for name in FILES if name != "transformers"]
 
 
@@ -35,9 +36,7 @@ def test_the_tables_are_those_of_the_golden_files(name: str) -> None:
     recorded = golden("models", name)
     assert (tables.PACKAGE / f"{FILES[name]}.json").read_text() == tables.text(tables.table(recorded))
     peer = recorded["peer"]
-    assert (
-        peer["version"] == ENGINES[name].version if "version" in peer else peer["commit"][:9] == ENGINES[name].version
-    )
+    assert peer["version"] == ALL[name].version if "version" in peer else peer["commit"][:9] == ALL[name].version
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -56,7 +55,15 @@ def with_keys(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
 SEQUENCE = 512
 """The length for which the ropes were recorded."""
 
-COMPARED = {"mlx-lm": (300, 60), "sglang": (250, 45), "vllm": (250, 45), "exllamav3": (120, 25), "llama.cpp": (100, 30)}
+COMPARED = {
+    "mlx-lm": (300, 60),
+    "sglang": (250, 45),
+    "vllm": (250, 45),
+    "exllamav3": (120, 25),
+    "llama.cpp": (100, 30),
+    "megatron": (150, 20),
+    "automodel": (100, 20),
+}
 """At least so many configs of so many models, in each schema, have equal ropes, or are rejected by both."""
 
 

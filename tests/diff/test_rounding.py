@@ -16,7 +16,8 @@ from ropewalk.schemes import PerPair
 from ropewalk.tools.diff.rope_difference import difference
 from ropewalk.tools.diff.verdict import judge
 
-ROWS = json.loads((Path(__file__).parents[1] / "golden/engine_rules/rounding_of_transformers.json").read_text())["rows"]
+ROUNDINGS = Path(__file__).parents[1] / "golden" / "engine_rules"
+ROWS = json.loads((ROUNDINGS / "rounding_of_transformers.json").read_text())["rows"]
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -26,6 +27,7 @@ LLAMA: dict[str, Any] = {
     "rope_theta": 500_000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "attention_factor": 1.0}
+BETAS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
 ROPE = Rope(128, 10_000.0, "half")
 
 
@@ -45,6 +47,24 @@ def test_the_profiles_of_transformers_give_the_bits_of_its_models() -> None:
             "evidence": "run",
         }
     assert profile("transformers", "deepseek_v2").evidence == "read"
+
+
+@pytest.mark.parametrize(("name", "count"), [("megatron", 19), ("automodel", 14)])
+def test_the_profiles_of_trainers_give_the_bits_of_their_models(name: str, count: int) -> None:
+    rows = json.loads((ROUNDINGS / f"rounding_of_{name}.json").read_text())["rows"]
+    assert len(rows) == count
+    for row in rows:
+        found = TRAINERS[name].apply_rule(ConfigRope(ROPE, model_type=row["model_type"])).rounding
+        assert found is not None
+        steps = [step.replace("the model's", "bfloat16") for step in (found.table, found.rotation)]
+        assert (*steps, found.evidence) == (row["table"], row["rotation"], "run"), row
+
+
+def test_megatron_rotates_llama_with_a_fused_kernel_unless_it_is_scaled_by_yarn() -> None:
+    llama, yarn = (diff.engines({**LLAMA, **more}, names=("megatron",)) for more in ({}, {"rope_scaling": BETAS}))
+    [[plain], [scaled]] = ([rope["engines"][0] for rope in found.facts["ropes"]] for found in (llama, yarn))
+    assert (plain["rounding"]["table"], plain["rounding"]["evidence"]) == ("float32", "read")
+    assert (scaled["rounding"]["table"], scaled["rounding"]["evidence"]) == ("the model's", "run")
 
 
 def test_the_table_of_sglang_depends_on_the_head_size() -> None:

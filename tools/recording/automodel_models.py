@@ -24,7 +24,13 @@ from .model_files import TOKENS, AbsentError, BorrowedError, Engine, Rope
 from .sglang_models import architectures
 from .stubbed import stubs
 
-_MODELS = "nemo_automodel.components.models"
+MODELS = "nemo_automodel.components.models"
+LEFT_OUT = {
+    "ernie4_5_moe": "the keys of the base were not found",
+    "minimax_m3_vl": "its config class has parameters of its own",
+    "mistral4": "its config class has parameters of its own",
+}
+"""Models of which the recorded keys do not describe what the class reads."""
 
 
 class Automodel:
@@ -37,9 +43,9 @@ class Automodel:
         stack.enter_context(stubs("nemo_automodel.components"))
         registry = importlib.import_module("nemo_automodel._transformers.registry")
         self.models = registry.MODEL_ARCH_MAPPING
-        self.backend = importlib.import_module(f"{_MODELS}.common").BackendConfig
-        self.gpt_oss = importlib.import_module(f"{_MODELS}.gpt_oss.rope_utils")
-        self.deepseek = importlib.import_module(f"{_MODELS}.deepseek_v3.rope_utils")
+        self.backend = importlib.import_module(f"{MODELS}.common").BackendConfig
+        self.gpt_oss = importlib.import_module(f"{MODELS}.gpt_oss.rope_utils")
+        self.deepseek = importlib.import_module(f"{MODELS}.deepseek_v3.rope_utils")
         transformers = importlib.import_module("transformers")
         for name, (module, cls) in registry._CUSTOM_CONFIG_REGISTRATIONS.items():
             config = getattr(importlib.import_module(module), cls)
@@ -76,9 +82,11 @@ def file(config: dict[str, Any]) -> str:
     return f"{automodel().models[architecture(config)][0].replace('.', '/')}.py"
 
 
-def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
-    """Return the rope of each layer of Automodel's model."""
+def build(config: dict[str, Any]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Build the model of a config on the meta device. Return it, and the calls of the function for DeepSeek."""
     modules = automodel()
+    if config["model_type"] in LEFT_OUT:
+        raise CannotRecordError(LEFT_OUT[config["model_type"]])
     name, cls, *_ = modules.models[architecture(config)]
     module = importlib.import_module(name)
     values = modules.transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
@@ -91,19 +99,29 @@ def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
             attn=attention, linear="torch", rope_fusion=False, experts="torch", dispatcher="torch"
         )
         with torch.device("meta"):
-            model = getattr(module, cls)(values, backend=backend)
-    count = values.get_text_config().num_hidden_layers
-    if calls:
-        frequencies = modules.deepseek.precompute_freqs_cis(*calls[-1][0], **calls[-1][1])
-        return [_deepseek(frequencies)] * count
+            return getattr(module, cls)(values, backend=backend), calls
+
+
+def rotary_of(model: Any) -> Any:
+    """Return the rotary module of a model."""
     found = [each for each in model.modules() if hasattr(each, "rotary_emb") and not _is_image(each)]
-    kinds = {type(each.rotary_emb).__name__ for each in found}
     if len(found) != 1:
-        raise CannotRecordError(f"{len(found)} modules have a rotary module: {kinds}")
-    rotary = found[0].rotary_emb
-    if isinstance(rotary, modules.gpt_oss.RotaryEmbedding):
-        return [_gpt_oss(rotary)] * count
-    return [_tables(type(rotary)(values.get_text_config()), tokens)] * count
+        raise CannotRecordError(f"{len(found)} modules have a rotary module")
+    return found[0].rotary_emb
+
+
+def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
+    """Return the rope of each layer of Automodel's model."""
+    modules = automodel()
+    model, calls = build(config)
+    values = model.config.get_text_config()
+    if calls:
+        rope = _deepseek(modules.deepseek.precompute_freqs_cis(*calls[-1][0], **calls[-1][1]))
+    else:
+        rotary = rotary_of(model)
+        shared = isinstance(rotary, modules.gpt_oss.RotaryEmbedding)
+        rope = _gpt_oss(rotary) if shared else _tables(type(rotary)(values), tokens)
+    return [rope] * int(values.num_hidden_layers)
 
 
 def _recorded(calls: list[tuple[Any, ...]]) -> Any:
@@ -163,6 +181,4 @@ def _rope(rotated: torch.Tensor) -> Rope:
 
 
 # With these betas, the small lengths of the recordings pass the assertion in the function of gpt-oss.
-ENGINE = Engine(
-    "automodel", "nemo-automodel", file, layers, extra={"beta_fast": 8.0, "beta_slow": 1.0}, described=True
-)
+ENGINE = Engine("automodel", "nemo-automodel", file, layers, extra={"beta_fast": 8.0, "beta_slow": 1.0}, described=True)

@@ -28,7 +28,7 @@ from .stubbed import Stub, stubs
 
 
 class Megatron:
-    """The modules of megatron-core, and the bridges with stubs for packages that are missing, until the process ends."""
+    """The modules of megatron-core, and the bridges, with stubs for missing packages until the process ends."""
 
     def __init__(self) -> None:
         if not hasattr(typing, "override"):  # Python 3.11
@@ -48,7 +48,9 @@ class Megatron:
         self.layer = importlib.import_module("megatron.core.transformer.spec_utils").ModuleSpec(module=Stub)
         for name in ("TransformerBlock", "LanguageModelEmbedding"):
             stack.enter_context(replaced(self.model, name, Stub))
-        stack.enter_context(replaced(self.model.GPTModel, "_set_attention_backend", lambda _: None))
+        for name in ("_set_attention_backend", "setup_embeddings_and_output_layer"):
+            stack.enter_context(replaced(self.model.GPTModel, name, lambda _: None))
+        self.model.GPTModel.output_layer = property(lambda _: Stub())  # some providers change it
         transformers = importlib.import_module("transformers")
         self.config = transformers.AutoConfig.for_model
 
@@ -118,7 +120,12 @@ def rotary(provider: Any) -> Any:
             return modules.mla.MultiLatentAttention(provider, submodules, 1, None, "self").rotary_pos_emb
     provider.transformer_layer_spec, provider.mtp_num_layers = modules.layer, None
     provider._pg_collection = _Groups()
-    model = provider.provide(pre_process=False, post_process=False)
+    if provider.kv_channels is None:  # as TransformerConfig.__post_init__, which also needs Transformer Engine
+        provider.kv_channels = provider.hidden_size // provider.num_attention_heads
+    try:
+        model = provider.provide(pre_process=False, post_process=False)
+    except AttributeError:  # some providers change the embedding
+        model = provider.provide(pre_process=True, post_process=False)
     if isinstance(model, Stub) or getattr(model, "rotary_pos_emb", None) is None:
         raise CannotRecordError(f"{type(provider).__name__} has no rotary module")
     return model.rotary_pos_emb
@@ -137,6 +144,8 @@ def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     kinds = [angles] if angles.dim() == 4 else list(angles)
     channels = provider.qk_pos_emb_head_dim if provider.multi_latent_attention else provider.kv_channels
     ropes = [measure(provider, each, channels, mscale) for each in kinds]
+    if type(module).__name__ == "Gemma4DenseRotaryEmbedding":
+        raise CannotRecordError("it has several rotary classes")
     if len(ropes) == 1:
         return [None if skipped else ropes[0] for skipped in _skipped(provider)]
     found = importlib.import_module(type(provider).__module__)
@@ -179,4 +188,6 @@ def measure(provider: Any, angles: torch.Tensor, channels: int, mscale: float) -
     return rope_of(pairs, channels)
 
 
-ENGINE = Engine("megatron", "megatron-bridge", file, layers, extra={"beta_fast": 32.0, "beta_slow": 1.0}, described=True)
+ENGINE = Engine(
+    "megatron", "megatron-bridge", file, layers, extra={"beta_fast": 32.0, "beta_slow": 1.0}, described=True
+)

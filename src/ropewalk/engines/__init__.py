@@ -18,9 +18,11 @@ from ropewalk.engines._engine import Engine as Engine
 from ropewalk.engines._engine import Rounding as Rounding
 from ropewalk.engines._override import Flags as Flags
 from ropewalk.engines._override import spellings as spellings
+from ropewalk.engines.automodel import AUTOMODEL
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP
 from ropewalk.engines.maxtext import MAXTEXT
+from ropewalk.engines.megatron import MEGATRON
 from ropewalk.engines.mlx_lm import MLX_LM
 from ropewalk.engines.sglang import SGLANG
 from ropewalk.engines.torchtitan import TORCHTITAN
@@ -31,7 +33,7 @@ from ropewalk.engines.vllm import VLLM
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
 
-TRAINERS = {engine.name.lower(): engine for engine in (TORCHTITAN, TORCHTUNE, MAXTEXT)}
+TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
 """The trainers, by their names in lower case. They are compared only if they are named."""
 
 
