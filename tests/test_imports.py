@@ -239,7 +239,7 @@ BUDGET = {
     "kernels": 1800,
     "parallel": 450,
     "positions": 1150,
-    "rope": 850,
+    "rope": 800,
     "rotation": 1800,
     "schemes": 1900,
     "tools": 450,

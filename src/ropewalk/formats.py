@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
-from ropewalk.rope.float32 import FLOAT32 as FLOAT32
-from ropewalk.rope.float32 import explained_error
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.rounding import FLOAT32 as FLOAT32
+from ropewalk.rotation.rounding import explained_error
 
 if TYPE_CHECKING:
     from ropewalk.rope.rope import Rope
