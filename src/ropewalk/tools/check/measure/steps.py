@@ -118,7 +118,13 @@ def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> N
             there = Report(report.target, ignored=report.ignored)
             rope = expected.rope
             if rope is not None and resized.given is None:
-                rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+                passed = resized.arguments is not None and "rotary_dim" in resized.arguments.sizes
+                if rope.rotary_dim == rope.head_dim or passed:
+                    rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+                elif rope.scaling is None:
+                    rope = None  # the target chooses its share of another head itself
+                else:
+                    continue
             wanted = replace(expected, rope=rope, head_dim=channels)
             unwritten = repeats.judge_written(resized, there)
             found = None if unwritten else _measure(resized, wanted, there)
