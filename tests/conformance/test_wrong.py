@@ -35,7 +35,6 @@ ALSO = {
 # taken off.
 WAITING: set[str] = {
     "cache_not_written__reshape_copies",
-    "not_repeatable__tuned_on_the_input",
     "output_not_written__key_heads_past_those_of_q",  # no model has more heads of k than of q
     "strided_input__tables",
     "wrong_slot__aiter_3492",
