@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import HEADS, TOKENS, Baseline
 from ropewalk.tools.check.measure.case import where
@@ -211,7 +214,23 @@ def _check_views(baseline: Baseline) -> bool:
         for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
             if out is not None and _differ((subject.from_native(out) - right).abs()):
                 baseline.report.add("strided-input", f"The results for {name} are wrong.")
+    if subject.given_tables and subject.fused is None:
+        halves = replace(baseline, subject=replace(subject, prepare=partial(_prepare_halves, subject)))
+        with contextlib.suppress(CallError):  # it refuses such tables
+            if _differ(*halves.errors(FIRST)):
+                baseline.report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
     return True
+
+
+def _prepare_halves(subject: Subject, q: Tensor, k: Tensor | None, positions: Tensor) -> Any:
+    """Return the same call with tables that are halves of wider ones, as if cos and sin were in one."""
+    function, arguments = subject.prepare(q, k, positions)
+    return function, {
+        name: torch.cat((value, -value), dim=-1)[..., : value.shape[-1]]
+        if isinstance(value, Tensor) and value.is_floating_point() and value is not q and value is not k
+        else value
+        for name, value in arguments.items()
+    }
 
 
 def _check_inputs_unchanged(baseline: Baseline) -> bool:
