@@ -432,9 +432,7 @@ def _subject(form: Form, positions: str, angles: Callable[[Tensor, Tensor], dict
 
         return fused, {"q": q, "k": k} if form.has_k else {"q": q}
 
-    def call(
-        q: Tensor, k: Tensor, at: Tensor, *, v: Tensor | None = None, slots: Tensor | None = None, weights: Any = None
-    ) -> Results:
+    def call(q: Tensor, k: Tensor, at: Tensor, *, v: Tensor | None = None, **more: Any) -> Results:
         def to_native(x: Tensor) -> Tensor:
             return to_layout(form.layout, x).clone(memory_format=torch.contiguous_format)
 
@@ -443,7 +441,7 @@ def _subject(form: Form, positions: str, angles: Callable[[Tensor, Tensor], dict
 
         key, value = to_native(k) if form.has_k else None, None if v is None else to_native(v)
         try:
-            results = run(to_native(q), key, at.clone(), v=value, slots=slots, weights=weights)
+            results = run(to_native(q), key, at.clone(), v=value, **more)
         except (KeyboardInterrupt, CallError):
             raise
         except BaseException as e:  # the target may raise anything

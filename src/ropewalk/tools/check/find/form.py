@@ -125,6 +125,7 @@ class Form:
         v: Tensor | None = None,
         slots: Tensor | None = None,
         weights: tuple[Tensor, Tensor] | None = None,
+        halves: bool = False,
     ) -> Results:
         """Call the function with q, k and v in its layout, and return its results in that layout.
 
@@ -137,6 +138,8 @@ class Form:
             rows: the number of rows of the batch.
             slots: the slot of each token, `[batch, seq]`.
             weights: the weights of the norms of q and k.
+            halves: whether both caches are parts of one tensor, in which they follow each other in each block. This
+                does not affect caches without blocks.
 
         Raises:
             CallError: the function returns something else than its form says.
@@ -158,8 +161,9 @@ class Form:
         caches: list[Tensor] = []
         if self.cache:
             n = _PAGE * (1 + max(int(slots.max()), slots.numel()) // _PAGE + 1)
-            caches = [_CACHES[self.cache][0](torch.full((n, *tokens.shape[2:]), _EMPTY).to(q.dtype)).contiguous()] * 2
-            caches = [cache.clone() for cache in caches]
+            cache = _CACHES[self.cache][0](torch.full((n, *tokens.shape[2:]), _EMPTY).to(q.dtype)).contiguous()
+            in_one = halves and "blocks" in self.cache
+            caches = [*torch.stack((cache, cache), dim=1).unbind(1)] if in_one else [cache, cache.clone()]
             values |= dict(zip(("key_cache", "value_cache"), caches, strict=True))
             values["slots"] = slots if self.slots_of_rows else slots.flatten()
         passed = {roles[role]: value for role, value in values.items() if role in roles}

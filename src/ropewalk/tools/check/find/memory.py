@@ -20,7 +20,6 @@ GUARD = 4096  # bytes before and behind each tensor, a multiple of the alignment
 LARGEST = 1 << 22  # bytes of a tensor that is copied between guard zones; larger ones are tables
 CPU = torch.device("cpu")
 PATTERN = 0x42  # of these bytes, which are 48.56 in float32: a number that changes if it is rotated
-CPU = torch.device("cpu")
 
 
 class CallError(Exception):

@@ -160,7 +160,9 @@ def read_call(called: Callable[..., Any], call: str | None, literals: Mapping[st
         roles["frames"] = roles.pop("x")
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
-    optional = (role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty)
+    optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
+    if "v" in optional:  # a function that rotates what is passed, as in RoFormer
+        roles.pop("v")
     return Call(roles, stated, optional=frozenset(optional))
 
 

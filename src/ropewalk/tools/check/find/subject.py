@@ -89,8 +89,9 @@ class Subject:
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
         takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
         fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
-            heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k.
-            What is not passed has values that change no result. None if the target is not fused.
+            heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k, and
+            halves, whether both caches are parts of one tensor. What is not passed has values that change no result.
+            None if the target is not fused.
     """
 
     signature: str

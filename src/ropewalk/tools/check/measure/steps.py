@@ -11,6 +11,7 @@ from torch import Tensor
 from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
 from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
@@ -108,7 +109,7 @@ _KEEP = {
 
 def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> None:
     """Measure the same call with other numbers of channels, and report the first that is wrong only there."""
-    tried = []
+    tried, used = [], memory.current()
     for channels, rotary_dim in _HEAD_SIZES:
         is_free = subject.given is not None or subject.arguments is not None or channels == rotary_dim
         try:
@@ -116,9 +117,16 @@ def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> N
             if resized is None:
                 continue
             there = Report(report.target, ignored=report.ignored)
+            used.overwritten.clear()
             rope = expected.rope
             if rope is not None and resized.given is None:
-                rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+                passed = resized.arguments is not None and "rotary_dim" in resized.arguments.sizes
+                if rope.rotary_dim == rope.head_dim or passed:
+                    rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
+                elif rope.scaling is None:
+                    rope = None  # the target chooses its share of another head itself
+                else:
+                    continue
             wanted = replace(expected, rope=rope, head_dim=channels)
             unwritten = repeats.judge_written(resized, there)
             found = None if unwritten else _measure(resized, wanted, there)
@@ -132,9 +140,11 @@ def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> N
         tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
         new = [f for f in there.findings if f.severity == "wrong" and f.code not in {*report.codes, *report.ignored}]
         if new:
-            code, case = new[0].code, new[0].case or str(usual(resized))
+            code, says, case = new[0].code, new[0].says, new[0].case or str(usual(resized))
+            if used.overwritten and code == "heads-differ":  # the next head is what is overwritten
+                code, says = "memory-overwritten", used.overwritten[0]
             part = "" if channels == rotary_dim else f", of which {rotary_dim} are rotated"
-            report.add(code if code in _KEEP else "size-dependent", new[0].says, case + part)
+            report.add(code if code in _KEEP else "size-dependent", says, case + part)
             report.grade("head sizes", f"wrong with {case}{part}", False)
             return
     report.grade(
