@@ -161,7 +161,7 @@ def _poisoned() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     mode, fills = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms imports the compiler
         settings.fill_uninitialized_memory = True
         yield
     finally:
