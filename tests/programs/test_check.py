@@ -175,6 +175,14 @@ class TestAnotherProcess:
         stdout, _ = self.start(tmp_path, code, "--json").communicate(timeout=120)
         assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
 
+    def test_copies_that_every_call_forks(self, tmp_path: Path) -> None:
+        """If a copy went on with the check, each of its calls would fork again."""
+        count = f"open({str(tmp_path / 'calls')!r}, 'a').write('call\\n')"
+        code = f"import os\ndef f(x):\n    os.fork()\n    {count}\n    return x"
+        stdout, _ = self.start(tmp_path, code, "--json").communicate(timeout=120)
+        assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
+        assert len((tmp_path / "calls").read_text().splitlines()) < 2_000
+
     def test_ctrl_c(self, tmp_path: Path) -> None:
         process = self.start(tmp_path, "print('started', flush=True)\ndef f(x):\n    while True:\n        pass\n")
         assert process.stderr is not None

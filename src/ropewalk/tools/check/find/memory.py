@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     _map([*arguments.values()], tensors.append)
     pieces = _Pieces(memory.device, needs_autograd=any(x.requires_grad for x in tensors))
     passed = {name: _map(value, partial(pieces.place, name)) for name, value in arguments.items()}
+    me = os.getpid()
     try:
         with _poisoned() if memory.poison else contextlib.nullcontext():
             returned = function(**passed)
@@ -107,6 +109,9 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise CallError(
             "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises", says
         ) from e
+    finally:
+        if os.getpid() != me:  # a copy of the process, which the target has forked, must not go on with the check
+            os._exit(0)
     memory.overwritten += pieces.bring_back()
     is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
     return _map(returned, _bring) if is_moved else returned

@@ -32,6 +32,8 @@ Prepare = Callable[[Tensor, Tensor | None, Tensor], tuple[Callable[..., Any], di
 It returns the function to call, and the arguments by name.
 """
 
+_CELLS = 1 << 15  # of the largest grid that is tried after the plain call
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
 
 
@@ -187,6 +189,10 @@ class Subject:
 
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]` or `[axes, batch, seq]`."""
+        if self.side is not None:  # all cells of a grid are rotated, even for one token
+            sizes = positions.amax((-2, -1)) + 1
+            if int(sizes.expand(self.axes or 1).prod()) > _CELLS:
+                return False
         rows_are_equal = bool((positions == positions[..., :1, :]).all())
         if self.layout == "thd" and positions.shape[-2] != 1:
             return False
