@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "tools": set(),
     "tools._files": set(),
     "tools._lock": {"_checks"},
-    "tools.diff": BOTTOM | {"configs", "engines", "rope"},
+    "tools.diff": BOTTOM | {"configs", "engines", "rope", "rotation"},
     "tools.convert": BOTTOM | {"tools._files", "tools._lock", "configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
