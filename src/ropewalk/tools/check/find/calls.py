@@ -261,7 +261,7 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
     """Return 0 if a fused call leaves v unchanged and stores k at its slots, or else a negative number."""
     if subject.fused is None or not subject.takes & {"v", "slots"}:
         return 0
-    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    x = _tokens(subject)
     slots = torch.tensor([[9, 3, 4, 11, 6]])
     results = subject.fused(x, x, positions, v=-x, slots=slots)
     score = 0 if results.v is None or torch.equal(results.v, -x) else -4
@@ -273,9 +273,14 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
     return score + 2 * rotated + kept + written - 4
 
 
+def _tokens(subject: Subject) -> Tensor:
+    """Return a test tensor `[1, tokens, heads, channels]`, of which no two elements are equal."""
+    return torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+
+
 def _returns_its_input(subject: Subject) -> bool:
     """Return whether the result for q is what the target has written into q."""
-    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    x = _tokens(subject)
     q = subject.to_native(x).clone(memory_format=torch.contiguous_format)
     out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
     return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
@@ -283,8 +288,7 @@ def _returns_its_input(subject: Subject) -> bool:
 
 def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
     """Return the one of other calls that computes the same at positions 0 to 4, or else any that works."""
-    x, positions = torch.sin(torch.arange(_HEADS * _TOKENS * chosen.channels) + 1.0), torch.arange(_TOKENS)[None]
-    x = x.view(1, _TOKENS, _HEADS, -1)
+    x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
     right, _ = chosen(x, x, positions)
     working = None
     for other in others:

@@ -14,9 +14,8 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import HEADS, TOKENS, Baseline
-from ropewalk.tools.check.measure.case import where
+from ropewalk.tools.check.measure.case import CLOSE, where
 
-CLOSE = 1e-4  # tolerance of float32 results of size 1
 FIRST = torch.arange(TOKENS)[None]
 _POSITIONS_IGNORED = {"positions-ignored", "offset-ignored"}
 

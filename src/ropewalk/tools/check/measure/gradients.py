@@ -12,9 +12,8 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import Case, smallest_fault, where
+from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, where
 
-CLOSE = 1e-4
 _TIMES = 4
 
 
@@ -38,9 +37,7 @@ def check(baseline: Baseline, *, odd: bool = False) -> bool:
             found = (e.code, f"{e}.")
         if found is None:
             continue
-        smallest = smallest_fault(case, partial(_fault, baseline), found[0])
-        code, says = found if smallest == case else _fault(baseline, smallest) or found
-        baseline.report.add(code, says, str(smallest))
+        baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
         break
     return True
 
