@@ -256,8 +256,9 @@ class KVCache:
             StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). See `CacheStep.rotation`.
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
-        store: how each layer keeps its keys and values: a class as `ropewalk.attention.store.Store` describes it. None
-            keeps them as they are, in `dtype`.
+        store: how each layer keeps its keys and values. None keeps them as they are, in `dtype`. "int8" and "fp8" keep
+            8 bits for each number and a scale for each head of a token (`ropewalk.attention.quantized.QuantizedStore`
+            states the error). Or a class as `ropewalk.attention.store.Store` describes it.
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
@@ -297,7 +298,7 @@ class KVCache:
         sinks: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        store: Callable[..., Store] | None = None,
+        store: Callable[..., Store] | str | None = None,
     ) -> None:
         who = "KVCache"
         self.num_layers, *heads = tokens.check_shape(who, num_layers, num_kv_heads, head_dim, dtype)

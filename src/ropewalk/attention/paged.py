@@ -327,7 +327,7 @@ class PagedKVCache:
         flex: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        store: Callable[..., Store] | None = None,
+        store: Callable[..., Store] | str | None = None,
     ) -> None:
         num_layers, *heads = tokens.check_shape(_NAME, num_layers, num_kv_heads, head_dim, dtype)
         # Block numbers are int32 in the tables of attention kernels.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.quantized import STORES
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
@@ -164,7 +165,7 @@ class PlainStore:
 
 def create_stores(
     who: str,
-    make: Callable[..., Store] | None,
+    make: Callable[..., Store] | str | None,
     num_layers: int,
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
@@ -176,17 +177,17 @@ def create_stores(
 
     Args:
         who: name of the cache in errors.
-        make: the argument `store` of the cache. None means `PlainStore`.
+        make: the argument `store` of the cache: a class, its name in `STORES`, or None for `PlainStore`.
         shape: blocks, block_size, num_kv_heads and head_dim.
         heads_first: whether a `PlainStore` has the heads of a block before its tokens in memory.
     """
     if make is not None:
+        make = STORES.get(make, make) if isinstance(make, str) else make
         if not callable(make):
-            must, fix = (
-                "store must be a class of stores or None",
-                "Pass the class, which the cache calls for each layer.",
+            must = "store must be 'int8', 'fp8', a class of stores or None"
+            raise _checks.error(
+                who, must, _checks.shown(make), "Pass a name, or a class that the cache calls for each layer."
             )
-            raise _checks.error(who, must, _checks.shown(make), fix)
         return [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
     blocks, size, heads, channels = shape
     memory = (blocks, heads, size, channels) if heads_first else shape
