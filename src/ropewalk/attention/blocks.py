@@ -230,11 +230,15 @@ class Rows:
         _, _, plan, counted = self._state
         return None if counted else plan
 
-    def replace(self, index: dict[int, int], table: Table, *, released: Array | None = None) -> None:
-        """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
+    def replace(
+        self, index: dict[int, int], table: Table, *, taken: Array | None = None, released: Array | None = None
+    ) -> None:
+        """Replace all rows, and drop the newest step. Blocks in `taken` gain a holder, those in `released` lose one."""
         self._changing = True
         self._release_plan()
         self._state = index, table, None, False
+        if taken is not None:
+            self.blocks.add_holder(taken)
         if released is not None:
             self.blocks.release(released)
         self._changing = False

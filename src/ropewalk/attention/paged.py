@@ -465,6 +465,34 @@ class PagedKVCache:
         self._rows.replace(index, table)
         return self._rows.add(other)
 
+    def reorder(self, parents: Sequence[int] | Tensor, *, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Replace the tokens of each row by those of its parent, for all rows at once. Nothing is copied yet.
+
+        Call it in beam search after the surviving beams have been selected. Rows share blocks as after `fork`.
+
+        Args:
+            parents: for each row in `rows` the number of the row whose tokens it takes over, ints or an integer tensor
+                `[rows]`. A number may occur several times, and need not be in `rows`.
+            rows: row numbers, as in `step`. None means all rows.
+
+        Raises:
+            RopeError: there is no such row, or there is not one parent for each row; or only some layers appended in
+                the previous step (see `rollback`).
+        """
+        who = f"{_NAME}.reorder"
+        numbers, chosen = self._rows.select(who, rows)
+        listed = parents.tolist() if isinstance(parents, Tensor) and parents.ndim == 1 else parents
+        if not isinstance(listed, list | tuple) or len(listed) != len(numbers):
+            must, fix = f"parents must be {len(numbers)} row numbers, one for each row", "Pass e.g. cache.rows."
+            raise _checks.error(who, must, _checks.describe(parents), fix)
+        for parent in listed:
+            self._rows.select(who, [parent])
+        self._rows.check_finished(who)
+        index, table = self._rows.index, self._rows.table
+        table = table._replace(limit=table.length)  # shared last blocks must be copied before a row writes to them
+        taken, released = table.select(np.array([index[row] for row in listed], np.int64)), table.select(chosen).held()
+        self._rows.replace(index, table.put(chosen, taken), taken=taken.held(), released=released)
+
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
         """End rows and free their blocks, except for those shared with other rows. Row numbers are not reused.
 
