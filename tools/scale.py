@@ -34,15 +34,9 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -103,7 +97,7 @@ def formulas(plan: Plan, *, recompute: bool, fused_norm: bool = True) -> dict[st
         "fsdp forward": 2 * parameters * (fsdp - 1) // fsdp,
         "fsdp backward": (2 + 4) * parameters * (fsdp - 1) // fsdp,
         "tensor forward": 2 * sequence,
-        # PyTorch stops to recompute before the last reduce-scatter, whose result nothing needs.
+        # PyTorch recomputes all but the last reduce-scatter, whose result nothing needs.
         "tensor backward": 2 * sequence + 2 * of_norms + recompute * 2 * sequence * 3 // 4,
         "held": 2 * between * plan.hidden if recompute else in_norms + in_attention + in_mlp,
         "parameters": 4 * parameters // fsdp,
@@ -131,29 +125,20 @@ def table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-class MLP(nn.Module):
-    """The MLP of Llama, with the gate and the other half of `up` side by side."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.up = nn.Linear(plan.hidden, 2 * plan.intermediate, bias=False)
-        self.down = nn.Linear(plan.intermediate, plan.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(nn.functional.silu(gate) * up)
-
-
 class Block(nn.Module):
+    """A block of Llama, with the two halves of the gated MLP's first projection in `up`."""
+
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(plan.hidden), nn.RMSNorm(plan.hidden)
         self.attention = ropewalk.RotaryAttention(plan.hidden, plan.heads, num_kv_heads=plan.kv_heads)
-        self.mlp = MLP(plan)
+        self.up = nn.Linear(plan.hidden, 2 * plan.intermediate, bias=False)
+        self.down = nn.Linear(plan.intermediate, plan.hidden, bias=False)
 
     def forward(self, x: Tensor, rotation: ropewalk.Rotation, context: ContextParallel) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, cache=context)
-        return x + self.mlp(self.mlp_norm(x))
+        gate, up = self.up(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
 
 
 def shard(block: nn.Module, mesh: DeviceMesh, *, recompute: bool) -> nn.Module:
@@ -163,16 +148,15 @@ def shard(block: nn.Module, mesh: DeviceMesh, *, recompute: bool) -> nn.Module:
             "attention_norm": SequenceParallel(),
             "attention": HeadwiseParallel(sequence_parallel=True),
             "mlp_norm": SequenceParallel(),
-            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-            "mlp.up": ColwiseParallel(),
-            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
         }
         parallelize_module(block, mesh["tensor"], plan)
     if recompute:
         block = checkpoint_wrapper(block, preserve_rng_state=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # In a model, FSDP2 frees the gathered parameters of a block after its forward pass unless it is the last.
     ranks = mesh["data", "context"]._flatten("fsdp")
+    # As for all blocks of a model but the last, FSDP2 frees the gathered parameters after the forward pass.
     return fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=True)
 
 
@@ -182,7 +166,7 @@ class Counted(TorchDispatchMode):
 
     Attributes:
         axes: the axis of each process group, by the group's name.
-        bytes: those sent by axis and pass, such as "tensor forward", and those `held`, with the keys of `formulas`.
+        bytes: those sent and held, with the keys of `formulas`.
         collectives: operator, axis and shape of each collective, in their order.
         largest: elements of the largest tensor that an operator returned.
         direction: the pass that is counted now.

@@ -69,8 +69,8 @@ def test_placements() -> None:
         "attention.k_proj.weight": f"(1, 4096) {strided}",
         "attention.v_proj.weight": f"(1, 4096) {strided}",
         "attention.o_proj.weight": "(32, 512) (Shard(dim=0), Shard(dim=1))",
-        "mlp.up.weight": f"(28, 4096) {strided}",
-        "mlp.down.weight": "(32, 1792) (Shard(dim=0), Shard(dim=1))",
+        "up.weight": f"(28, 4096) {strided}",
+        "down.weight": "(32, 1792) (Shard(dim=0), Shard(dim=1))",
     }
 
 
