@@ -238,7 +238,7 @@ BUDGET = {
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 450,
-    "positions": 1150,
+    "positions": 1300,
     "rope": 800,
     "rotation": 1800,
     "schemes": 1900,
