@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
     from ropewalk.attention.layer import RotaryAttention as RotaryAttention
     from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
+    from ropewalk.attention.move import move_keys as move_keys
     from ropewalk.attention.paged import PagedKVCache as PagedKVCache
     from ropewalk.attention.paged import PagedStep as PagedStep
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
@@ -81,6 +82,7 @@ _MODULE_OF = {
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
+    "move_keys": "attention.move",
     "rotate_and_store": "attention.fused_step",
 }
 _MODULES = {

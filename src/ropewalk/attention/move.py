@@ -1,0 +1,195 @@
+"""Move cached keys to other positions in the memory of any engine: into other slots, or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.attention import tokens
+from ropewalk.positions.sizes import can_read
+from ropewalk.rope.rope import Rope
+from ropewalk.rotation import writable
+from ropewalk.rotation.api import Rotation
+
+_WHO = "move_keys"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+@torch.no_grad()
+def move_keys(
+    keys: Tensor | Sequence[Tensor],
+    slots_from: Tensor,
+    slots_to: Tensor,
+    rope: Rope,
+    old: Tensor,
+    new: Tensor,
+    *,
+    scales: Tensor | Sequence[Tensor] | None = None,
+    values: Tensor | Sequence[Tensor] = (),
+) -> None:
+    """Copy cached tokens to other slots, and rotate their keys from their old positions to new ones.
+
+    The rotation is the exact one by new − old and leaves the attention factor alone. All tokens are read before one is
+    written, so slots may be exchanged. Pass all layers with this rope at once, which computes the angles once.
+
+    Args:
+        keys: rotated keys, `[blocks, block_size, kv_heads, head_dim]` or `[slots, kv_heads, head_dim]` with any
+            strides; or a list of such tensors, one for each layer, with one shape and dtype. float16, bfloat16, float32
+            or float64; or int8, float8_e4m3fn or float8_e5m2 with `scales`. Tensors must not share elements. For rows
+            `[latent | rotated key]` of DeepSeek, pass `rows.unsqueeze(-2)`.
+        slots_from, slots_to: the slot from which and to which each token is copied, block · block_size + offset in the
+            block, int64 `[tokens]`. The same tensor twice moves tokens in place. −1 in one of them skips the token. No
+            two tokens may share a slot in `slots_to`.
+        rope: the static rope that rotated the keys, with the head_dim of the pool. For rows of DeepSeek:
+            `dataclasses.replace(rope, head_dim=576, rotary_dim=64, rotary_offset=512)`.
+        old, new: position of each token before and afterwards, int32 or int64 in ±2³¹: `[tokens]`, or `[axes, tokens]`
+            for a rope with `axes`. For such a rope, `[tokens]` are the positions of text.
+        scales: for keys in 8 bits, the factor of each token and head, in the shape of the keys without the last axis;
+            moved tokens get new ones. Or factors that stay, `[]` or `[kv_heads]`: then numbers beyond the range of the
+            dtype become its largest. A list if keys are one.
+        values: tensors with the slots of the keys, such as values, whose rows are copied as they are: any dtype and any
+            channels, `[blocks, block_size, ...]` or `[slots, ...]`.
+
+    Raises:
+        RopeError: a shape, dtype or device does not match, the rope is not static, a tensor cannot be written in place,
+            or, on the CPU outside of torch.compile, a slot or a position is out of range or two tokens share a slot.
+            Nothing has been written then. On other devices, slots are not read back, and a token with a slot outside of
+            the pool is skipped.
+
+    Precision:
+        One rounding to the dtype of the keys. Each further move of the same keys adds one.
+    """
+    pools, copied = _as_list(keys), _as_list(values)
+    factors = None if scales is None else _as_list(scales)
+    _check_pools(pools, copied, factors, rope)
+    device, dtype, shape = pools[0].device, pools[0].dtype, pools[0].shape[:-2]
+    _check_tokens((slots_from, slots_to), (old, new), rope, device, shape.numel())
+    moves = (slots_from >= 0) & (slots_to >= 0) & (slots_from < shape.numel()) & (slots_to < shape.numel())
+    if not moves.numel() or (can_read(moves) and not moves.any()):
+        return
+    # No shape may depend on a value, so a token that is skipped becomes a copy of one that moves. If none moves, the
+    # first slot gets its own content.
+    some, index = moves.any(), torch.arange(len(moves), device=device)
+    index = torch.where(moves, index, moves.int().argmax())
+    source, target = (_split(torch.where(some, slots[index], 0), shape) for slots in (slots_from, slots_to))
+    delta = torch.where(some, new.long() - old.long(), 0)[..., index]
+    if rope.axes is not None and delta.ndim == 1:
+        delta = delta.expand(rope.axes.count, -1)
+    rotation = rope.shift(delta, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for i, pool in enumerate(pools):
+        moved = pool[source]
+        if factors is None:
+            rotation.apply_(moved, layout="thd")
+        else:
+            moved = _rotate_quantized(moved, factors[i], source, target, rotation)
+        pool.index_put_(target, moved)
+    for pool in copied:
+        pool.index_put_(target, pool[source])
+
+
+def _rotate_quantized(
+    x: Tensor, factors: Tensor, source: tuple[Tensor, ...], target: tuple[Tensor, ...], rotation: Rotation
+) -> Tensor:
+    """Return keys `[tokens, kv_heads, head_dim]` in 8 bits after a rotation in float32, and store their new factors."""
+    largest, dtype = _LARGEST[x.dtype], x.dtype
+    is_fixed = factors.ndim < 2
+    factor = (factors if is_fixed else factors[source]).float()[..., None]
+    rotated = x.float() * factor
+    rotation.apply_(rotated, layout="thd")
+    if not is_fixed:
+        new = (rotated.abs().amax(-1) / largest).clamp(min=torch.finfo(factors.dtype).tiny).to(factors.dtype)
+        factors.index_put_(target, new)
+        factor = new.float()[..., None]
+    rotated.div_(factor).clamp_(-largest, largest)
+    return (rotated if dtype.is_floating_point else rotated.round_()).to(dtype)
+
+
+def _as_list(value: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _split(slots: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return the index of slots in a pool whose first axes have this shape, `[slots]` or `[blocks, block_size]`."""
+    return (slots,) if len(shape) == 1 else (slots // shape[1], slots % shape[1])
+
+
+def _check_pools(pools: list[Tensor], copied: list[Tensor], factors: list[Tensor] | None, rope: Rope) -> None:
+    everything = [*pools, *copied, *(factors or ())]
+    if not pools or not all(isinstance(x, Tensor) for x in everything) or not isinstance(rope, Rope):
+        must, got = "keys, values and scales must be tensors, or lists of them, and rope a Rope", "something else"
+        raise _checks.error(_WHO, must, got, "Pass the keys of at least one layer, and the rope that rotated them.")
+    first = pools[0]
+    if first.ndim not in (3, 4) or 0 in first.shape or first.shape[-1] != rope.head_dim:
+        raise _checks.error(
+            _WHO,
+            "keys must be [blocks, block_size, kv_heads, head_dim] or [slots, kv_heads, head_dim], with the head_dim "
+            f"of rope, {rope.head_dim}",
+            _checks.describe(first),
+            "Pass a view of the pool. For rows without heads, pass rows.unsqueeze(-2) and dataclasses.replace(rope, "
+            "head_dim=..., rotary_dim=rope.rotary_dim, rotary_offset=...), where the rotated channels lie in a row.",
+        )
+    if first.dtype not in (_FLOATS if factors is None else _LARGEST):
+        raise _checks.error(
+            _WHO,
+            "keys must be float16, bfloat16, float32 or float64, or with scales int8, float8_e4m3fn or float8_e5m2",
+            f"{first.dtype} {'without' if factors is None else 'with'} scales",
+            "For bytes that hold numbers in 8 bits, pass keys.view(torch.float8_e4m3fn) and their scales.",
+        )
+    slots, heads = first.shape[:-2], first.shape[-2]
+    scales_fit = factors is None or (
+        len(factors) == len(pools)
+        and all(x.shape in ((*slots, heads), (heads,), ()) and x.dtype in _FLOATS for x in factors)
+    )
+    if (
+        not scales_fit
+        or any((x.shape, x.dtype) != (first.shape, first.dtype) for x in pools)
+        or any(x.shape[: len(slots)] != slots for x in copied)
+        or any(x.device != first.device for x in everything)
+    ):
+        raise _checks.error(
+            _WHO,
+            "all keys must have one shape and dtype, values must begin with their axes of slots, and scales must be "
+            f"floats of shape {[*slots, heads]}, [{heads}] or [] for each layer, all on one device",
+            ", ".join(f"{_checks.describe(x)} on {x.device}" for x in everything[:4]),
+            "Call move_keys once for each kind of layer.",
+        )
+    for x in everything:
+        writable.check_elements(_WHO, x, "Pass the memory of the pool, or a view of it.")
+        if x.requires_grad:
+            fix = "Pass x.detach()."
+            raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
+
+
+def _check_tokens(
+    slots: tuple[Tensor, Tensor], positions: tuple[Tensor, Tensor], rope: Rope, device: torch.device, count: int
+) -> None:
+    both, shape = (*slots, *positions), getattr(slots[0], "shape", torch.Size())
+    integers, shapes = (torch.int32, torch.int64), [shape, () if rope.axes is None else (rope.axes.count, *shape)]
+    if (
+        not all(isinstance(x, Tensor) and x.dtype in integers and x.device == device for x in both)
+        or any(x.dtype != torch.int64 or x.shape != shape or x.ndim != 1 for x in slots)
+        or any(x.shape not in shapes or x.shape != positions[0].shape for x in positions)
+    ):
+        rows = "[tokens]" if rope.axes is None else f"[tokens] or [{rope.axes.count}, tokens]"
+        raise _checks.error(
+            _WHO,
+            f"slots_from and slots_to must be int64 [tokens], and old and new integers {rows}, all on {device}",
+            ", ".join(_checks.describe(x) for x in both),
+            "Pass a slot and a position for each token.",
+        )
+    if not all(map(can_read, both)) or not slots[0].numel():
+        return
+    for x in positions:
+        tokens.check_positions(_WHO, x)
+    low, high = min(int(x.min()) for x in slots), max(int(x.max()) for x in slots)
+    if low < -1 or high >= count:
+        must = f"each slot must be -1 or from 0 to {count - 1}, the slots of the pool"
+        raise _checks.error(_WHO, must, str(low if low < -1 else high), "Compute block * block_size + offset.")
+    written = slots[1][(slots[0] >= 0) & (slots[1] >= 0)]
+    if len(torch.unique(written)) < len(written):
+        fix = "Pass -1 for tokens that are not moved."
+        raise _checks.error(_WHO, "no two tokens may share a slot of slots_to", "a slot that occurs twice", fix)
