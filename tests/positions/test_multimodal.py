@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopeError
-from ropewalk.positions import Image, Markers, Text, Video, mrope, segments_of, xdrope
+from ropewalk.positions import Image, Markers, Text, Video, mrope, xdrope
 
 few = st.integers(1, 5)
 texts, images = st.builds(Text, few), st.builds(Image, few, few)
@@ -39,21 +39,21 @@ def test_mrope(row: list[Any], rule: Any) -> None:
     wanted = by_hand(row, behind_time=rule != "qwen2_vl")
     assert made.positions.dtype == (torch.float32 if rule == "qwen3_omni" else torch.int64)
     assert [tuple(one) for one in made.positions.T.tolist()] == wanted
-    assert made.delta == max(max(one) for one in wanted) + 1 - len(wanted)
+    assert made.next == max(max(one) for one in wanted) + 1
     assert made.positions.shape[1] == sum(one.tokens for one in row)
 
 
 def test_text_alone_has_consecutive_positions() -> None:
     made = mrope([Text(5)])
     assert made.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert made.delta == 0
+    assert torch.equal(made.next, torch.tensor(5))
 
 
 def test_device() -> None:
     with torch.device("meta"):
-        assert mrope([Text(1), Image(1, 2)]).delta == 0
+        assert mrope([Text(1), Image(1, 2)]).next == 3
         assert xdrope([Text(1), Image(1, 2)]).positions.device.type == "cpu"
-    assert mrope([Text(1)], device="meta").positions.device.type == "meta"
+    assert {one.device.type for one in mrope([Text(1)], device="meta")} == {"meta"}
     assert xdrope([Text(1)], device="meta").positions.device.type == "meta"
 
 
@@ -91,7 +91,7 @@ def test_text_continues_after_the_last_piece(rule: Any) -> None:
     chunk = {"seconds_per_chunk": 2} if rule == "qwen2_5_omni" else {}
     made = mrope(clip, rule, per_second=1, **chunk)
     assert made.positions.tolist() == [[0, 0, 0, 0, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 0, 0, 1, 2]]
-    assert made.delta == -3
+    assert made.next == 4
 
 
 def test_a_frame_longer_than_a_chunk() -> None:
@@ -115,23 +115,7 @@ def test_xdrope(row: list[Any], axes: int, before: int) -> None:
         image += isinstance(one, Image)
     made = xdrope(row, axes, images_before=before)
     assert made.positions.T.tolist() == tokens
-    assert made.delta == max(max(one) for one in tokens) + 1 - len(tokens)
-
-
-@given(st.lists(texts | images | videos, min_size=1, max_size=6))
-def test_segments_of(row: list[Any]) -> None:
-    kinds = [0 if isinstance(one, Text) else 1 if isinstance(one, Image) else 2 for one in row]
-    types = torch.tensor([kind for kind, one in zip(kinds, row, strict=True) for _ in range(one.tokens)])
-    found = segments_of(
-        types, [one for one in row if isinstance(one, Image)], [one for one in row if isinstance(one, Video)]
-    )
-    assert torch.equal(mrope(found).positions, mrope(row).positions)  # texts behind one another become one
-    assert segments_of(types.tolist(), *split(row)) == found
-    assert [one for one in found if not isinstance(one, Text)] == [one for one in row if not isinstance(one, Text)]
-
-
-def split(row: list[Any]) -> tuple[list[Image], list[Video]]:
-    return [one for one in row if isinstance(one, Image)], [one for one in row if isinstance(one, Video)]
+    assert made.next == max(max(one) for one in tokens) + 1
 
 
 TIMED = Video(2, 1, 1, seconds=1.0)
@@ -155,12 +139,6 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         (lambda: mrope(Text(3)), "got Text(tokens=3). Pass e.g."),
         (lambda: mrope([[Text(3)]]), "each segment must be one of Text, Markers, Image, Video, got [Text(tokens=3)]"),
         (lambda: mrope([Text(3)], "qwen"), "rule must be one of 'qwen2_vl', 'qwen2_5_omni', 'qwen3_omni'"),
-        (
-            lambda: mrope([Text(3)], "qwen2_5_vl"),
-            "not of a model, got 'qwen2_5_vl'. Pass rule='qwen2_vl', which serves it",
-        ),
-        (lambda: mrope([Text(3)], "qwen3_omni_moe"), "Pass rule='qwen3_omni', which serves it."),
-        (lambda: mrope([Text(3)], "hunyuan_vl"), "Pass its segments to positions.xdrope."),
         (lambda: mrope([Text(3)], per_second=0), "per_second must be a finite number greater than 0, got 0"),
         (lambda: mrope([TIMED]), "per_second must be passed if and only if the video has seconds, got"),
         (lambda: mrope([Video(2, 1, 1)], per_second=2), "got per_second 2 and Video(frames=2, height=1, width=1, sec"),
@@ -195,21 +173,6 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         (lambda: xdrope([Video(1, 2, 3)]), "each segment must be one of Text, Image, got Video("),
         (lambda: xdrope([Text(1)], 2), "axes must be an integer of at least 3, got 2"),
         (lambda: xdrope([Text(1)], images_before=-1), "images_before must be an integer of at least 0, got -1"),
-        (
-            lambda: segments_of(torch.zeros(1, 3).int()),
-            "positions.segments_of: token_types must be bool or integer [se",
-        ),
-        (lambda: segments_of(torch.tensor(1)), "got torch.int64 of shape ()"),
-        (lambda: segments_of([0, [1]]), "token_types must be bool or integer [seq], got [0, [1]]"),
-        (lambda: segments_of([object()]), "token_types must be bool or integer [seq]"),
-        (lambda: segments_of(torch.zeros(3)), "got torch.float32 of shape (3,)"),
-        (lambda: segments_of([0, 3]), "token_types must be 0, 1 or 2, got 3. Pass audio as 0"),
-        (lambda: segments_of([0, 1]), "the number of image tokens must be that of images, got 1 more"),
-        (
-            lambda: segments_of([2], videos=[Video(1, 1, 2)]),
-            "number of video tokens must be that of videos, got 1 fewer",
-        ),
-        (lambda: segments_of([0], [Image(1, 1)]), "each of images must have tokens in the row, got 1 without"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

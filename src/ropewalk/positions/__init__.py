@@ -17,11 +17,11 @@ from ropewalk.positions.grids import mesh as mesh
 from ropewalk.positions.multimodal import Placed as Placed
 from ropewalk.positions.multimodal import mrope as mrope
 from ropewalk.positions.multimodal import xdrope as xdrope
+from ropewalk.positions.processor import from_processor as from_processor
 from ropewalk.positions.segments import Image as Image
 from ropewalk.positions.segments import Markers as Markers
 from ropewalk.positions.segments import Text as Text
 from ropewalk.positions.segments import Video as Video
-from ropewalk.positions.segments import segments_of as segments_of
 from ropewalk.positions.tokens import from_mask as from_mask
 from ropewalk.positions.tokens import packed as packed
 from ropewalk.positions.tokens import ragged as ragged

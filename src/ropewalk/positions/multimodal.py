@@ -24,16 +24,18 @@ RuleName = Literal["qwen2_vl", "qwen2_5_omni", "qwen3_omni"]
 
 
 class Placed(NamedTuple):
-    """The positions of the tokens of a row, and the offset for generated tokens.
+    """The positions of the tokens of a row or of a batch, and of the tokens to generate.
 
     Args:
-        positions: `[axes, seq]`; int64, or float32 if time is not counted in whole positions.
-        delta: the largest position + 1 − seq, in positions; a float if positions are float32, otherwise an int. A
-            generated token with index n in the row (n = seq, seq + 1, …) is at n + delta on every axis.
+        positions: `[axes, seq]`, or `[axes, batch, seq]` of a batch; int64, or float32 if time is not counted in whole
+            positions.
+        next: the largest position + 1, `[]`, or `[batch]` of a batch, in the dtype of positions. The first generated
+            token is there on every axis, and each further one a position later. `rope_deltas` of transformers is this
+            number minus the number of tokens.
     """
 
     positions: Tensor
-    delta: float
+    next: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def mrope(
         device: device of the result; the CPU when None.
 
     Returns:
-        `Placed`: positions `[3, seq]`, int64 (rule "qwen3_omni": float32), and the delta for generation.
+        `Placed`: positions `[3, seq]`, int64 (rule "qwen3_omni": float32), and the next position.
 
     Raises:
         RopeError: segments are not such a list; the rule is unknown; a video has seconds but per_second is None, or has
@@ -99,12 +101,9 @@ def mrope(
         tensor([[0, 1, 2, 2, 2, 2, 4],
                 [0, 1, 2, 2, 3, 3, 4],
                 [0, 1, 2, 3, 2, 3, 4]])
-        >>> mrope([Text(2), Image(2, 2), Text(1)]).delta
-        -2
+        >>> mrope([Text(2), Image(2, 2), Text(1)]).next
+        tensor(5)
     """
-    if isinstance(rule, str) and rule in _ADVICE:
-        must, fix = "rule must be the name of a rule, not of a model", f"Pass {_ADVICE[rule]}."
-        raise _checks.error(_WHO, must, _checks.shown(rule), fix)
     _checks.choice(_WHO, "rule", rule, RULES)
     family = RULES[rule]
     _check_segments(_WHO, segments, (Text, Markers, Image, Video))
@@ -127,7 +126,7 @@ def mrope(
                 by_size = family.moves_by_size
                 # Without moves_by_size, text continues after the last piece: the whole box, or the rest of the audio.
                 start = start + max(segment.height, segment.width) if by_size else pieces[-1].max() + 1
-        return _with_delta(torch.cat(parts, dim=1), device)
+        return _placed(torch.cat(parts, dim=1), device)
 
 
 def xdrope(
@@ -151,7 +150,7 @@ def xdrope(
         device: device of the result; the CPU when None.
 
     Returns:
-        `Placed`: positions `[axes, seq]`, int64, and the delta for generation.
+        `Placed`: positions `[axes, seq]`, int64, and the next position.
 
     Raises:
         RopeError: segments are not such a list, or a number is out of range.
@@ -180,12 +179,12 @@ def xdrope(
                 inside.copy_(mesh(torch.tensor([image]), rows, columns)[[2, 1, 0]])
                 image += 1
             first += segment.tokens
-        return _with_delta(positions, device)
+        return _placed(positions, device)
 
 
-def _with_delta(positions: Tensor, device: torch.device | str | None) -> Placed:
-    delta = positions.max() + 1 - positions.shape[1]
-    return Placed(positions if device is None else positions.to(device), delta.item())
+def _placed(positions: Tensor, device: torch.device | str | None) -> Placed:
+    following = positions.max() + 1
+    return Placed(positions, following) if device is None else Placed(positions.to(device), following.to(device))
 
 
 def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None:
@@ -292,14 +291,3 @@ RULES: dict[str, _Rule] = {
     "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, interleave=_alternate_chunks, chunks=True),
     "qwen3_omni": _Rule(torch.float32, _fractional, moves_by_size=False, interleave=_merge_by_time),
 }
-
-_AS_QWEN2_VL = (
-    "qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glm_ocr glm_image ernie4_5_vl_moe "
-    "paddleocr_vl cohere_compass cosmos3_edge"
-)
-_ADVICE = {
-    **dict.fromkeys(_AS_QWEN2_VL.split(), "rule='qwen2_vl', which serves it"),
-    "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
-    "hunyuan_vl": "its segments to positions.xdrope",
-}
-"""For each model_type, what to pass instead of its name. docs/mrope.md lists the same models."""

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import index
-
-from torch import Tensor
 
 from ropewalk import _checks
-
-_KINDS = {1: "image", 2: "video"}
 
 
 @dataclass(frozen=True)
@@ -109,55 +102,3 @@ class Video:
 
 
 Segment = Text | Markers | Image | Video
-
-
-def segments_of(
-    token_types: Tensor | Sequence[int], images: Sequence[Image] = (), videos: Sequence[Video | Image] = ()
-) -> list[Segment]:
-    """Split a row into segments, given the type of each token.
-
-    Args:
-        token_types: 0 for text, 1 for image, 2 for video, for each token of one row without padding; int or bool,
-            `[seq]` (`mm_token_type_ids` of transformers). A tensor is read back to the host.
-        images, videos: the images and videos of the row, in order. If the frames of a video are separated by text, pass
-            one `Image` per frame in videos.
-
-    Returns:
-        A list of segments for `mrope` or `xdrope`.
-
-    Raises:
-        RopeError: token_types has a wrong type, shape or value, or the numbers of image and video tokens do not match
-            images and videos.
-
-    Examples:
-        >>> segments_of([0, 0, 1, 1, 0], images=[Image(1, 2)])
-        [Text(tokens=2), Image(height=1, width=2), Text(tokens=1)]
-    """
-    who = "positions.segments_of"
-    try:
-        kinds = [index(kind) for kind in (token_types.tolist() if isinstance(token_types, Tensor) else token_types)]
-    except TypeError as e:
-        fix = "Pass one row at a time, without its padding: mm_token_type_ids[0][attention_mask[0].bool()]."
-        must = "token_types must be bool or integer [seq]"
-        raise _checks.error(who, must, _checks.describe(token_types), fix) from e
-    remaining: dict[str, list[Segment]] = {"image": list(images), "video": list(videos)}
-    segments: list[Segment] = []
-    for kind, run in groupby(kinds):
-        tokens = len(list(run))
-        if kind == 0:
-            segments.append(Text(tokens))
-            continue
-        if kind not in _KINDS:
-            raise _checks.error(who, "token_types must be 0, 1 or 2", _checks.shown(kind), "Pass audio as 0, as text.")
-        while tokens > 0 and remaining[_KINDS[kind]]:
-            segments.append(remaining[_KINDS[kind]].pop(0))
-            tokens -= segments[-1].tokens
-        if tokens:
-            must = f"the number of {_KINDS[kind]} tokens must be that of {_KINDS[kind]}s"
-            got = f"{tokens} more" if tokens > 0 else f"{-tokens} fewer"
-            raise _checks.error(who, must, got, "Pass sizes after the vision tower has merged patches.")
-    for name, unused in remaining.items():
-        if unused:
-            must = f"each of {name}s must have tokens in the row"
-            raise _checks.error(who, must, f"{len(unused)} without tokens", f"Pass only the {name}s of this row.")
-    return segments

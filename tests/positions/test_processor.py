@@ -1,0 +1,141 @@
+"""`from_processor`, compared with positions that transformers computed for random batches, and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ropewalk import RopeError
+from ropewalk.positions import context_parallel, from_processor, with_unrotated
+
+FILE = Path(__file__).resolve().parents[1] / "golden" / "positions" / "multimodal.json"
+CASES = json.loads(FILE.read_text())["cases"]
+MODELS = list(dict.fromkeys(case["model"] for case in CASES))
+ALIKE = {
+    "qwen2_vl": ["paddleocr_vl"],
+    "glm4v": ["glm46v", "glm4v_moe", "glm_ocr", "cosmos3_omni"],
+    "qwen3_vl": [
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+        "cohere_compass",
+        "cosmos3_edge",
+        "cosmos3_omni",
+    ],
+}
+
+
+def dtype_of(model: str) -> torch.dtype:
+    return torch.float32 if model == "qwen3_omni_moe" else torch.int64
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_transformers(model: str) -> None:
+    for case in [case for case in CASES if case["model"] == model]:
+        batch, dtype = case["batch"], dtype_of(model)
+        lengths = torch.tensor(batch["attention_mask"]).sum(1)
+        tensors = {key: torch.tensor(value) for key, value in batch.items()}
+        only_ids = {key: np.array(value) for key, value in batch.items() if key != "mm_token_type_ids"}
+        for name in (model, *ALIKE.get(model, ())):
+            config = {**case["config"], "model_type": name}
+            for given in (batch, tensors, only_ids):
+                placed = from_processor(config, given)
+                assert torch.equal(placed.positions, torch.tensor(case["positions"], dtype=dtype)), case["id"]
+                assert torch.equal(placed.next - lengths, torch.tensor(case["deltas"], dtype=dtype)), case["id"]
+
+
+def test_packed_padded_and_sharded() -> None:
+    """Tokens are packed, padded and sharded on their axis, the last one, and their positions in the same way."""
+    case = next(case for case in CASES if case["model"] == "qwen3_vl" and len(case["deltas"]) == 3)
+    wanted, real = torch.tensor(case["positions"]), torch.tensor(case["batch"]["attention_mask"]).bool()
+    positions = from_processor(case["config"], case["batch"]).positions
+    packed = positions[:, real]
+    assert packed.equal(torch.cat([wanted[:, row, kept] for row, kept in enumerate(real)], dim=1))
+    padded = with_unrotated(packed, after=-packed.shape[-1] % 8)
+    assert padded.shape[-1] % 8 == 0
+    assert padded[:, : packed.shape[-1]].equal(packed)
+    assert not padded[:, packed.shape[-1] :].any()
+    length = padded.shape[-1] // 8
+    shards = [padded[..., context_parallel(padded.shape[-1], rank, 4, "head-tail")] for rank in range(4)]
+    for rank, shard in enumerate(shards):
+        chunks = padded[:, rank * length : (rank + 1) * length], padded[:, (7 - rank) * length : (8 - rank) * length]
+        assert shard.equal(torch.cat(chunks, dim=1))
+
+
+def test_device_and_objects() -> None:
+    """The result is on the device of the tokens, or where the caller wants it; a config may be an object."""
+
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return QWEN
+
+    with torch.device("meta"):
+        here = from_processor(Config(), BATCH)
+    assert here.positions.tolist() == [[[0, 1, 1, 3]], [[0, 1, 1, 3]], [[0, 1, 2, 3]]]
+    assert here.next.tolist() == [4]
+    assert {one.device.type for one in from_processor(QWEN, BATCH, device="meta")} == {"meta"}
+
+
+def test_tokens_of_one_glm_video_are_found_by_its_markers() -> None:
+    config = {"model_type": "glm4v", "vision_config": {"spatial_merge_size": 1}, "image_token_id": 1}
+    batch = {"input_ids": [[1, 5, 1, 6, 1]], "image_grid_thw": [[1, 1, 1]] * 2, "video_grid_thw": [[1, 1, 1]]}
+    marked = {**config, "video_start_token_id": 5, "video_end_token_id": 6}
+    assert from_processor(marked, batch).positions[0].tolist() == [[0, 1, 2, 3, 4]]
+    with pytest.raises(RopeError, match="the tokens of images must be those of image_grid_thw, 0 here, got 1"):
+        from_processor(config, batch)
+
+
+QWEN = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}, "image_token_id": 7}
+OMNI = {"model_type": "qwen2_5_omni", "thinker_config": QWEN | {"model_type": "qwen2_5_omni_thinker"}}
+TIMED = QWEN | {"model_type": "qwen2_5_vl", "vision_config": {"spatial_merge_size": 2, "tokens_per_second": 2}}
+BATCH = {"input_ids": [[3, 7, 7, 3]], "image_grid_thw": [[1, 2, 4]]}
+FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "message"),
+    [
+        ("qwen2_vl", BATCH, "config and batch must be dicts, got 'qwen2_vl' and {"),
+        (QWEN, [BATCH], "config and batch must be dicts"),
+        (QWEN | {"model_type": "llama"}, BATCH, "cosmos3_omni, ernie4_5_vl_moe, qwen2_5_omni, qwen3_omni_moe, hunyuan"),
+        ({}, BATCH, "got 'None'. Pass the segments of each row to mrope"),
+        (QWEN, {}, "batch must have input_ids, got []. Pass input_ids as well."),
+        (QWEN, {"input_ids": [[1], [1, 2]]}, "input_ids cannot be read: ValueError: "),
+        (QWEN, {"input_ids": [1, 2]}, "input_ids must be integers of shape [any, any], got torch.int64 of shape (2,)"),
+        (QWEN, {"input_ids": torch.zeros(0, 3)}, "input_ids must be integers of shape [any, any], got torch.float32"),
+        (QWEN, {"input_ids": torch.zeros(0, 3).int()}, "the number of rows must be an integer of at least 1, got 0"),
+        (QWEN, BATCH | {"attention_mask": [[1, 1]]}, "attention_mask must be integers of shape [1, 4]"),
+        (QWEN, BATCH | {"attention_mask": [[0] * 4]}, "row 0: types of tokens must be 0 to 2, and a row must have a"),
+        (QWEN, {"mm_token_type_ids": [[0], [3]]}, "row 1: types of tokens must be 0 to 2, and a row must have a toke"),
+        (QWEN, BATCH | {"image_grid_thw": [1, 2, 4]}, "image_grid_thw must be integers of shape [any, 3]"),
+        (QWEN, BATCH | {"image_grid_thw": None}, "row 0: the tokens of images must be those of image_grid_thw, 0 her"),
+        (QWEN, BATCH | {"image_grid_thw": [[1, 2, 6]]}, "tokens of images must be those of image_grid_thw, 3 here, g"),
+        (QWEN, BATCH | {"image_grid_thw": [[1, 2, 4]] * 2}, "image of image_grid_thw must have tokens in the batch,"),
+        (QWEN, BATCH | {"input_ids": [[3]]}, "every image of image_grid_thw must have tokens in the batch, got 1 wit"),
+        (QWEN, BATCH | FILM, "every image of image_grid_thw must have tokens in the batch"),
+        (QWEN | {"vision_config": None}, BATCH, "vision_config.spatial_merge_size must be a finite number greater th"),
+        (TIMED, FILM, "batch must have second_per_grid_ts"),
+        (TIMED, FILM | {"second_per_grid_ts": [1.0, 2.0]}, "second_per_grid_ts must be numbers of shape [1]"),
+        (OMNI, BATCH, "position_id_per_seconds must be a finite number greater than 0, got None. Pass model.config"),
+        (QWEN | {"model_type": "hunyuan_vl"}, {"input_ids": [[3]]}, "number of mrope_section (xdrope_section) in con"),
+        (QWEN | {"model_type": "glm_image"}, BATCH, "batch must have images_per_sample"),
+    ],
+)  # fmt: skip
+def test_refusals(config: Any, batch: Any, message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_processor(config, batch)
+    assert message in str(raised.value)
+
+
+def test_markers_are_required() -> None:
+    """Qwen-Omni has a begin and an end marker around each image."""
+    config = {**OMNI["thinker_config"], "position_id_per_seconds": 25, "seconds_per_chunk": 2}  # type: ignore[dict-item]
+    batch = {"input_ids": [[7, 3, 7]], "image_grid_thw": [[1, 2, 2]] * 2}
+    with pytest.raises(RopeError, match="images, videos and audio must have text for their begin and end markers betw"):
+        from_processor(config, batch)
