@@ -238,7 +238,7 @@ BUDGET = {
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 700,
-    "positions": 1340,
+    "positions": 1350,
     "rope": 800,
     "rotation": 1800,
     "schemes": 1900,
