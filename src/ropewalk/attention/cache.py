@@ -451,7 +451,7 @@ class KVCache:
         """
         who = "KVCache.move"
         self._check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
         row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
         if self.sinks:
             must = "the cache must have no sinks, whose distances are counted in tokens"

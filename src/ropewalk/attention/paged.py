@@ -629,7 +629,7 @@ class PagedKVCache:
         who = f"{_NAME}.move"
         _, chosen = self._rows.select(who, [row])
         self._rows.check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
         held = self._rows.table.select(chosen)
         places = self._rows.positions_of(held)
         is_token = np.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
