@@ -237,7 +237,7 @@ BUDGET = {
     "engines": 2100,
     "integrations": 2350,
     "kernels": 1800,
-    "parallel": 660,
+    "parallel": 640,
     "positions": 1160,
     "rope": 800,
     "rotation": 1800,
