@@ -30,8 +30,8 @@ class ContextParallel:
     Create one for each forward pass on every rank of the group, and pass it to every `RotaryAttention` as its cache: it
     is an `AttendingCache`. Each rank rotates its own queries and keys. Keys and values then go round the ranks by
     PyTorch's ring attention, and each step computes only what this rank's queries may see of them, with PyTorch's flash
-    kernel. Each token attends to itself and to the tokens before it in its document. No rank holds the keys of more
-    than two ranks, and no mask exists.
+    kernel. Each token attends to itself and to the tokens before it in its document. No rank holds the keys of the
+    whole sequence, and no mask exists.
 
     All arguments describe the whole sequence, and must be the same on every rank. Every rank therefore raises the same
     error, and none waits for the others.
@@ -217,22 +217,17 @@ class _Run(NamedTuple):
 
 
 def _visible(own: dict[int, list[_Run]], others: dict[int, list[_Run]]) -> list[tuple[int, int, int, int]]:
-    """Return the rectangles of this rank's queries and of another rank's keys that are visible.
+    """Return the visible rectangle of this rank's queries and another rank's keys, for each document that has one.
 
-    A rank holds the tokens of a document in their order and beside each other. So what a run of queries sees of another
-    rank's document are its first runs.
+    A rank holds the tokens of a document in their order and beside each other. In each of the orders, every query that
+    sees a key of the other rank sees the same keys.
     """
     found: list[tuple[int, int, int, int]] = []
     for document in own.keys() & others.keys():
-        keys = others[document]
-        for run in own[document]:
-            seen = [key for key in keys if key.begin < run.begin]
-            if not seen:
-                continue
-            q_begin, k_begin, k_end = run.local, seen[0].local, seen[-1].local_end
-            if found and found[-1][1:] == (q_begin, k_begin, k_end):  # queries before these see the same keys
-                q_begin = found.pop()[0]
-            found.append((q_begin, run.local_end, k_begin, k_end))
+        queries = [run for run in own[document] if run.begin > others[document][0].begin]
+        keys = [run for run in others[document] if run.begin < own[document][-1].begin]
+        if queries and keys:
+            found.append((queries[0].local, queries[-1].local_end, keys[0].local, keys[-1].local_end))
     return found
 
 

@@ -34,7 +34,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
         k, v: `[batch, kv_heads, seq, head_dim]`; kv_heads divides heads.
         visible: the rectangles to compute, int64 `[rectangles, 6]` on the CPU: the step, the first query and the end of
             the queries, the first key and the end of the keys, and 1 if the rectangle is a causal square. Step i has
-            the keys of the rank i places before this one. In a step, no query is in two rectangles.
+            the keys of the rank i places before this one. In a step, no query and no key is in two rectangles.
         scale: factor of the scores.
         group: name of the process group.
 
@@ -42,9 +42,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
         The output, like q, and the logarithm of the sum of exponentials of each row, `[batch, heads, seq]`.
     """
     with _options(q.dtype):
-        out, sums = engine._templated_ring_attention(
-            _c10d._resolve_process_group(group), 2, _Kernel(visible, scale).forward, query=q, key=k, value=v
-        )
+        resolved = _c10d._resolve_process_group(group)
+        out, sums = engine._templated_ring_attention(resolved, 2, _Kernel(visible, scale).forward, q, k, v)
     return out, sums
 
 
@@ -61,18 +60,10 @@ def _backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _options(q.dtype):
+        kernel = _Kernel(visible, scale).backward
+        resolved = _c10d._resolve_process_group(group)
         grads = engine._templated_ring_attention_backward(
-            _c10d._resolve_process_group(group),
-            2,
-            _Kernel(visible, scale).backward,
-            grad_out=grad,
-            grad_out_name="grad",
-            query=q,
-            key=k,
-            value=v,
-            out=out,
-            logsumexp=sums,
-            is_causal=False,
+            resolved, 2, kernel, grad, "grad", q, k, v, out, sums, is_causal=False
         )
     # An operator's results must not share memory, as the gradients of keys and values do here.
     to_q, to_k, to_v = (torch.empty_like(x).copy_(grad) for x, grad in zip((q, k, v), grads, strict=True))
@@ -150,9 +141,7 @@ class _Kernel:
                 grads = _aten._scaled_dot_product_flash_attention_backward(
                     *arguments, None, None, *lengths, 0.0, is_causal, seed, offset, scale=self._scale
                 )
-            to_q[:, :, rows] += grads[0]
-            to_k[:, :, keys] += grads[1]
-            to_v[:, :, keys] += grads[2]
+            to_q[:, :, rows], to_k[:, :, keys], to_v[:, :, keys] = grads
         return to_q, to_k, to_v
 
 
