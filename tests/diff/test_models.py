@@ -254,6 +254,14 @@ def test_deepseek_v4() -> None:
     assert "; read, not run)" in found.text()
 
 
+def test_a_published_gpt_oss() -> None:
+    """Its base is a key of the config, and vLLM and SGLang get it in rope_parameters from transformers."""
+    rows = json.loads((ROOT / "tests" / "golden" / "released.json").read_text())["rows"]
+    config = next(row["config"] for row in rows if row["model_type"] == "gpt_oss" and "rope_theta" in row["config"])
+    found = diff.engines(config, names=("transformers", "vllm", "sglang"))
+    assert (found.verdict, {rope.base for rope in found.ropes[0].values()}) == ("agree", {150_000.0})
+
+
 class TestVerdict:
     @pytest.mark.parametrize(
         ("changes", "names", "wanted"),

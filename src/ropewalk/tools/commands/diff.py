@@ -16,6 +16,23 @@ from ropewalk.tools.commands._types import Length, Source
 _STATUS = {"agree": 0, "differ": 1, "not judged": 2}
 
 
+def _names(_ctx: click.Context, _option: click.Parameter, lists: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in lists with commas."""
+    found = tuple(name.strip() for names in lists for name in names.split(","))
+    if "" in found:
+        raise click.BadParameter("a name is missing before or after a comma. Drop the comma, or add the name.")
+    return found
+
+
+class _Engines(click.Option):
+    """The option for engines, whose help lists their names. Other commands do not import them."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        more = (*ropewalk.diff.MORE_ENGINES, *ropewalk.diff.TRAINERS)
+        self.help = f"{self.help} Default: {', '.join(ropewalk.diff.ENGINES)}. If named: {', '.join(more)}."
+        return super().get_help_record(ctx)
+
+
 @click.command(
     short_help="Compare engines, or two configs.",
     epilog="""\b
@@ -39,9 +56,9 @@ Examples:
     "engines",
     multiple=True,
     metavar="NAME",
-    callback=lambda _ctx, _option, names: tuple(name.strip() for several in names for name in several.split(",")),
-    help="Compare only this engine: transformers, vllm, sglang, llama.cpp, mlx-lm or exllamav3. May be repeated, or "
-    "a list with commas; the first one is the reference.",
+    callback=_names,
+    cls=_Engines,
+    help="Compare only this engine. May be repeated, or a list with commas; the first one is the reference.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
 @click.option(
@@ -82,11 +99,11 @@ def diff(
     A source is a config.json, the folder of a model, Meta's params.json, or a hub id (owner/name). If you compare two
     sources, they can also be GGUF files. No model is run, and no weights are read.
 
-    The exit status is 0 if the engines or the configs rotate identically, 1 if they differ or an engine rejects the
-    config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were judged, or an engine
-    that --engine names was not judged, because it does not have the model or was not recorded for it. If --engine
-    names a single engine, the status is 0 if it runs the config. With --bitwise, engines that only differ in their
-    rounding differ as well.
+    The exit status is 0 if the engines that were judged, or the configs, rotate identically, 1 if they differ or an
+    engine rejects the config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were
+    judged, or an engine that --engine names was not judged, because it does not have the model or was not recorded for
+    it. If --engine names a single engine, the status is 0 if it runs the config. With --bitwise, engines that only
+    differ in their rounding differ as well.
     """
     try:
         for name, passed in (("engine", engines), ("trainers", trainers), ("bitwise", bitwise)):
@@ -104,7 +121,9 @@ def diff(
         elif source2 is None:
             found = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
             rows, status = found.facts["ropes"], _STATUS[found.verdict]
-            status = max(status, int(bitwise and not found.bitwise))
+            if bitwise and not found.bitwise and status == 0:
+                click.echo("Not all engines are known to rotate bitwise equally, so --bitwise exits with 1.", err=True)
+                status = 1
         else:
             found = ropewalk.diff.configs(source, source2, **options)
             rows, status = found.facts["layers"], int(not found.same)

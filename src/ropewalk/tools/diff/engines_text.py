@@ -8,6 +8,7 @@ from typing import Any
 
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
+from ropewalk.engines import TRAINERS
 
 _WIDTH = 100
 
@@ -68,7 +69,9 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if len(same) == count:
         all_of_them = "both" if count == 2 else f"all {count}"
         proviso = "if the same layers rotate, " if "which layers rotate" in facts["not_compared"] else ""
-        sentence = f"{proviso}{all_of_them} engines rotate identically, {up_to}."
+        trainers = {trainer.name for trainer in TRAINERS.values()}.intersection(same)
+        what = " engines" if not trainers else " trainers" if len(trainers) == count else ""
+        sentence = f"{proviso}{all_of_them}{what} rotate identically, {up_to}."
         return sentence[0].upper() + sentence[1:]
     if len(same) > 1 and not by_state.keys() & {"differs", "refused"}:
         sentences.append(f"{_join_names(same)} rotate identically, {up_to}.")
