@@ -245,7 +245,7 @@ BUDGET = {
     "tools": 450,
     "tools/bench": 2300,
     "tools/check": 5850,
-    "tools/commands": 1300,
+    "tools/commands": 1350,
     "tools/convert": 2100,
     "tools/diff": 1450,
     "tools/lab": 2450,
