@@ -102,7 +102,7 @@ class Requests:
         self.asked += 1
         ways = ["admit"] * 2 if len(rows) < 6 else ["free"]
         if rows:
-            ways += ["step"] * 8 + ["fork", "shift", "free", "reset", "stopped", "dropped", "poisoned"]
+            ways += ["step"] * 8 + ["fork", "reorder", "shift", "free", "reset", "stopped", "dropped", "poisoned"]
             ways += [] if self.window else ["truncate"]
         getattr(self, draw.choice(ways))(rows)
         self.check_everything()
@@ -135,6 +135,13 @@ class Requests:
         row = self.cache.fork(other, **options)
         assert self.cache.free_blocks == unheld
         self.tokens[row], self.following[row] = tokens, following
+
+    def reorder(self, rows: list[int]) -> None:
+        chosen = self.choose_rows(rows)
+        parents = [self.draw.choice(rows) for _ in chosen]
+        self.cache.reorder(parents, rows=None if chosen == rows else torch.tensor(chosen))
+        self.tokens |= {row: list(self.tokens[parent]) for row, parent in zip(chosen, parents, strict=True)}
+        self.following |= dict(zip(chosen, [self.following[parent] for parent in parents], strict=True))
 
     def shift(self, rows: list[int]) -> None:
         (rope, rotary), chosen = ROPES["YaRN, partial"], self.choose_rows(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -269,3 +271,20 @@ def test_refusals(arguments: Any, options: dict[str, Any], message: str) -> None
     with pytest.raises(RopeError, match=message):
         move_keys(*arguments, **options)
     assert not POOL.any()
+
+
+MOVED = json.loads((Path(__file__).parents[1] / "golden" / "moved_keys.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", MOVED, ids=[case["id"] for case in MOVED])
+def test_keys_that_lmcache_moved(case: dict[str, Any]) -> None:
+    """As its FusedRope: keys [tokens, heads · head_dim], moved in place."""
+    tokens, heads, dim = case["k_shape"]
+    keys = torch.from_numpy(oracle.golden_k(case["k_shape"])).view(tokens, heads * dim)
+    rope, every = Rope(dim, case["base"], case["pairing"]), torch.arange(tokens)
+    old, new = torch.tensor(case["old"]), torch.tensor(case["new"])
+    move_keys(keys.view(tokens, heads, dim), every, every, rope, old, new)
+    # LMCache rotates back and forth by float32 angles, products of a position and a frequency.
+    angles = (old + new)[:, None] * torch.from_numpy(rope.inv_freq) * 2**-23
+    bound = (4e-7 + angles.amax(-1))[:, None, None] * 2**0.5
+    assert ((keys.view(tokens, heads, dim) - torch.tensor(case["moved"]).view(tokens, heads, dim)).abs() <= bound).all()

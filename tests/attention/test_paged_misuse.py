@@ -140,6 +140,11 @@ REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
     ("fork", lambda c: c.fork(7), "rows must be .*, got row 7"),
     ("fork", lambda c: c.fork(0, 7), "length must be an integer from 0 to 6, got 7"),
     ("fork", lambda c: c.fork(0, -1), "length must be an integer from 0 to 6, got -1"),
+    ("reorder", lambda c: c.reorder([0]), r"parents must be 2 row numbers, one for each row, got \[0\]"),
+    ("reorder", lambda c: c.reorder(torch.zeros(2, 1)), "parents must be 2 row numbers"),
+    ("reorder", lambda c: c.reorder([0, 7]), "rows must be .*, got row 7"),
+    ("reorder", lambda c: c.reorder([0, [1]]), "rows must be|each of rows must be"),
+    ("reorder", lambda c: c.reorder([0], rows=[7]), "rows must be .*, got row 7"),
     ("shift", lambda c: c.shift(ROPE, 0.5), "delta must be an integer from"),
     ("shift", lambda c: c.shift(ROPE, torch.ones(3, dtype=torch.int64)), r"delta must be an int64 tensor \[batch\]"),
     ("shift", lambda c: c.shift(ROPE, torch.ones(2)), "delta must be an int64 tensor"),
@@ -373,8 +378,9 @@ def is_interrupted(action: Callable[[], object], after: int) -> bool:
         lambda c: c.fork(1),
         lambda c: c.free([0, 1]),
         lambda c: c.reset([0, 1]),
+        lambda c: c.reorder([1, 1, 3, 0]),
     ],
-    ids=["step", "step with at", "shift", "fork", "free", "reset"],
+    ids=["step", "step with at", "shift", "fork", "free", "reset", "reorder"],
 )
 def test_an_exception_at_any_instruction_loses_no_block(
     action: Callable[[PagedKVCache], object], window: int | None

@@ -15,7 +15,7 @@ from each import each
 from ropewalk import RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.wrappers import WRAPPERS
-from ropewalk.engines import ENGINES, TRAINERS
+from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden" / "engine_models"
@@ -23,20 +23,27 @@ sys.path.insert(0, str(ROOT / "tools" / "recording"))
 import tables  # noqa: E402
 
 ALL = {**ENGINES, **{name: trainer for name, trainer in TRAINERS.items() if not trainer.built_in}}
-FILES = {name: name.replace("-", "_").replace(".", "_") for name in ALL}
+
+
+def file_name(name: str) -> str:
+    return name.replace("-", "_").replace(".", "_")
+
+
+FILES = {name: file_name(name) for name in ALL}
 RECORDED = [name for name in FILES if name != "transformers"]
 
 
 def golden(kind: str, name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{kind}_of_{FILES[name]}.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((FOLDER / f"{kind}_of_{file_name(name)}.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *MORE_ENGINES])
 def test_the_tables_are_those_of_the_golden_files(name: str) -> None:
     recorded = golden("models", name)
-    assert (tables.PACKAGE / f"{FILES[name]}.json").read_text() == tables.text(tables.table(recorded))
+    engine = {**ALL, **MORE_ENGINES}[name]
+    assert (tables.PACKAGE / f"{engine.files}.json").read_text() == tables.text(tables.table(recorded))
     peer = recorded["peer"]
-    assert peer["version"] == ALL[name].version if "version" in peer else peer["commit"][:9] == ALL[name].version
+    assert peer["version"] == engine.version if "version" in peer else peer["commit"][:9] == engine.version
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -12,7 +12,7 @@ import pytest
 from each import each
 from ropewalk import from_config
 from ropewalk.configs.engine_ropes import ropes_for_engines
-from ropewalk.engines import ENGINES
+from ropewalk.engines import ENGINES, MORE_ENGINES
 
 FOLDER = Path(__file__).parents[1] / "golden" / "engine_rules"
 FILES = {
@@ -23,18 +23,19 @@ FILES = {
     "exllamav3": "exllamav3",
     "llama.cpp": "llama_cpp",
 }
+MORE = {"onnxruntime-genai": "onnxruntime_genai", "lmdeploy": "lmdeploy"}
 
 
 def golden(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((FOLDER / f"rules_of_{FILES[name]}.json").read_text())
+    loaded: dict[str, Any] = json.loads((FOLDER / f"rules_of_{({**FILES, **MORE})[name]}.json").read_text())
     return loaded
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *MORE])
 def test_rules_are_those_of_the_running_engine(name: str) -> None:
     """A rule gives the frequencies within float32 rounding, the attention factor, and the refusals of the engine."""
     found = golden(name)
-    engine = ENGINES[name]
+    engine = {**ENGINES, **MORE_ENGINES}[name]
     peer = found["peer"]
     assert peer["version"] == engine.version if "version" in peer else peer["commit"].startswith(engine.version)
     seen = set()

@@ -21,6 +21,7 @@ from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL
 from each import each
 from ropewalk import Rope, RopeError, SelfExtend, masks
 from ropewalk.parallel import ContextParallel
+from ropewalk.parallel.ring import _Kernel
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
 WORKER = Path(__file__).parents[1] / "context_parallel_worker.py"
@@ -167,6 +168,15 @@ class TestOneProcess:
         visible = ContextParallel(6, cu_seqlens=[0, 2])._visible
         arguments = (q, k, v, visible, 0.5, dist.group.WORLD.group_name)  # type: ignore[union-attr]
         torch.library.opcheck(torch.ops.ropewalk.ring_attention.default, arguments)
+
+    def test_the_kernels_of_a_gpu_get_their_arguments(self) -> None:
+        """On the meta device, PyTorch checks the arguments of the operators that a GPU runs."""
+        q, k = (torch.empty(1, n, 16, 64, device="meta", dtype=torch.bfloat16) for n in (8, 2))
+        kernel = _Kernel(torch.tensor([[0, 0, 16, 0, 16, 1], [1, 4, 8, 0, 16, 0]]), 0.1)
+        out, sums = kernel.forward(q, k, k)
+        assert (out.shape, sums.shape, sums.dtype) == (q.shape, q.shape[:3], torch.float32)
+        grads = kernel.backward(q, k, k, grad=out, out=out, logsumexp=sums)
+        assert [(x.shape, x.dtype) for x in grads] == [(x.shape, torch.float32) for x in (q, k, k)]
 
     @pytest.mark.parametrize(
         ("seq", "options", "message"),

@@ -1,7 +1,7 @@
-"""peers/ and torchtitan.json: known q and k, rotated by other packages.
+"""peers/, torchtitan.json and moved_keys.json: known q and k, rotated by other packages.
 
-The packages are torchtitan, torchtune, rotary-embedding-torch and MLX. If one is not installed, its file is kept. Peers
-that are not packages are in `sources` and `ggml`.
+The packages are torchtitan, torchtune, rotary-embedding-torch, MLX and LMCache. If one is not installed, its file is
+kept. Peers that are not packages are in `sources` and `ggml`.
 """
 
 from __future__ import annotations
@@ -157,6 +157,21 @@ def mlx(case: dict[str, Any]) -> dict[str, Any]:
     return record(case, rotate)
 
 
+def lmcache(case: dict[str, Any]) -> dict[str, Any]:
+    """Record a case of LMCache: the keys that its FusedRope moves, computed by its operator in PyTorch.
+
+    The table is that of vLLM's RotaryEmbedding, which LMCache passes to the operator: cos and sin side by side.
+    """
+    module, dim = single_file("lmcache", "v1/platform/torch_ops/pos_kernels.py"), case["k_shape"][-1]
+    inv_freq = 1.0 / case["base"] ** (torch.arange(0, dim, 2).float() / dim)
+    old, new = torch.tensor(case["old"]), torch.tensor(case["new"])
+    angles = torch.outer(torch.arange(int(torch.stack([old, new]).max()) + 1).float(), inv_freq)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    keys = golden("k", case["k_shape"])
+    module.rotary_embedding_k_fused(old, new, keys, dim, table, case["pairing"] == "half")
+    return case | {"moved": shortest(keys)}
+
+
 def _golden(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> files.Golden:
     return files.Golden(
         f"peers/{record_case.__name__}.json", lambda case: str(case["id"]), record_case, package=name, rows="cases"
@@ -167,5 +182,6 @@ GOLDEN = [
     _golden(rotary_embedding_torch, "rotary-embedding-torch"),
     _golden(torchtune, "torchtune"),
     _golden(mlx, "mlx"),
+    files.Golden("moved_keys.json", lambda case: str(case["id"]), lmcache, package="lmcache", rows="cases"),
     files.Golden("torchtitan.json", lambda case: str(case["id"]), torchtitan, package="torchtitan", rows="cases"),
 ]

@@ -164,10 +164,11 @@ class Plan(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """How `shift` moves the keys of some rows: each block once for every distance.
+    """How `shift` or `move` moves the keys of some rows: each block once for each way to move its keys.
 
     Attributes:
-        blocks, deltas: number of a block, int32, and the distance by which its keys move, int64, each `[moves]`.
+        blocks, deltas: number of a block, int32 `[moves]`, and the distance of each of its keys, int64
+            `[moves, block_size]`.
         copied: whether they move in a copy of the block, because other rows that hold it do not move with it.
         times: number of rows for which they move, int64 `[moves]`.
         moved: state of the rows afterwards, without the copies.
@@ -230,11 +231,15 @@ class Rows:
         _, _, plan, counted = self._state
         return None if counted else plan
 
-    def replace(self, index: dict[int, int], table: Table, *, released: Array | None = None) -> None:
-        """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
+    def replace(
+        self, index: dict[int, int], table: Table, *, taken: Array | None = None, released: Array | None = None
+    ) -> None:
+        """Replace all rows, and drop the newest step. Blocks in `taken` gain a holder, those in `released` lose one."""
         self._changing = True
         self._release_plan()
         self._state = index, table, None, False
+        if taken is not None:
+            self.blocks.add_holder(taken)
         if released is not None:
             self.blocks.release(released)
         self._changing = False
@@ -263,18 +268,24 @@ class Rows:
         index = {number: i for i, number in enumerate(left)}
         self.replace(index, self.table.select(kept), released=released)
 
-    def plan_moves(self, who: str, rows: Table, deltas: Array) -> Moves:
-        """Group the moves of rows by block and distance, given the distance of each row, int64 `[rows]`.
+    def plan_moves(self, who: str, rows: Table, deltas: Array, position: Array) -> Moves:
+        """Group the moves of rows by block and distances.
 
-        A block is copied if it also belongs to a row that moves by another distance or not at all.
+        A block is copied if it also belongs to a row that moves by other distances or not at all.
+
+        Args:
+            deltas: distance of each slot of the rows, int64 `[rows, slots]`, or of all their slots, `[rows, 1]`.
+            position: next position of each row afterwards, int64 `[rows]`.
 
         Raises:
             RopeError: there are not enough free blocks for the copies.
         """
         is_held, holders = rows.is_held(), self.blocks.holders
-        pairs = np.stack([rows.held().astype(np.int64), np.broadcast_to(deltas[:, None], is_held.shape)[is_held]])
-        (blocks, distances), which, times = np.unique(pairs, axis=1, return_inverse=True, return_counts=True)
-        is_move = distances != 0
+        of_slots = np.broadcast_to(deltas, (len(deltas), is_held.shape[1] * self.block_size))
+        moves = np.insert(of_slots.reshape(*is_held.shape, -1)[is_held], 0, rows.held(), axis=1)
+        unique, which, times = np.unique(moves, axis=0, return_inverse=True, return_counts=True)
+        blocks, distances = unique[:, 0], unique[:, 1:]
+        is_move = distances.any(1)
         which = np.where(is_move, is_move.cumsum() - 1, -1)[which.ravel()]
         blocks, distances, times = blocks[is_move], distances[is_move], times[is_move]
         moving = np.zeros_like(holders)
@@ -282,7 +293,7 @@ class Rows:
         copied = moving[blocks] < holders[blocks]
         copied[1:] |= blocks[1:] == blocks[:-1]  # only the first distance of a block may move it in place
         self._check_free(who, int(copied.sum()), holders)
-        moved = rows._replace(position=rows.position + deltas, limit=rows.length)  # rows may share the copies
+        moved = rows._replace(position=position, limit=rows.length)  # rows may share the copies
         return Moves(blocks.astype(np.int32), distances, copied, times, moved, which)
 
     def move(self, chosen: Array | None, moves: Moves) -> Array:
@@ -308,7 +319,7 @@ class Rows:
         self._state = self.index, self.table.put(chosen, rows._replace(blocks=blocks).filled()), None, False
         self._changing = False
         self._copy(source, copies)
-        self.key_positions[targets] += moves.deltas[:, None]
+        self.key_positions[targets] += moves.deltas
         return targets
 
     def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> tuple[list[int], Array | None]:

@@ -439,17 +439,56 @@ class KVCache:
             for one in delta if isinstance(delta, tuple) else (delta,):
                 _checks.integer("KVCache.shift", "delta", one, at_least=-(2**31), at_most=2**31)
             most = each = max(delta, default=0) if isinstance(delta, tuple) else delta
-        is_empty = self._key_positions == EMPTY
-        moved = self._key_positions + each
+        moved = torch.where(self._key_positions == EMPTY, EMPTY, self._key_positions + each)
         tokens.check_positions("KVCache.shift", self.position + most)
-        tokens.check_positions("KVCache.shift", moved.masked_fill(is_empty, 0))
+        self._move("KVCache.shift", ropes, by, moved, None)
+        self.position.add_(most)
+
+    def move(self, rope: Rope | Sequence[Rope | None], row: int, old: Tensor, new: Tensor) -> None:
+        """Move the cached keys of a row that are at the positions `old` to the positions `new`.
+
+        The order of the tokens, which decides what they attend to, stays. The next position of the row becomes 1 + its
+        largest position. Keys are rotated as by `shift`. To copy tokens or to reorder them, use `move_keys`.
+
+        Args:
+            rope: as in `shift`. With `axes`, keys move by new − old along each axis.
+            row: number of the row.
+            old, new: distinct positions of cached tokens, and the position that each of them gets, int64 `[n]` with
+                n ≥ 1. Tokens at other positions stay.
+
+        Raises:
+            RopeError: an argument has a wrong type, shape or value, or, on the CPU outside of torch.compile, no token
+                is at a position of `old`; the cache has sinks; or only some layers have appended (see `rollback`).
+        """
+        who = "KVCache.move"
+        self._check_finished(who)
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
+        row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
+        if self.sinks:
+            must = "the cache must have no sinks, whose distances are counted in tokens"
+            raise _checks.error(who, must, f"sinks={self.sinks}", "Build the cache with sinks=0, or with capacity.")
+        moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
+        moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
+        by = (moved - self._key_positions)[row : row + 1].to(torch.int64)
+        self._move(who, ropes, by, moved, torch.tensor([row], device=by.device))
+        self.position[row] = places.masked_fill(places == EMPTY, -1).amax() + 1
+
+    def _move(
+        self,
+        who: str,
+        ropes: Sequence[Rope | None],
+        by: int | tuple[int, ...] | Tensor,
+        moved: Tensor,
+        rows: Tensor | None,
+    ) -> None:
+        """Rotate the keys of rows by the distances `by`, None for all rows, and replace all positions."""
+        tokens.check_positions(who, moved.masked_fill(moved == EMPTY, 0))
         rotations = tokens.shift_rotations(ropes, by, self._stores[0].dtype, self.length.device)  # before any change
         self._drop_step()
         for store, rotation in zip(self._stores, rotations, strict=True):
             if rotation is not None:
-                store.rotate(rotation, None)
-        self._key_positions.copy_(moved.masked_fill_(is_empty, EMPTY))
-        self.position.add_(most)
+                store.rotate(rotation, rows)
+        self._key_positions.copy_(moved)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
         """Drop all tokens of the given rows, which then start a new text at position 0. No memory is freed.

@@ -465,6 +465,34 @@ class PagedKVCache:
         self._rows.replace(index, table)
         return self._rows.add(other)
 
+    def reorder(self, parents: Sequence[int] | Tensor, *, rows: Sequence[int] | Tensor | None = None) -> None:
+        """Replace the tokens of each row by those of its parent, for all rows at once. Nothing is copied yet.
+
+        Call it in beam search after the surviving beams have been selected. Rows share blocks as after `fork`.
+
+        Args:
+            parents: for each row in `rows` the number of the row whose tokens it takes over, ints or an integer tensor
+                `[rows]`. A number may occur several times, and need not be in `rows`.
+            rows: row numbers, as in `step`. None means all rows.
+
+        Raises:
+            RopeError: there is no such row, or there is not one parent for each row; or only some layers appended in
+                the previous step (see `rollback`).
+        """
+        who = f"{_NAME}.reorder"
+        numbers, chosen = self._rows.select(who, rows)
+        listed = parents.tolist() if isinstance(parents, Tensor) and parents.ndim == 1 else parents
+        if not isinstance(listed, list | tuple) or len(listed) != len(numbers):
+            must, fix = f"parents must be {len(numbers)} row numbers, one for each row", "Pass e.g. cache.rows."
+            raise _checks.error(who, must, _checks.describe(parents), fix)
+        for parent in listed:
+            self._rows.select(who, [parent])
+        self._rows.check_finished(who)
+        index, table = self._rows.index, self._rows.table
+        table = table._replace(limit=table.length)  # shared last blocks must be copied before a row writes to them
+        taken, released = table.select(np.array([index[row] for row in listed], np.int64)), table.select(chosen).held()
+        self._rows.replace(index, table.put(chosen, taken), taken=taken.held(), released=released)
+
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
         """End rows and free their blocks, except for those shared with other rows. Row numbers are not reused.
 
@@ -584,13 +612,49 @@ class PagedKVCache:
             by = delta.cpu().numpy()
         else:
             by = np.full_like(held.length, _checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31))
-        places = self._rows.positions_of(held) + by[:, None]
+        self._move(
+            who, chosen, held, by[:, None], held.position + by, ropes, None if isinstance(delta, Tensor) else delta
+        )
+
+    def move(self, rope: Rope | Sequence[Rope | None], row: int, old: Tensor, new: Tensor) -> None:
+        """Move the cached keys of a row that are at the positions `old` to the positions `new`, as `KVCache.move` does.
+
+        A block that is shared with other rows is copied first. Read `KVCache.move` for the arguments.
+
+        Raises:
+            RopeError: an argument has a wrong type, shape or value; no token is at a position of `old`; there are not
+                enough free blocks for the copies; or only some layers appended in the previous step (see `rollback`).
+                Nothing has changed then.
+        """
+        who = f"{_NAME}.move"
+        _, chosen = self._rows.select(who, [row])
+        self._rows.check_finished(who)
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
+        held = self._rows.table.select(chosen)
+        places = self._rows.positions_of(held)
         is_token = np.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
-        tokens.check_positions(who, torch.from_numpy(np.append(places[is_token], held.position + by)))
-        moves = self._rows.plan_moves(who, held, by)
-        distances = delta
-        if isinstance(delta, Tensor):
-            distances = torch.from_numpy(moves.deltas)[:, None].expand(-1, self.block_size)
+        places = np.where(is_token, places, EMPTY)
+        old, new = (x.cpu() if isinstance(x, Tensor) else x for x in (old, new))
+        moved = tokens.moved_positions(who, torch.from_numpy(places), old, new).numpy()
+        position = np.where(is_token, moved, -1).max(1) + 1
+        self._move(who, chosen, held, moved - places, position, ropes, None)
+
+    def _move(
+        self,
+        who: str,
+        chosen: Array | None,
+        held: Table,
+        by: Array,
+        position: Array,
+        ropes: Sequence[Rope | None],
+        delta: int | None,
+    ) -> None:
+        """Move the keys of rows. See `Rows.plan_moves` for `by` and `position`; delta is the distance of all slots."""
+        places = self._rows.positions_of(held) + by
+        is_token = np.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]
+        tokens.check_positions(who, torch.from_numpy(np.append(places[is_token], position)))
+        moves = self._rows.plan_moves(who, held, by, position)
+        distances = torch.from_numpy(moves.deltas) if delta is None else delta
         rotations = tokens.shift_rotations(ropes, distances, self._stores[0].dtype, self._device)  # before any change
         blocks = torch.from_numpy(self._rows.move(chosen, moves)).long().to(self._device)
         for store, rotation in zip(self._stores, rotations, strict=True):

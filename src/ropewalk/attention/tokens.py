@@ -104,6 +104,29 @@ def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
         raise _checks.error(who, must, _checks.describe(value), "Pass one number for each row.")
 
 
+def moved_positions(who: str, places: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Check `old` and `new` of `move`, and return the new position of each token.
+
+    Args:
+        places: positions of the cached tokens, int64 of any shape, `EMPTY` for empty slots.
+        old, new: see `KVCache.move`.
+    """
+    for x in (old, new):
+        if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.ndim != 1 or len(x) != len(old) or not len(x):
+            must = "old and new must be int64 tensors [n] of one length, at least 1"
+            raise _checks.error(who, must, _checks.describe(x), "Pass the positions of the tokens that move.")
+        check_positions(who, x)
+    old, order = old.to(places.device).sort()
+    which = torch.searchsorted(old, places).clamp(max=len(old) - 1)
+    is_moved = old[which] == places
+    if read_range(old) is not None and ((old[1:] == old[:-1]).any() or not torch.isin(old, places).all()):
+        must, got = "old must be distinct positions of cached tokens", _checks.describe(old)
+        raise _checks.error(
+            who, must, got, "A position that several tokens share is passed once, and they move together."
+        )
+    return torch.where(is_moved, new.to(places.device)[order][which], places)
+
+
 def check_no_window(who: str, name: str, window: int | None, got: str, fix: str) -> None:
     """Raise if the cache has a window, because it may have evicted older keys."""
     if window is not None:

@@ -4,8 +4,8 @@ A rule reproduces the function of the engine that computes frequencies, and name
 models the engine has, and which keys of a config the file of each model reads. Which layers rotate comes from
 `from_config`.
 
-To add an engine, write its file with the rules and with how it rounds, add it to `ENGINES` or `TRAINERS`, and record
-which keys its models read: `tools/recording/tables.py` writes the JSON file beside it.
+To add an engine, write its file with the rules and with how it rounds, add it to `ENGINES`, `MORE_ENGINES` or
+`TRAINERS`, and record which keys its models read: `tools/recording/tables.py` writes the JSON file beside it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ropewalk.engines._override import spellings as spellings
 from ropewalk.engines.automodel import AUTOMODEL
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP
+from ropewalk.engines.lmdeploy import LMDEPLOY
 from ropewalk.engines.maxtext import MAXTEXT
 from ropewalk.engines.megatron import MEGATRON
 from ropewalk.engines.mlx_lm import MLX_LM
+from ropewalk.engines.onnxruntime_genai import ONNXRUNTIME_GENAI
 from ropewalk.engines.sglang import SGLANG
 from ropewalk.engines.torchtitan import TORCHTITAN
 from ropewalk.engines.torchtune import TORCHTUNE
@@ -32,6 +34,9 @@ from ropewalk.engines.vllm import VLLM
 
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
+
+MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY)}
+"""Inference engines of which fewer models were looked up. They are compared only if they are named."""
 
 TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
 """The trainers, by their names in lower case. They are compared only if they are named."""
@@ -48,6 +53,6 @@ def engine(who: str, name: object) -> Engine:
         RopeError: no engine has this name.
     """
     key = name.lower() if isinstance(name, str) else name
-    both = {**ENGINES, **TRAINERS}
-    _checks.choice(who, "engine", key, tuple(both))
-    return both[str(key)]
+    known = {**ENGINES, **MORE_ENGINES, **TRAINERS}
+    _checks.choice(who, "engine", key, tuple(known))
+    return known[str(key)]

@@ -254,6 +254,19 @@ def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
+def yarn_inside_of_pairs(config: ConfigRope, scaling: YaRN, attention: float, notes: tuple[str, ...]) -> Answer:
+    """Return the rope of YaRN as gpt-oss computes it: the ramp is not rounded, and must lie inside of the pairs."""
+    rope, half = config.rope, config.rope.rotary_dim / 2
+    turns = [
+        scaling.original_max_position_embeddings / (2 * math.pi * b) for b in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    low, high = (half * math.log(turn) / math.log(rope.base) for turn in turns)
+    if not 0 < low < high < half - 1:
+        return Answer(None, refusal="the ramp of YaRN must lie inside of the pairs (AssertionError)")
+    scheme = replace(scaling, truncate=False, mscale=None, mscale_all_dim=None)
+    return Answer(config.with_scaling(with_attention_factor(scheme, attention)), notes=notes)
+
+
 def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, extrapolation: float, attention: float) -> Rope:
     """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other scheme fits.
 

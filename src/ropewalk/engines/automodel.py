@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    with_attention_factor,
+    yarn_inside_of_pairs,
     yarn_magnitude,
 )
 from ropewalk.engines.transformers import TRANSFORMERS
@@ -30,7 +29,7 @@ _BY_DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "
 
 def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
     """Return the rope of the class of gpt-oss, which applies YaRN if there is a factor above 1, for every rope_type."""
-    section, rope = config.section, config.rope
+    section = config.section
     factor = to_finite(section.get("factor"), 1.0)
     trained = to_finite(section.get("original_max_position_embeddings"), 4096.0)
     slow, fast = to_finite(section.get("beta_slow"), 1.0), to_finite(section.get("beta_fast"), 32.0)
@@ -41,18 +40,13 @@ def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
     if factor <= 1.0:
         dropped = ("Its class applies no scaling without a factor above 1.",) * (scaling is not None)
         return Answer(config.with_scaling(None), notes=dropped)
-    half = rope.rotary_dim / 2
-    low, high = (half * math.log(trained / (beta * 2 * math.pi)) / math.log(rope.base) for beta in (fast, slow))
-    if not 0 < low < high < half - 1:
-        return Answer(None, refusal="the ramp of YaRN must lie inside of the pairs (AssertionError)")
-    scheme = YaRN(factor, int(trained), beta_fast=fast, beta_slow=slow, truncate=False)
-    scheme = with_attention_factor(scheme, yarn_magnitude(factor))
+    scheme = YaRN(factor, int(trained), beta_fast=fast, beta_slow=slow)
     notes: tuple[str, ...] = ()
     if not isinstance(scaling, YaRN):
         notes = ("Its class applies YaRN for every rope_type with a factor.",)
     elif scaling.truncate:
         notes = ("Its class does not round the ramp.",)
-    return Answer(config.with_scaling(scheme), notes=notes)
+    return yarn_inside_of_pairs(config, scheme, yarn_magnitude(factor), notes)
 
 
 def _deepseek(config: ConfigRope, scaling: Any) -> Answer:

@@ -328,13 +328,19 @@ def _infer_placements(tensors: list[Any], rotation: Rotation, layout: Layout) ->
         ambiguous = ranks > 1 and (one_sequence or (rows is not None and whole[axis] == 1))
         if ambiguous and (learned or any(x.placements[i] != placement for x in tensors)):
             raise _ambiguous(whole[axis], ranks)
-        if table_axis is not None and rows == part[axis] and (ranks == 1 or rows != whole[axis]):
+        # Uneven shards differ, so tables could fit one rank only. Of a single row, a rank has all or none.
+        shards = 1
+        for j, other in enumerate(q.placements):
+            shards *= q.device_mesh.size(j) if other == placement else 1
+        own = part[axis] if whole[axis] % shards == 0 or whole[axis] == 1 else None
+        if table_axis is not None and rows == own and (ranks == 1 or rows != whole[axis]):
             placements[-1] = Shard(table_axis)
             shape[table_axis] = whole[axis]
         elif rows is not None and rows != whole[axis]:
+            or_own = f" or this rank's {own}" if own is not None else f", since {shards} ranks cannot have equal parts"
             raise error(
                 _WHO,
-                f"along axis {axis} of q, cos and sin must have rows for all {whole[axis]} or this rank's {part[axis]}",
+                f"along axis {axis} of q, cos and sin must have rows for all {whole[axis]}{or_own}",
                 f"{rows} rows in shape {tuple(cos.shape)}",
                 "Pass the positions of these tokens, or DTensor positions: rope.at(positions) keeps their placements.",
             )

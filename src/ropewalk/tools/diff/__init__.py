@@ -6,6 +6,7 @@ Only configs are read, and no model is loaded or run. `ropewalk.engines` describ
 from __future__ import annotations
 
 from ropewalk.engines import ENGINES as ENGINES
+from ropewalk.engines import MORE_ENGINES as MORE_ENGINES
 from ropewalk.engines import TRAINERS as TRAINERS
 from ropewalk.tools.diff.between_configs import ConfigDiff as ConfigDiff
 from ropewalk.tools.diff.between_configs import configs as configs

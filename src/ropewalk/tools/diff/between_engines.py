@@ -87,9 +87,9 @@ def engines(
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
             that is compared. None means the longest of the length that the config states and that of its scaled
             context, or twice that length if the frequencies change only beyond it.
-        names: the engines to compare, from `ropewalk.diff.ENGINES` and `TRAINERS`, such as "vllm". An empty collection
-            means all inference engines. The first one that was judged and runs the config is the reference for the
-            others.
+        names: the engines to compare, from `ropewalk.diff.ENGINES`, `MORE_ENGINES` and `TRAINERS`, such as "vllm". An
+            empty collection means those of `ENGINES`. The first one that was judged and runs the config is the
+            reference for the others.
         trainers: compare all trainers as well.
         pairing, base, factor, ignore, download: as in `from_config`.
 
