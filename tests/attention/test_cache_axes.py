@@ -119,29 +119,71 @@ def test_sinks_count_text() -> None:
 @pytest.mark.parametrize("shape", [(3, 2, 3), (3, 1, 4), (2, 4, 3), (1, 3, 2, 4), ()])
 def test_positions_of_another_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        RopeError, match=r"positions must be an int64 tensor \[axes, batch, seq\], \[batch, seq\] = \[2, 4"
+        RopeError, match=r"positions must be an int64 or float32 tensor \[axes, batch, seq\], \[batch, seq\] = \[2, 4"
     ):
         cache_of(2, capacity=20).step(4, positions=torch.zeros(shape, dtype=torch.int64))
 
 
-def test_float_positions_need_rope_at() -> None:
-    """The fix in the error message gives the result of one pass."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_positions_between_integers(dtype: torch.dtype) -> None:
+    """Generated tokens continue after the largest position, with its fraction, also after integers and a shift."""
     torch.manual_seed(0)
-    places, cache, x = PROMPTS + 0.5, cache_of(2, capacity=20), torch.randn(2, 16, HIDDEN, dtype=torch.float64)
-    for dtype in (torch.float32, torch.float64):
-        with pytest.raises(
-            RopeError, match=rf"positions must be integers, int64, got {dtype} of shape \(3, 2, 4\)\. Omit"
-        ):
-            cache.step(4, positions=places[..., :4].to(dtype))
-    outputs = []
-    for piece in (slice(0, 5), slice(5, 15), slice(15, 16)):
-        step, out = cache.step(piece.stop - piece.start), x[:, piece]
-        rotation = ROPE.at(places[..., piece].double(), dtype=torch.float64)
-        with torch.no_grad():
-            for i, layer in enumerate(MODEL):
-                out = out + layer(out, rotation, cache=step.layer(i))
-        outputs.append(out)
-    assert_equals_one_pass(outputs, [x], places)
+    places, cache = (PROMPTS + 0.375).to(dtype), cache_of(2, capacity=30)
+    inputs = [torch.randn(2, seq, HIDDEN, dtype=torch.float64) for seq in (5, 10, 1, 2, 1)]
+    outputs, done = [], 0
+    for x in inputs[:3]:
+        outputs.append(run(cache, x, ROPE, positions=places[..., done : done + x.shape[1]]))
+        done += x.shape[1]
+    assert cache.position.tolist() == [12.375, 12.375]
+    cache.shift(ROPE, torch.tensor([-5, 7]))
+    places = places + torch.tensor([[-5], [7]])
+    integers = torch.tensor([[20, 21], [3, 2]])
+    outputs.append(run(cache, inputs[3], ROPE, positions=integers.expand(3, 2, 2)))
+    assert cache.position.tolist() == [22, 4]
+    outputs.append(run(cache, inputs[4], ROPE))
+    places = torch.cat((places, integers.expand(3, 2, 2), torch.tensor([[22], [4]]).expand(3, 2, 1)), dim=-1)
+    assert_equals_one_pass(outputs, inputs, places)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**32])
+def test_positions_out_of_range(value: float) -> None:
+    with pytest.raises(RopeError, match=r"every position must stay within ±2\*\*31"):
+        cache_of(2, capacity=20).step(1, positions=torch.full((3, 2, 1), value))
+
+
+@pytest.mark.parametrize("delta", [(4, -2, 0), torch.tensor([[4, 0], [-2, 9], [0, 1]])], ids=["tuple", "tensor"])
+def test_shift_by_a_distance_on_each_axis(delta: Any) -> None:
+    torch.manual_seed(0)
+    cache, x, last = cache_of(2, capacity=20), *(torch.randn(2, n, HIDDEN, dtype=torch.float64) for n in (16, 1))
+    before = run(cache, x, ROPE, positions=PROMPTS)
+    key_positions = cache._key_positions[:, :16].clone()
+    cache.shift(ROPE, delta)
+    by = delta[..., None] if isinstance(delta, Tensor) else torch.tensor(delta)[:, None, None].expand(3, 2, 1)
+    assert cache.position.tolist() == (12 + by.amax(0)[:, 0]).tolist()
+    assert torch.equal(cache._key_positions[:, :16], key_positions + by.amax(0))
+    after = run(cache, last, ROPE)
+    places = torch.cat((PROMPTS + by, (12 + by.amax(0)).expand(3, 2, 1)), dim=-1)
+    assert_equals_one_pass([before, after], [x, last], places)
+
+
+@pytest.mark.parametrize(
+    ("delta", "message"),
+    [
+        ((1, 2), "delta of a rope with 3 axes must be a tuple of 3 ints"),
+        ((1, 2, 0.5), "KVCache.shift: delta must be an integer"),
+        (torch.zeros(2, 2, dtype=torch.int64), "Rope.shift: delta"),
+        (torch.zeros(3, 3, dtype=torch.int64), r"KVCache.shift: delta must be an int64 tensor \[batch\] = \[2\]"),
+        (torch.zeros(0, 2, dtype=torch.int64), r"KVCache.shift: delta must be an int64 tensor"),
+    ],
+    ids=str,
+)
+def test_wrong_distances(delta: Any, message: str) -> None:
+    cache = cache_of(2, capacity=20)
+    run(cache, torch.randn(2, 16, HIDDEN, dtype=torch.float64), ROPE, positions=PROMPTS)
+    before = [cache.position.clone(), cache._key_positions.clone(), cache.keys[0].clone()]
+    with pytest.raises(RopeError, match=message):
+        cache.shift(ROPE, delta)
+    assert all(map(torch.equal, before, [cache.position, cache._key_positions, cache.keys[0]]))
 
 
 def test_a_rope_of_another_number_of_axes() -> None:

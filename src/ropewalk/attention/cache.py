@@ -101,9 +101,9 @@ class CacheStep(Step):
     cache keeps its previous tokens; see `KVCache.rollback`.
 
     Attributes:
-        positions: positions of the new tokens, to which they are rotated: int64 `[batch, seq]`, or `[axes, batch, seq]`
-            if such positions were passed. Padding has the position that was passed for it, or that of the token before
-            it. Padding in front of the first token has the position of that token.
+        positions: positions of the new tokens, to which they are rotated: `[batch, seq]`, or `[axes, batch, seq]` if
+            such positions were passed; int64 or float. Padding has the position that was passed for it, or that of the
+            token before it. Padding in front of the first token has the position of that token.
         order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
             before it, or of the first token.
         key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
@@ -267,8 +267,8 @@ class KVCache:
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
-        position: position of the next token of each row, int64 `[batch]`. It equals length unless `shift`, or `at`
-            or `positions` of `step`, has changed it.
+        position: position of the next token of each row, int64 `[batch]`; float64 after float positions. It equals
+            length unless `shift`, or `at` or `positions` of `step`, has changed it.
         keys, values: lists with one tensor for each layer, `[batch, slots + 1, num_kv_heads, head_dim]`, or what
             another store keeps.
 
@@ -359,14 +359,14 @@ class KVCache:
                 cached token at or after this position and all tokens appended after it are dropped immediately. Use it
                 after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
                 evicted keys that would become visible again.
-            positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
-                for a rope with `axes`. They are integers in any order, and several tokens may have the same one
-                (patches of an image). None means consecutive positions from `at` or `KVCache.position`, the same on
-                every axis. Positions only decide rotation; masks, windows and slots follow the order of tokens.
+            positions: positions of the new tokens: int64, float32 or float64, `[batch, seq]`, `[seq]` for all rows, or
+                `[axes, batch, seq]` for a rope with `axes`. They may be in any order, and several tokens may have the
+                same one (patches of an image). None means consecutive positions from `at` or `KVCache.position`, the
+                same on every axis. Positions only decide rotation; masks, windows and slots follow the order of tokens.
                 Afterwards `KVCache.position` is 1 + the largest position of a real token on any axis. Positions are not
                 supported with sinks, because distances to sinks are counted in tokens. Always pass three dimensions for
-                several axes: `[axes, seq]` is read as `[batch, seq]` if batch equals the number of axes. For float
-                positions call `Rope.at` instead of `CacheStep.rotation`.
+                several axes: `[axes, seq]` is read as `[batch, seq]` if batch equals the number of axes. After float
+                positions, those that the cache computes are float64.
 
         Raises:
             RopeError: a shape or dtype does not match, or a position is out of range; at is combined with a window, or
@@ -386,7 +386,10 @@ class KVCache:
                 _checks.describe(positions),
                 "Build the cache with sinks=0, or with capacity.",
             )
-        given = tokens.check_given_positions(who, positions, seq, self.length)
+        given = tokens.check_given_positions(who, positions, seq, self.length, fractions=True)
+        if given is not None and given.is_floating_point() and not self.position.is_floating_point():
+            exact = torch.float32 if given.device.type == "mps" else torch.float64  # MPS has no float64
+            self.position, self._key_positions = self.position.to(exact), self._key_positions.to(exact)
         if at is not None:
             self._truncate(at, added)
         new = tokens.place_tokens(real, seq, self.length, self.position, given)
@@ -406,32 +409,40 @@ class KVCache:
         self._pending = None if torch.compiler.is_compiling() else step
         return step
 
-    def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
+    def shift(self, rope: Rope | Sequence[Rope | None], delta: int | tuple[int, ...] | Tensor) -> None:
         """Move every cached key, and the position of the next token, by `delta` positions. No key is recomputed.
 
         The keys are only rotated: their attention factor is not applied again. Each call rounds them once.
 
         Args:
             rope: the rope that rotated the keys; or a list with one for each layer, None for a layer that does not
-                rotate. With `axes`, keys move by delta along each axis.
+                rotate.
             delta: distance in tokens, negative to move back: an int, or an int64 tensor `[batch]` with one for each
-                row. With `SelfExtend` pass a multiple of its group; otherwise tokens would change groups.
+                row. For a distance on each of several axes, a tuple or an int64 tensor `[axes, batch]`: then the next
+                position and `key_positions` move by the largest. With `SelfExtend` pass a multiple of its group;
+                otherwise tokens would change groups.
 
         Raises:
             RopeError: an argument has a wrong type, shape or value, or only some layers have appended (see `rollback`).
         """
         self._check_finished("KVCache.shift")
         ropes = tokens.rope_of_each_layer("KVCache.shift", rope, self.num_layers, self._heads[1], self._latent)
-        by: int | Tensor = delta
+        by: int | tuple[int, ...] | Tensor = delta
+        most: int | Tensor
+        each: int | Tensor
         if isinstance(delta, Tensor):
-            tokens.check_per_row("KVCache.shift", "delta", delta, self.length)
-            by = delta[:, None].expand_as(self._key_positions)
+            most = delta.amax(0) if delta.ndim == 2 and len(delta) else delta
+            tokens.check_per_row("KVCache.shift", "delta", most, self.length)
+            by = delta[..., None].expand(*delta.shape, self._key_positions.shape[1])
+            each = most[:, None]
         else:
-            _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
-        moved = torch.where(self._key_positions == EMPTY, EMPTY, self._key_positions + by)
-        tokens.check_positions("KVCache.shift", self.position + delta)
+            for one in delta if isinstance(delta, tuple) else (delta,):
+                _checks.integer("KVCache.shift", "delta", one, at_least=-(2**31), at_most=2**31)
+            most = each = max(delta, default=0) if isinstance(delta, tuple) else delta
+        moved = torch.where(self._key_positions == EMPTY, EMPTY, self._key_positions + each)
+        tokens.check_positions("KVCache.shift", self.position + most)
         self._move("KVCache.shift", ropes, by, moved, None)
-        self.position.add_(delta)
+        self.position.add_(most)
 
     def move(self, rope: Rope | Sequence[Rope | None], row: int, old: Tensor, new: Tensor) -> None:
         """Move the cached keys of a row that are at the positions `old` to the positions `new`.
@@ -458,12 +469,17 @@ class KVCache:
             raise _checks.error(who, must, f"sinks={self.sinks}", "Build the cache with sinks=0, or with capacity.")
         moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
         moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
-        by = (moved - self._key_positions)[row : row + 1]
+        by = (moved - self._key_positions)[row : row + 1].to(torch.int64)
         self._move(who, ropes, by, moved, torch.tensor([row], device=by.device))
         self.position[row] = places.masked_fill(places == EMPTY, -1).amax() + 1
 
     def _move(
-        self, who: str, ropes: Sequence[Rope | None], by: int | Tensor, moved: Tensor, rows: Tensor | None
+        self,
+        who: str,
+        ropes: Sequence[Rope | None],
+        by: int | tuple[int, ...] | Tensor,
+        moved: Tensor,
+        rows: Tensor | None,
     ) -> None:
         """Rotate the keys of rows by the distances `by`, None for all rows, and replace all positions."""
         tokens.check_positions(who, moved.masked_fill(moved == EMPTY, 0))

@@ -6,7 +6,7 @@ Values are read only where this is free: on the CPU outside of torch.compile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ class NewTokens(NamedTuple):
 
     Attributes:
         order: index of each token in its row, int64 `[batch, seq]`. Padding has the index of the token before it.
-        positions: positions to which the tokens are rotated, int64 `[batch, seq]` or `[axes, batch, seq]`.
-        place: one position for each token, the largest over the axes, int64 `[batch, seq]`.
-        length, position: number of tokens and next position of each row after the step, int64 `[batch]`.
+        positions: positions to which the tokens are rotated, int64 or float `[batch, seq]` or `[axes, batch, seq]`.
+        place: one position for each token, the largest over the axes, `[batch, seq]`, in the dtype of position.
+        length, position: number of tokens and next position of each row after the step, `[batch]`; length is int64.
     """
 
     order: Tensor
@@ -54,23 +54,23 @@ def place_tokens(real: Tensor | None, seq: int, length: Tensor, position: Tensor
     if given is None:
         positions = position[:, None] + index
         return NewTokens(order, positions, positions, total, position + added)
-    place = given if given.ndim == 2 else given.amax(0)
+    place = (given if given.ndim == 2 else given.amax(0)).to(position.dtype)
     if real is None:
         return NewTokens(order, given, place, total, place.amax(1) + 1)
     largest = place.masked_fill(~real, -EMPTY).amax(1)
     return NewTokens(order, given, place, total, torch.where(real.any(1), largest + 1, position))
 
 
-def read_range(numbers: Tensor) -> tuple[int, int] | None:
+def read_range(numbers: Tensor) -> tuple[Any, Any] | None:
     """Return the smallest and the largest number, or None if reading them would synchronize or break a graph.
 
     Args:
-        numbers: integers of any shape, at least one, such as `[batch]`.
+        numbers: numbers of any shape, at least one, such as `[batch]`. If one is nan, so is the result.
     """
     if torch.compiler.is_compiling() or numbers.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(numbers)
-    return int(smallest), int(largest)
+    return smallest.item(), largest.item()
 
 
 def check_shape(who: str, num_layers: int, num_kv_heads: int, head_dim: int, dtype: object) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ def check_dtype(who: str, value: object) -> None:
 def check_positions(who: str, positions: Tensor) -> None:
     """Raise if a position is not in ±2³¹, where `read_range` can read it. So sums of positions cannot overflow."""
     bounds = read_range(positions)
-    if bounds is not None and max(-bounds[0], bounds[1]) > 2**31:
+    if bounds is not None and not max(-bounds[0], bounds[1]) <= 2**31:  # nan is not either
         got = f"positions from {bounds[0]} to {bounds[1]}"
         raise _checks.error(who, "every position must stay within ±2**31", got, "Pass numbers in this range.")
 
@@ -151,12 +151,17 @@ def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tenso
     return attention_mask != 0
 
 
-def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tensor) -> Tensor | None:
-    """Check the positions of `step` and return a copy, int64 `[batch, seq]` or `[axes, batch, seq]`."""
+def check_given_positions(
+    who: str, value: Tensor | None, seq: int, length: Tensor, *, fractions: bool = False
+) -> Tensor | None:
+    """Check the positions of `step` and return a copy, `[batch, seq]` or `[axes, batch, seq]`.
+
+    They are int64, or with fractions also float32 or float64.
+    """
     if value is None:
         return None
     batch = length.shape[0]
-    if isinstance(value, Tensor) and value.is_floating_point():
+    if isinstance(value, Tensor) and value.is_floating_point() and not fractions:
         raise _checks.error(
             who,
             "positions must be integers, int64",
@@ -166,13 +171,13 @@ def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tens
         )
     if (
         not isinstance(value, Tensor)
-        or value.dtype != torch.int64
+        or value.dtype not in (torch.int64, *((torch.float32, torch.float64) if fractions else ()))
         or (value.shape != (seq,) and (value.ndim not in (2, 3) or value.shape[-2:] != (batch, seq)))
         or value.device != length.device
     ):
         raise _checks.error(
             who,
-            "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
+            f"positions must be an int64 {'or float32 ' * fractions}tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {length.device}",
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
@@ -211,13 +216,14 @@ def check_latent(who: str, name: str, rotary_offset: int, latent: int | None) ->
 
 
 def shift_rotations(
-    ropes: Sequence[Rope | None], delta: int | Tensor, dtype: torch.dtype, device: torch.device
+    ropes: Sequence[Rope | None], delta: int | tuple[int, ...] | Tensor, dtype: torch.dtype, device: torch.device
 ) -> list[Rotation | None]:
-    """Return the rotation that moves the keys of each layer by delta, which is the same on every axis of a rope.
+    """Return the rotation that moves the keys of each layer by delta.
 
     Args:
         ropes: the rope of each layer, None if it does not rotate.
-        delta: distance in tokens, an int or int64 `[blocks, block_size]`.
+        delta: distance in tokens, an int or int64 `[blocks, block_size]`, the same on every axis of a rope; or one for
+            each axis, a tuple or `[axes, blocks, block_size]`.
         dtype, device: of the keys.
     """
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -225,8 +231,9 @@ def shift_rotations(
     for rope in ropes:
         if rope is not None and rope not in made:
             by: int | tuple[int, ...] | Tensor = delta
-            if rope.axes is not None:
-                count = rope.axes.count
-                by = delta.expand(count, -1, -1) if isinstance(delta, Tensor) else (delta,) * count
+            if rope.axes is not None and isinstance(delta, int):
+                by = (delta,) * rope.axes.count
+            elif rope.axes is not None and isinstance(delta, Tensor) and delta.ndim == 2:
+                by = delta.expand(rope.axes.count, -1, -1)
             made[rope] = rope.shift(by, device=device, dtype=precise)
     return [None if rope is None else made[rope] for rope in ropes]
