@@ -180,10 +180,11 @@ class Requests:
         places = torch.tensor([[starts[row]] for row in chosen]) + (real.cumsum(1) - 1).clamp(min=0)
         if self.draw.random() < 0.2:
             options["positions"] = places = torch.randint(-9, 9, (len(chosen), seq))
-        least = sum(
-            -(-(len(kept[row]) + int(real[i].sum())) // self.size) - -(-len(self.tokens[row]) // self.size)
-            for i, row in enumerate(chosen)
-        )
+        ends = {row: -(-len(kept[row]) // self.size) for row in chosen} if at else {}
+        held = {row: blocks for row, (blocks, _) in blocks_of(self.cache).items()}
+        dropped = set().union(*held.values()).difference(*(held[row][: ends.get(row)] for row in held))
+        new = (-(-(len(kept[row]) + int(real[i].sum())) // self.size) for i, row in enumerate(chosen))
+        least = sum(new) - sum(-(-len(kept[row]) // self.size) for row in chosen) - len(dropped)
         free, unheld = self.cache.free_blocks, self.count_unheld()
         steps: list[PagedStep] = []
         if self.is_refused(lambda: steps.append(self.cache.step(seq, **options))):

@@ -301,7 +301,8 @@ class Step(ABC):
         if not isinstance(rotation, (Rotation, TwoPass)):
             raise not_a_rotation(self._who, rotation)
         near = rotation if rotation.passes == 1 else rotation.near
-        check_latent(self._who, "rotation", near.rotary_offset, self._latent)
+        if self._latent is not None:
+            check_latent(self._who, "rotation", near.rotary_offset, self._latent)
         if near.tokens != self.order.shape:
             raise _checks.error(
                 self._who,
@@ -397,7 +398,8 @@ class LayerCache:
             must = "scale must be given, and norm None, in a cache with latent rows"
             fix = "Pass (qk_nope_head_dim + qk_rope_head_dim)**-0.5 as scale, and normalize the latent before."
             raise _checks.error(step._who, must, f"scale={scale} and norm={_checks.shown(norm)}", fix)
-        v = self._values(k, v)
+        if v is None or step._latent is not None:
+            v = self._values(k, v)
         if rotation is not None:
             rotation = step._prepare(rotation)
         if mask is not None:

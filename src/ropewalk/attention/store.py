@@ -137,12 +137,14 @@ class PlainStore:
     ) -> Tensor | None:
         if self.latent is not None:
             return None
-        store = qk_norm.StoreArguments(v, self.keys, self.values, slots)
+        store = qk_norm.StoreArguments(v, self.keys, self._kept[1], slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
+        if self.latent is not None:
+            return None
+        return attend_cached(q, far_q, self.keys, self._kept[1], visible, scale=scale)
 
     def read(
         self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None

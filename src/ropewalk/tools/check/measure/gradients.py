@@ -99,9 +99,9 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
 
 def _is_claimed(out: Tensor) -> bool:
     """Return whether a `torch.autograd.Function` computes the gradient of a result."""
-    nodes, seen = [out.grad_fn], {None}
+    nodes, seen = [out.grad_fn], set[Any]()
     while nodes:
-        if (node := nodes.pop()) not in seen:
+        if (node := nodes.pop()) is not None and node not in seen:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
