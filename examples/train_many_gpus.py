@@ -34,7 +34,6 @@ from torch.distributed.tensor.parallel import (
 
 import ropewalk
 from ropewalk.parallel import ContextParallel, HeadwiseParallel
-from ropewalk.positions import context_parallel
 
 
 class MLP(nn.Module):
@@ -123,14 +122,13 @@ def train(options: argparse.Namespace) -> None:
 
     rope = ropewalk.Rope(head_dim=options.hidden // options.heads, base=10_000.0, pairing="half")
     group = mesh["context"].get_group()
-    places = context_parallel(options.seq, dist.get_rank(group), options.context, "head-tail")
     text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8).long()
     for step in range(options.steps):
         tokens = batch(text, step, options.rows, options.seq).chunk(data)[mesh.get_local_rank("data")]
-        inputs, labels = (tokens[:, places + shift].to(device) for shift in (0, 1))
-        rotation = rope.at(places, device=device)  # for all tokens that attention on this rank receives
-        context = ContextParallel(places.to(device), group) if options.context > 1 else None
-        loss = model(inputs, labels, rotation, context)
+        context = ContextParallel(options.seq, group, device=device)
+        inputs, labels = (tokens.to(device)[:, context.places + shift] for shift in (0, 1))
+        rotation = rope.at(context.positions)  # for all tokens that attention on this rank receives
+        loss = model(inputs, labels, rotation, context if options.context > 1 else None)
         optimizer.zero_grad()
         loss.backward()
         # With --tensor, PyTorch logs once that it reduces the norm over one axis of the mesh after another.

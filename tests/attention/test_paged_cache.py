@@ -14,6 +14,8 @@ SIZES: list[dict[str, Any]] = [
     {"blocks": 6, "block_size": 16, "layout": "HND"},
     {"blocks": 16, "block_size": 3, "window": 5},
     {"blocks": 12, "block_size": 4, "window": 1},
+    {"blocks": 12, "block_size": 4, "store": "int8"},
+    {"blocks": 16, "block_size": 3, "window": 5, "store": "fp8"},
 ]
 
 

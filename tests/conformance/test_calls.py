@@ -319,7 +319,7 @@ class Hub:
         return results[0], results[1]
 
 
-NO_GRADIENT = {"no-gradient", "in-place-gradient", "wrong-gradient"}  # of kernels for inference that write in place
+NO_GRADIENT = {"no-gradient"}  # of kernels for inference
 RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "flash-attention": (Flash.apply_rotary_emb, {}),
     "flash-attention, interleaved": (Flash.apply_rotary_emb, {"pairing": "interleaved"}),
@@ -429,12 +429,12 @@ class TestLanguage:
         ],
     )
     def test_of_parameters_without_known_names(self, function: Any, call: str) -> None:
-        report = conformance.check(function, call=call, ignore=["no-gradient", "wrong-gradient", "in-place-gradient"])
+        report = conformance.check(function, call=call, ignore=["no-gradient"])
         assert report.found["pairing"] == "half"
         assert report.verdict == "right", str(report)
 
     def test_a_literal_is_passed(self) -> None:
-        ignored = ["no-gradient", "wrong-gradient", "in-place-gradient"]
+        ignored = ["no-gradient"]
         call = "x,cos_sin_cache,positions,d=False -> x"
         assert conformance.check(unnamed, call=call, ignore=ignored).found["pairing"] == "interleaved"
         given: dict[str, Any] = {"call": "x,cos_sin_cache,positions -> x", "arguments": {"d": False}}
@@ -464,7 +464,7 @@ class TestLanguage:
             FlashInfer.apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox)
 
         for operator in (rotate_, torch.ops.ropewalk_test_calls.rotate_):
-            report = conformance.check(operator, ignore=["no-gradient", "wrong-gradient", "in-place-gradient"])
+            report = conformance.check(operator, ignore=["no-gradient"])
             assert report.verdict == "right", str(report)
             assert report.found["layout"] == "thd"
 

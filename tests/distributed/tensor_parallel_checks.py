@@ -22,7 +22,6 @@ from attention_oracle import Rotary
 from ropewalk import KVCache, LearnedRope, PagedKVCache, Rope, RopeError, RotaryAttention, Rotation, SelfExtend
 from ropewalk.kernels import backend
 from ropewalk.parallel import ContextParallel, HeadwiseParallel
-from ropewalk.positions import context_parallel
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 HIDDEN, HEADS, HEAD_DIM, SEQ, EPS = 12, 4, 6, 8, 1e-6
@@ -289,8 +288,8 @@ def with_context_parallel(world: int) -> None:
     sharded(attention, mesh["heads"])
     right = wanted(x, weights, 2)
     (right * factor).sum().backward()
-    places = context_parallel(SEQ, mesh.get_local_rank("context"), 2, "head-tail")
-    cache = ContextParallel(places, mesh["context"].get_group())
+    cache = ContextParallel(SEQ, mesh["context"].get_group())
+    places = cache.places
     out = attention(x.detach()[:, places], ROPE.at(places, dtype=torch.float64), cache=cache)
     torch.testing.assert_close(out, right[:, places], **EXACT)
     (out * factor[:, places]).sum().backward()

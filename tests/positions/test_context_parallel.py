@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from ropewalk import RopeError
 from ropewalk.positions import context_parallel
@@ -66,18 +67,16 @@ def test_written_out() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_head_tail_equals_torch(size: int) -> None:
-    attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
-    if not hasattr(attention, "_HeadTailLoadBalancer"):
-        pytest.skip("this PyTorch has no such class")
-    theirs = attention._HeadTailLoadBalancer(16, size, torch.device("cpu"))._generate_indices(restore=False)
+    theirs = _HeadTailLoadBalancer(16, size, torch.device("cpu"))._generate_indices(restore=False)
     ours = [context_parallel(16, rank, size, "head-tail").tolist() for rank in range(size)]
     assert ours == theirs.view(size, -1).tolist()
 
 
 def test_documents_sharded_separately() -> None:
-    """Documents of 8 and 4 tokens, each sharded separately over two ranks."""
-    rows = [torch.cat([context_parallel(n, rank, 2, "head-tail") for n in (8, 4)]).tolist() for rank in range(2)]
-    assert rows == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
+    """Documents of 8 and 4 tokens and padding of 4 tokens, each sharded separately over two ranks."""
+    ends = torch.tensor([0, 8, 8, 12])
+    rows = [context_parallel(16, rank, 2, "per-document", ends).tolist() for rank in range(2)]
+    assert rows == [[0, 1, 6, 7, 0, 3, 0, 3], [2, 3, 4, 5, 1, 2, 1, 2]]
 
 
 def test_on_a_device() -> None:
@@ -107,7 +106,10 @@ CU = torch.tensor([0, 8])
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: context_parallel(8, 0, 2, "zigzag"), "order must be one of 'contiguous', 'head-tail', 'striped'"),
+        (
+            lambda: context_parallel(8, 0, 2, "zigzag"),
+            "order must be one of 'contiguous', 'head-tail', 'per-document', 'striped'",
+        ),
         (lambda: context_parallel(8, 2, 2, "striped"), "rank must be an integer from 0 to 1, got 2"),
         (lambda: context_parallel(8, -1, 2, "striped"), "rank must be an integer from 0 to 1, got -1"),
         (lambda: context_parallel(8, 0, 0, "striped"), "size must be an integer of at least 1, got 0"),
@@ -122,6 +124,16 @@ CU = torch.tensor([0, 8])
             lambda: context_parallel(10, 0, 2, "head-tail"),
             "seq must be a multiple of 4 to be sharded over 2 ranks in the order 'head-tail', got 10. "
             "Pad the sequence to",
+        ),
+        (lambda: context_parallel(8, 0, 2, "per-document"), "cu_seqlens must be a non-empty int32 or int64 tensor"),
+        (
+            lambda: context_parallel(8, 0, 2, "per-document", torch.tensor([0, 8, 6])),
+            "cu_seqlens must start with 0, must not decrease and must not exceed total=8, got [0, 8, 6]",
+        ),
+        (
+            lambda: context_parallel(8, 0, 2, "per-document", torch.tensor([0, 2])),
+            "each document must be a multiple of 4 to be sharded over 2 ranks in the order 'per-document', got 2 "
+            "tokens from 0 to 2. Pad the document to 4 tokens.",
         ),
         (lambda: context_parallel(8, 0, 2, "striped", [0, 8]), "cu_seqlens must be a non-empty int32 or int64 tensor"),
         (

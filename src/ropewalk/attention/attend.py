@@ -202,7 +202,7 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scal
     )
     if heads == kv_heads:
         return attended[:, :, :1].transpose(1, 2)
-    return attended.reshape(batch, heads, seq, head_dim).transpose(1, 2)
+    return attended.reshape(batch, heads, seq, v.shape[-1]).transpose(1, 2)
 
 
 def not_a_rotation(who: str, rotation: object) -> _checks.RopeError:

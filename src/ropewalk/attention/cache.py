@@ -147,6 +147,7 @@ class CacheStep(Step):
         super().__init__(
             cache._stores,
             cache._heads,
+            cache._latent,
             cache.window,
             positions=new.positions,
             order=new.order,
@@ -256,8 +257,13 @@ class KVCache:
             StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). See `CacheStep.rotation`.
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
-        store: how each layer keeps its keys and values: a class as `ropewalk.attention.store.Store` describes it. None
-            keeps them as they are, in `dtype`.
+        store: how each layer keeps its keys and values. None keeps them as they are, in `dtype`. "int8" and "fp8" keep
+            8 bits for each number and a scale for each head of a token (`ropewalk.attention.quantized.QuantizedStore`
+            states the error). Or a class as `ropewalk.attention.store.Store` describes it.
+        latent: number of channels, the first ones of head_dim, that are also the values, so only keys are stored. A
+            model with multi-head latent attention (DeepSeek, Kimi) has kv_lora_rank, one head, and head_dim
+            kv_lora_rank + qk_rope_head_dim, and absorbs the projections of keys and values into q and the output. Its
+            rope rotates only the last channels (`rotary_offset=latent`). None keeps values.
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
@@ -297,7 +303,8 @@ class KVCache:
         sinks: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        store: Callable[..., Store] | None = None,
+        store: Callable[..., Store] | str | None = None,
+        latent: int | None = None,
     ) -> None:
         who = "KVCache"
         self.num_layers, *heads = tokens.check_shape(who, num_layers, num_kv_heads, head_dim, dtype)
@@ -314,13 +321,22 @@ class KVCache:
         self.window = None if window is None else _checks.length(who, "window", window)
         self._ring, self._heads = Ring(self.capacity, self.window, self.sinks), (heads[0], heads[1])
         shape = (batch, self._ring.count + 1)
-        self._stores = create_stores(who, store, self.num_layers, (*shape, *self._heads), dtype, device)
-        self.keys, self.values = [store.keys for store in self._stores], [store.values for store in self._stores]
+        size = (*shape, *self._heads)
+        self._stores = create_stores(who, store, self.num_layers, size, dtype, device, latent=latent)
+        self._latent = latent
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
         self._row = torch.arange(batch, device=device)[:, None]
         self._pending: CacheStep | None = None  # the newest step; None if it was planned under torch.compile
+
+    @property
+    def keys(self) -> list[Tensor]:
+        return [store.keys for store in self._stores]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [store.values for store in self._stores]
 
     def step(
         self,
@@ -405,7 +421,7 @@ class KVCache:
             RopeError: an argument has a wrong type, shape or value, or only some layers have appended (see `rollback`).
         """
         self._check_finished("KVCache.shift")
-        ropes = tokens.rope_of_each_layer("KVCache.shift", rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer("KVCache.shift", rope, self.num_layers, self._heads[1], self._latent)
         by: int | Tensor = delta
         if isinstance(delta, Tensor):
             tokens.check_per_row("KVCache.shift", "delta", delta, self.length)
@@ -435,7 +451,7 @@ class KVCache:
         """
         who = "KVCache.move"
         self._check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
         row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
         if self.sinks:
             must = "the cache must have no sinks, whose distances are counted in tokens"

@@ -41,7 +41,7 @@ def attend_cached(
     """
     if not torch.compiler.is_compiling():
         return _run(q, far_q, keys, values, visible, scale)
-    supported = backend.FAST_PATH and q.is_cpu and keys.shape == values.shape and _fits(q, far_q, keys, values)
+    supported = backend.FAST_PATH and q.is_cpu and _fits(q, far_q, keys, values)
     if not supported or torch.compiler.is_exporting():
         return None
     attended: Tensor = torch.ops.ropewalk.attend_cached.default(q, far_q, keys, values, *visible, scale)
@@ -81,7 +81,7 @@ def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor) -> bool
         return False
     if q.dtype not in _DTYPES or not q.dtype == keys.dtype == values.dtype:
         return False
-    return bool(keys.stride(-1) == values.stride(-1) == 1)
+    return bool(keys.stride(-1) == values.stride(-1) == 1) and keys.shape == values.shape
 
 
 # Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.

@@ -106,6 +106,7 @@ class PagedStep(Step):
         super().__init__(
             cache._stores,
             cache._heads,
+            cache._latent,
             window,
             positions=new.positions.to(device),
             order=new.order.to(device),
@@ -280,7 +281,8 @@ class PagedKVCache:
             if flex is False, first gather the blocks of the rows. flex requires the layout "NHD".
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
-        store: as in `KVCache`. Another store than the plain one has neither `flex` nor a memory layout.
+        store, latent: as in `KVCache`. Another store than the plain one has neither `flex` nor a memory layout, and
+            latent rows no `flex`.
 
     Attributes:
         keys, values: lists with one tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`, or what
@@ -327,7 +329,8 @@ class PagedKVCache:
         flex: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        store: Callable[..., Store] | None = None,
+        store: Callable[..., Store] | str | None = None,
+        latent: int | None = None,
     ) -> None:
         num_layers, *heads = tokens.check_shape(_NAME, num_layers, num_kv_heads, head_dim, dtype)
         # Block numbers are int32 in the tables of attention kernels.
@@ -337,9 +340,11 @@ class PagedKVCache:
         if store is not None and (flex or layout == "HND"):
             must, fix = "layout must be 'NHD' and flex False with another store", "Omit store, or layout and flex."
             raise _checks.error(_NAME, must, f"layout={layout!r} and flex={flex}", fix)
-        shape = (blocks, block_size, heads[0], heads[1])
-        stores = create_stores(_NAME, store, num_layers, shape, dtype, device, heads_first=layout == "HND")
-        self._initialize(_NAME, stores, shape, window, flex)
+        if latent is not None and flex:
+            raise _checks.error(_NAME, "flex must be False with latent rows", f"flex={flex}", "Omit flex.")
+        shape, first = (blocks, block_size, heads[0], heads[1]), layout == "HND"
+        stores = create_stores(_NAME, store, num_layers, shape, dtype, device, heads_first=first, latent=latent)
+        self._initialize(_NAME, stores, shape, window, flex, latent)
 
     @classmethod
     def from_pools(
@@ -366,10 +371,16 @@ class PagedKVCache:
         return cache
 
     def _initialize(
-        self, who: str, stores: Sequence[Store], shape: tuple[int, int, int, int], window: int | None, flex: bool
+        self,
+        who: str,
+        stores: Sequence[Store],
+        shape: tuple[int, int, int, int],
+        window: int | None,
+        flex: bool,
+        latent: int | None = None,
     ) -> None:
+        self._latent = latent
         self._stores, self.num_layers = stores, len(stores)
-        self.keys, self.values = [store.keys for store in stores], [store.values for store in stores]
         self.window = None if window is None else _checks.length(who, "window", window)
         self.flex = _checks.boolean(who, "flex", flex)
         for pool in (*self.keys, *self.values) if flex else ():
@@ -384,6 +395,14 @@ class PagedKVCache:
         self._heads, self._device = (heads[0], heads[1]), stores[0].keys.device
         self._rows = Rows(stores, blocks, self.block_size, self.window)
         self._scratch = Scratch((self.block_size, *self._heads), stores[0].dtype, self._device)
+
+    @property
+    def keys(self) -> list[Tensor]:
+        return [store.keys for store in self._stores]
+
+    @property
+    def values(self) -> list[Tensor]:
+        return [store.values for store in self._stores]
 
     @property
     def rows(self) -> list[int]:
@@ -558,7 +577,7 @@ class PagedKVCache:
         who = f"{_NAME}.shift"
         _, chosen = self._rows.select(who, rows)
         self._rows.check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
         held = self._rows.table.select(chosen)
         if isinstance(delta, Tensor):
             tokens.check_per_row(who, "delta", delta, torch.from_numpy(held.length))
@@ -582,7 +601,7 @@ class PagedKVCache:
         who = f"{_NAME}.move"
         _, chosen = self._rows.select(who, [row])
         self._rows.check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1])
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._heads[1], self._latent)
         held = self._rows.table.select(chosen)
         places = self._rows.positions_of(held)
         is_token = np.arange(places.shape[1]) < self._rows.in_blocks(held)[:, None]

@@ -16,6 +16,7 @@ from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and
 from ropewalk.attention.cached import MAX_TOKENS
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.store import Store
+from ropewalk.attention.tokens import check_latent
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
@@ -41,6 +42,7 @@ class Step(ABC):
     Args:
         stores: the store of each layer.
         heads: num_kv_heads and head_dim of the cache.
+        latent: the argument `latent` of the cache.
         window: number of tokens that each token attends to. None means no limit.
         positions, order: as in `CacheStep`.
         flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
@@ -61,6 +63,7 @@ class Step(ABC):
         self,
         stores: Sequence[Store],
         heads: tuple[int, int],
+        latent: int | None,
         window: int | None,
         *,
         positions: Tensor,
@@ -75,7 +78,7 @@ class Step(ABC):
         previous: Step | None,
     ) -> None:
         self.positions, self.order, self.causal = positions, order, causal
-        self._stores, self._heads, self._window = stores, heads, window
+        self._stores, self._heads, self._latent, self._window = stores, heads, latent, window
         self._flat_slots, self._filled, self._keys = flat_slots, filled, keys
         self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
@@ -298,6 +301,7 @@ class Step(ABC):
         if not isinstance(rotation, (Rotation, TwoPass)):
             raise not_a_rotation(self._who, rotation)
         near = rotation if rotation.passes == 1 else rotation.near
+        check_latent(self._who, "rotation", near.rotary_offset, self._latent)
         if near.tokens != self.order.shape:
             raise _checks.error(
                 self._who,
@@ -348,7 +352,7 @@ class LayerCache:
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None = None,
         *,
         rotation: Rotation | TwoPass | None = None,
         mask: Tensor | BlockMask | None = None,
@@ -365,20 +369,20 @@ class LayerCache:
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
-            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
+            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`. With `latent`, omit v.
             rotation: `step.rotation(rope)`, `rope.at(step.positions)`, or
                 `SelfExtend.at(step.positions, step.key_positions)`. None leaves q and k unchanged. Pass None if they
                 are already rotated or the layer does not rotate.
             mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `step.key_positions`:
                 bool (True: the query attends to the key) or additive in the dtype of q. It is combined with
                 `step.mask`. None means `step.mask` alone.
-            scale: factor of the scores. None means head_dim^(−1/2).
-            norm: norm of q and k, applied before rotation. None disables it.
+            scale: factor of the scores. None means head_dim^(−1/2). A cache with `latent` requires it.
+            norm: norm of q and k, applied before rotation. None disables it, as a cache with `latent` requires.
             window: number of tokens that each token attends to in this layer, itself included. None means as many as in
                 the cache.
 
         Returns:
-            `[batch, seq, heads, head_dim]`.
+            `[batch, seq, heads, head_dim]`, or with `latent` `[batch, seq, heads, latent]`.
 
         Raises:
             RopeError: as `append`; the cache has a shorter window; or q, rotation or mask does not match this step.
@@ -389,6 +393,11 @@ class LayerCache:
         if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
             must = f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads"
             raise _checks.error(step._who, must, f"{tuple(q.shape)}", _FIX)
+        if step._latent is not None and (scale is None or norm is not None):
+            must = "scale must be given, and norm None, in a cache with latent rows"
+            fix = "Pass (qk_nope_head_dim + qk_rope_head_dim)**-0.5 as scale, and normalize the latent before."
+            raise _checks.error(step._who, must, f"scale={scale} and norm={_checks.shown(norm)}", fix)
+        v = self._values(k, v)
         if rotation is not None:
             rotation = step._prepare(rotation)
         if mask is not None:
@@ -435,7 +444,19 @@ class LayerCache:
         self.step._mark_stored(self._stored, is_last=self._is_last)
         return rotated
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _values(self, k: Tensor, v: Tensor | None) -> Tensor:
+        """Return the values of the new tokens: v, or the first channels of k in a cache with latent rows."""
+        latent = self.step._latent
+        if (v is None) != (latent is not None):
+            must = (
+                "v must be given"
+                if latent is None
+                else f"v must be None: the values are the first {latent} channels of k"
+            )
+            raise _checks.error(self.step._who, must, "None" if v is None else _checks.describe(v), _FIX)
+        return k[..., :latent] if v is None else v
+
+    def append(self, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return the keys and values to attend over.
 
         Use it with your own attention; `attend` calls it as well. The last layer must append last: the cache then
@@ -443,7 +464,7 @@ class LayerCache:
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
-            v: values of the same shape.
+            v: values of the same shape. Omit them in a cache with `latent`.
 
         Returns:
             Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `step.key_positions`, with empty slots,
@@ -454,18 +475,19 @@ class LayerCache:
                 this layer has already appended; the step is not the newest of its cache; or this is the last layer and
                 another one has not appended. Nothing has been stored then.
         """
-        return self._append(k, v, every=True)
+        return self._append(k, self._values(k, v), every=True)
 
-    def write(self, k: Tensor, v: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor | None = None) -> None:
         """Store the keys and values of the new tokens as `append` does, for a kernel of your own that reads the cache.
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
-            v: values of the same shape.
+            v: values of the same shape. Omit them in a cache with `latent`.
 
         Raises:
             RopeError: as `append`. Nothing is stored then.
         """
+        v = self._values(k, v)
         self._check_new(k, v)
         self.step._write(self._store, k, v)
         self.step._mark_stored(self._stored, is_last=self._is_last)
@@ -492,8 +514,8 @@ class LayerCache:
     def _check_new(self, k: Tensor, v: Tensor) -> None:
         """Raise unless k and v match the tokens of this step, and this layer may store them."""
         step, dtype, device = self.step, self._store.dtype, self.step.order.device
-        expected = (*step.order.shape, *step._heads)
-        for name, new in (("k", k), ("v", v)):
+        shape = (*step.order.shape, *step._heads)
+        for name, new, expected in (("k", k, shape), ("v", v, (*shape[:3], step._latent or shape[3]))):
             if new.shape != expected or new.dtype != dtype or new.device != device:
                 fix = _FIX
                 if new.shape == expected and new.device == device:

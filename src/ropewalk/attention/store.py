@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.quantized import STORES
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
@@ -114,19 +115,28 @@ class PlainStore:
     """Keys and values as two tensors `[blocks, block_size, kv_heads, head_dim]` with any strides.
 
     Args:
-        keys, values: the memory, which is used as it is.
+        keys: the memory, which is used as it is.
+        values: likewise; or the number of the first channels of `keys` that are the values (MLA).
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values, self.dtype = keys, values, keys.dtype
+    def __init__(self, keys: Tensor, values: Tensor | int) -> None:
+        self.latent = None if isinstance(values, Tensor) else values
+        self.keys, self.dtype = keys, keys.dtype
+        self._kept = [keys, values] if isinstance(values, Tensor) else [keys]
+
+    @property
+    def values(self) -> Tensor:
+        return self._kept[1] if self.latent is None else self.keys[..., : self.latent]
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        self.keys.index_put_(slots, k)
-        self.values.index_put_(slots, v)
+        for kept, new in zip(self._kept, (k, v), strict=False):
+            kept.index_put_(slots, new)
 
     def rotate_and_write(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
     ) -> Tensor | None:
+        if self.latent is not None:
+            return None
         store = qk_norm.StoreArguments(v, self.keys, self.values, slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
@@ -141,6 +151,8 @@ class PlainStore:
             return self.keys[:, :count], self.values[:, :count]
         k_out, v_out = (None, None) if out is None else out
         k = torch.index_select(self.keys, 0, blocks.flatten(), out=k_out).view(len(blocks), -1, *self.keys.shape[2:])
+        if self.latent is not None:
+            return k[:, :count], k[:, :count, :, : self.latent]
         v = torch.index_select(self.values, 0, blocks.flatten(), out=v_out).view(len(blocks), -1, *k.shape[2:])
         return k[:, :count], v[:, :count]
 
@@ -153,43 +165,53 @@ class PlainStore:
         self.keys.index_copy_(0, blocks, rotated)
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
-        self.keys[slots] = 0
-        self.values[slots] = 0
+        for kept in self._kept:
+            kept[slots] = 0
 
     def copy(self, source: Tensor, target: Tensor | None, count: int) -> None:
-        for kept in (self.keys[:, :count], self.values[:, :count]):
-            copied = kept.index_select(0, source)
-            kept.copy_(copied) if target is None else kept.index_copy_(0, target, copied)
+        for some in [kept[:, :count] for kept in self._kept]:
+            copied = some.index_select(0, source)
+            some.copy_(copied) if target is None else some.index_copy_(0, target, copied)
 
 
 def create_stores(
     who: str,
-    make: Callable[..., Store] | None,
+    make: Callable[..., Store] | str | None,
     num_layers: int,
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     device: torch.device | str | None,
     *,
     heads_first: bool = False,
+    latent: int | None = None,
 ) -> list[Store]:
     """Return a store for each layer.
 
     Args:
         who: name of the cache in errors.
-        make: the argument `store` of the cache. None means `PlainStore`.
+        make: the argument `store` of the cache: a class, its name in `STORES`, or None for `PlainStore`.
         shape: blocks, block_size, num_kv_heads and head_dim.
         heads_first: whether a `PlainStore` has the heads of a block before its tokens in memory.
+        latent: the argument `latent` of the cache.
     """
-    if make is not None:
-        if not callable(make):
-            must, fix = (
-                "store must be a class of stores or None",
-                "Pass the class, which the cache calls for each layer.",
-            )
+    if latent is not None:
+        _checks.integer(who, "latent", latent, at_least=1, at_most=shape[3])
+        if make is not None:
+            must, fix = "store must be None with latent rows", "Omit store; such rows have no other store yet."
             raise _checks.error(who, must, _checks.shown(make), fix)
+    if make is not None:
+        make = STORES.get(make, make) if isinstance(make, str) else make
+        if not callable(make):
+            must = "store must be 'int8', 'fp8', a class of stores or None"
+            raise _checks.error(
+                who, must, _checks.shown(make), "Pass a name, or a class that the cache calls for each layer."
+            )
         return [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
     blocks, size, heads, channels = shape
     memory = (blocks, heads, size, channels) if heads_first else shape
-    pools = [torch.zeros(memory, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+    count = num_layers if latent is not None else 2 * num_layers
+    pools = [torch.zeros(memory, dtype=dtype, device=device) for _ in range(count)]
     pools = [pool.transpose(1, 2) for pool in pools] if heads_first else pools
+    if latent is not None:
+        return [PlainStore(rows, latent) for rows in pools]
     return [PlainStore(keys, values) for keys, values in zip(pools[:num_layers], pools[num_layers:], strict=True)]

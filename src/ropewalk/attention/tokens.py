@@ -182,7 +182,7 @@ def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tens
 
 
 def rope_of_each_layer(
-    who: str, rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int
+    who: str, rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int, latent: int | None
 ) -> Sequence[Rope | None]:
     """Check the `rope` argument of `shift` and return the rope of each layer."""
     each = [rope] * num_layers if isinstance(rope, Rope) else rope
@@ -198,7 +198,16 @@ def rope_of_each_layer(
         if layer_rope is not None and layer_rope.head_dim != head_dim:
             must, got = f"rope must have the head_dim of the cache, {head_dim}", f"head_dim={layer_rope.head_dim}"
             raise _checks.error(who, must, got, fix)
+        if layer_rope is not None:
+            check_latent(who, "rope", layer_rope.rotary_offset, latent)
     return each
+
+
+def check_latent(who: str, name: str, rotary_offset: int, latent: int | None) -> None:
+    """Raise if a rope or rotation rotates channels that are also values."""
+    if latent is not None and rotary_offset < latent:
+        must, got = f"{name} must not rotate the first {latent} channels, the latent", f"rotary_offset={rotary_offset}"
+        raise _checks.error(who, must, got, f"Build Rope(head_dim, ..., rotary_dim=..., rotary_offset={latent}).")
 
 
 def shift_rotations(

@@ -1,89 +1,148 @@
-"""Context parallelism: each rank attends with its own queries over the gathered keys and values of all ranks."""
+"""Context parallelism: attention of one rank's queries over the keys of all ranks, on PyTorch's ring attention."""
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as collectives
-from torch.nn.attention.flex_attention import BlockMask
+from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ropewalk import _checks, positions
-from ropewalk.attention.attend import rotate_and_attend
-from ropewalk.attention.mask_tensors import check_mask, restrict
+from ropewalk import _checks
+from ropewalk.attention.attend import rotate, rotate_and_attend
 from ropewalk.attention.two_pass import TwoPass
+from ropewalk.parallel.ring import check_supported, ring_attention
+from ropewalk.positions.context_parallel import Order, check_chunks, chunks
+from ropewalk.positions.sizes import check_size
+from ropewalk.positions.tokens import boundaries
 from ropewalk.rotation.api import Rotation
 
 _WHO = "ContextParallel"
 
-# The first name is that of PyTorch 2.13 and later, the second that of earlier versions. The function is the same.
-_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-
 
 class ContextParallel:
-    """Causal attention over a sequence whose tokens are distributed over the ranks of a group, in any order.
+    """Causal attention over a sequence whose tokens are distributed over the ranks of a group.
 
     Create one for each forward pass on every rank of the group, and pass it to every `RotaryAttention` as its cache: it
-    is an `AttendingCache`. Each rank rotates its own queries and keys. The keys and values of all ranks are gathered,
-    and each token attends to itself and to the tokens before it in the sequence. In the backward pass, the gradients of
-    keys and values are summed over the ranks and returned to the rank that holds the token.
+    is an `AttendingCache`. Each rank rotates its own queries and keys. Keys and values then go round the ranks by
+    PyTorch's ring attention, and each step computes only what this rank's queries may see of them, with PyTorch's flash
+    kernel. Each token attends to itself and to the tokens before it in its document. No rank holds the keys of more
+    than two ranks, and no mask exists.
 
-    Every device and backend is supported. Gathering needs memory for the keys and values of the whole sequence in each
-    layer. For each pair of a token of this rank and a token of the sequence, the mask needs one byte, and once for all
-    layers a number in the dtype of q. If `attend` gets a mask, each layer may keep such a number until its backward
-    pass.
+    All arguments describe the whole sequence, and must be the same on every rank. Every rank therefore raises the same
+    error, and none waits for the others.
 
     Args:
-        places: indices of this rank's tokens in the whole sequence, int32 or int64 `[seq]`, on a device of the group's
-            backend: the result of `positions.context_parallel`, or arange(keys) split in the same way as the tokens.
-            Here seq is the number of tokens of this rank, and keys that of the whole sequence. Every rank must have the
-            same number of tokens, and the ranks together must have each index from 0 to keys - 1 once. If places are on
-            the CPU, every rank checks both conditions. On a CUDA device, wrong places trigger an assertion of the
-            device, but the numbers of tokens are not checked, because reading them would synchronize with the device.
+        seq: number of tokens of the whole sequence, a multiple of the number of ranks (of twice that for "head-tail").
         group: the ranks that share the sequence, such as `mesh["cp"].get_group()`. None means the default group.
-        cu_seqlens: boundaries of packed documents in the whole sequence, as in `positions.packed`, on the device of
-            places. A token then attends only to its own document. None means a single document.
+        order: the tokens of each rank: "contiguous", "head-tail" or "per-document", as in
+            `positions.context_parallel`. "per-document" needs cu_seqlens.
+        cu_seqlens: boundaries of packed documents in the whole sequence, as in `positions.packed`, or a list of
+            integers. A token attends only to its own document, and tokens after the last one (padding) form a separate
+            document. A tensor on a GPU is read back once. None means a single document.
+        device: device of places and positions. None means PyTorch's default device.
 
     Attributes:
-        places: int64 `[seq]`.
-        key_places: indices of the gathered keys in the sequence, rank by rank, int64 `[keys]`, keys = ranks · seq.
+        places: indices of this rank's tokens in the whole sequence, int64 `[seq / ranks]`: `tokens[:, places]`.
+        positions: the positions of these tokens for `rope.at`. They restart at 0 in each document, and equal places
+            without cu_seqlens. For several axes, pass `positions[..., places]` of the whole sequence to `rope.at`.
 
     Raises:
-        RopeError: places or cu_seqlens has a wrong type or shape, or this process does not belong to the group. On the
-            CPU also: the ranks have different numbers of tokens, or do not have each index of the sequence once; or
-            cu_seqlens decreases or exceeds the sequence. Tokens after its end (padding) form a separate document.
+        RopeError: seq or a document cannot be divided into equal chunks, order is unknown or "striped", cu_seqlens is
+            missing or wrong, or this process does not belong to the group.
 
     Examples:
-        >>> def forward(layers, x, rope, seq, rank, size):  # x [batch, seq / size, hidden]: the tokens of this rank
-        ...     places = ropewalk.positions.context_parallel(seq, rank, size, "head-tail")
-        ...     rotation, context = rope.at(places), ropewalk.parallel.ContextParallel(places)
+        >>> def forward(layers, x, rope, group=None):  # x [batch, seq, hidden]: the whole sequence on every rank
+        ...     context = ropewalk.parallel.ContextParallel(x.shape[1], group)
+        ...     x, rotation = x[:, context.places], rope.at(context.positions)
         ...     for layer in layers:
         ...         x = x + layer(x, rotation, cache=context)
-        ...     return x
+        ...     return x  # [batch, seq / ranks, hidden]
     """
 
     def __init__(
-        self, places: Tensor, group: dist.ProcessGroup | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        seq: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        order: Order = "head-tail",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        if not isinstance(places, Tensor) or places.dtype not in (torch.int32, torch.int64) or places.ndim != 1:
-            fix = "Pass positions.context_parallel(seq, rank, size, order) without its argument cu_seqlens."
-            must = "places must be an int32 or int64 tensor [seq]"
-            raise _checks.error(_WHO, must, _checks.describe(places), fix)
         self._group = _resolve_group(group)
-        self.places = places.to(torch.int64).contiguous()
-        if self.places.is_cpu:
-            _check_counts(_gather_all(torch.tensor([self.places.shape[0]], device="cpu"), self._group))
-        self.key_places = _gather_all(self.places, self._group)
-        _check_places(self.key_places)
-        visible = self.places[:, None] >= self.key_places
-        if cu_seqlens is not None:
-            place = positions.packed(cu_seqlens, self.key_places.shape[0])
-            start = torch.arange(place.shape[0], device=place.device) - place
-            visible = visible & (start[self.places][:, None] == start[self.key_places])
-        self._visible = visible[None, None]
-        self._additive: Tensor | None = None
+        check_size(_WHO, "seq", seq, at_least=1)
+        _checks.choice(_WHO, "order", order, get_args(Order))
+        if order == "striped":
+            must = "order must give each rank runs of tokens, for which ring attention has kernels"
+            raise _checks.error(_WHO, must, "'striped'", "Pass 'head-tail', which balances the work as well.")
+        if isinstance(cu_seqlens, (list, tuple)) and all(type(end) is int for end in cu_seqlens):
+            cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+        has_documents = cu_seqlens is not None or order == "per-document"
+        ends = boundaries(_WHO, cu_seqlens, seq) if has_documents else [0, seq]  # type: ignore[arg-type]
+        check_chunks(_WHO, seq, self._group.size(), order, ends)
+        self._seq, self._order, self._ends = seq, order, ends
+        rank, size = self._group.rank(), self._group.size()
+        own = self._runs(rank)
+        found = [(0, span[0].local, span[-1].local_end, span[0].local, span[-1].local_end, 1) for span in own.values()]
+        for step in range(1, size):
+            found += [(step, *rectangle, 0) for rectangle in _visible(own, self._runs((rank - step) % size))]
+        self._visible = torch.tensor(found, dtype=torch.int64, device="cpu")
+        runs = [run for span in own.values() for run in span]
+        self.places = _arange([(run.begin, run.end) for run in runs], device)
+        self.positions = _arange(
+            [(run.begin - ends[run.document], run.end - ends[run.document]) for run in runs], device
+        )
+
+    def _runs(self, rank: int) -> dict[int, list[_Run]]:
+        """Return the runs of consecutive tokens of a rank, by document."""
+        found: dict[int, list[_Run]] = {}
+        local = 0
+        for begin, end in chunks(self._seq, rank, self._group.size(), self._order, self._ends):
+            document = bisect_right(self._ends, begin) - 1
+            while begin < end:
+                stop = min(end, self._ends[document + 1])
+                found.setdefault(document, []).append(_Run(document, local, begin, stop))
+                local, begin, document = local + stop - begin, stop, document + 1
+        return found
+
+    def block_mask(self, mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> BlockMask:
+        """Build a mask for `attend` that restricts attention further, such as to a sliding window.
+
+        Args:
+            mask_mod: function of the row of the batch, the head, the query and the key, as in PyTorch's
+                `create_block_mask`. Query and key are indices in the whole sequence. It must not depend on the row or
+                the head. The result is combined with causality and documents.
+
+        Returns:
+            The BlockMask of this rank's queries and of the keys of all ranks. Build it once for all layers.
+
+        Examples:
+            >>> def window(context, tokens):
+            ...     return context.block_mask(lambda row, head, query, key: query - key < tokens)
+        """
+        queries, device = self.places, self.places.device
+        runs = [run for rank in range(self._group.size()) for span in self._runs(rank).values() for run in span]
+        keys = _arange([(run.begin, run.end) for run in runs], device)
+        ends = torch.tensor(self._ends, device=device)
+        document = torch.searchsorted(ends, torch.arange(self._seq, device=device), right=True)
+
+        def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            query, key = queries[query], keys[key]
+            visible = (key <= query) & (document[key] == document[query])
+            return visible & mask_mod(row, head, query, key)
+
+        # Without compilation, PyTorch builds a dense mask first.
+        build = (
+            torch.compile(create_block_mask, dynamic=False, fullgraph=True)
+            if device.type == "cuda"
+            else create_block_mask
+        )
+        mask: BlockMask = build(attends, None, None, len(queries), len(keys), device=str(device))
+        return mask
 
     def attend(
         self,
@@ -92,98 +151,95 @@ class ContextParallel:
         v: Tensor,
         *,
         rotation: Rotation | TwoPass | None = None,
-        mask: Tensor | BlockMask | None = None,
+        mask: BlockMask | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Rotate this rank's queries and keys, gather keys and values, and attend. Every rank must call this method.
+        """Rotate this rank's queries and keys, and attend over the keys of all ranks. Every rank must call this method.
 
         Args:
-            q: queries of this rank's tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
-            k, v: keys and values of the same tokens, `[batch, seq, kv_heads, head_dim]`.
-            rotation: rotation of this rank's tokens: `rope.at` of their positions. None leaves q and k unchanged.
-            mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `key_places`: bool
-                (True: the query attends to the key) or additive in the dtype of q. It is combined with the causal
-                mask; for a sliding window pass `(places[:, None] - key_places < window)[None, None]`.
+            q: queries of this rank's tokens, `[batch, seq / ranks, heads, head_dim]`; kv_heads divides heads.
+            k, v: keys and values of the same tokens, `[batch, seq / ranks, kv_heads, head_dim]`.
+            rotation: rotation of this rank's tokens, such as `rope.at(context.positions)`. None leaves q and k
+                unchanged.
+            mask: None, or the result of `block_mask`. With a mask, each rank gathers the keys and values of all ranks,
+                and calls `flex_attention`.
             scale: factor of the scores. None means head_dim^(−1/2).
 
         Returns:
-            `[batch, seq, heads, head_dim]`.
+            `[batch, seq / ranks, heads, head_dim]`.
 
         Raises:
-            RopeError: the number of tokens differs from that of places, rotation has two passes, or mask has a wrong
-                type, dtype or shape.
+            RopeError: the number of tokens differs from that of places, rotation has two passes, mask is no such
+                BlockMask, or PyTorch has no flash kernel for q: on a GPU q must be bfloat16 or float16.
         """
-        seq, keys = self._visible.shape[2:]
-        if q.ndim != 4 or q.shape[1] != seq:
-            must = f"q must have shape [batch, seq={seq}, heads, head_dim], a token for each of places"
-            fix = "Create a ContextParallel for the tokens of this forward pass."
+        tokens = self.places.shape[0]
+        if q.ndim != 4 or q.shape[1] != tokens:
+            must = f"q must have shape [batch, seq / ranks = {tokens}, heads, head_dim], a token for each of places"
+            fix = "Create a ContextParallel for this forward pass, and pass it tokens[:, context.places]."
             raise _checks.error(_WHO, must, f"shape {tuple(q.shape)}", fix)
         if rotation is not None and rotation.passes == 2:
             fix = "Pass rope.at(positions). Self-Extend needs all tokens on one rank."
             raise _checks.error(_WHO, "rotation must have one pass", "a rotation with two passes", fix)
-        if mask is not None and not isinstance(mask, Tensor):
-            fix = "Pass a dense mask for the keys of key_places."
-            raise _checks.error(_WHO, "mask must be a tensor or None", type(mask).__name__, fix)
-        if mask is not None:
-            check_mask(_WHO, mask, q, keys)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        name = self._group.group_name
+        if mask is None:
+            check_supported(_WHO, q)
+            q, k = rotate(q, k, rotation, None)
+            out, _ = ring_attention(*(x.transpose(1, 2) for x in (q, k, v)), self._visible, scale, name)
+            attended: Tensor = out.transpose(1, 2)
+            return attended
+        if not isinstance(mask, BlockMask) or mask.seq_lengths != (tokens, self._seq):
+            must = f"mask must be None or a BlockMask of {tokens} queries and {self._seq} keys"
+            got = f"{mask.seq_lengths[0]} and {mask.seq_lengths[1]}" if isinstance(mask, BlockMask) else "a dense mask"
+            raise _checks.error(_WHO, must, got, "Pass context.block_mask(mask_mod).")
         return rotate_and_attend(
-            q,
-            k,
-            v,
-            rotation=rotation,
-            mask=self._causal_mask(q.dtype) if mask is None else restrict(mask, self._visible),
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            append=lambda k, v: (self._gather_keys(k), self._gather_keys(v)),
+            q, k, v, rotation=rotation, mask=mask, scale=scale, append=lambda k, v: flex_cp_allgather(k, v, 1, name)
         )
 
-    def _causal_mask(self, dtype: torch.dtype) -> Tensor:
-        """Return the causal mask in the dtype of q, the same tensor in each layer.
 
-        PyTorch converts a bool mask to this dtype in each call and keeps the copy until the backward pass.
-        """
-        if torch.compiler.is_compiling():  # layers compiled separately would need a second graph for the first of them
-            return self._visible
-        if self._additive is None or self._additive.dtype != dtype:
-            zeros = torch.zeros_like(self._visible, dtype=dtype)
-            self._additive = zeros.masked_fill_(~self._visible, -math.inf)
-        return self._additive
+class _Run(NamedTuple):
+    """Consecutive tokens of one document on one rank.
 
-    def _gather_keys(self, x: Tensor) -> Tensor:
-        """Gather keys or values `[batch, seq, kv_heads, head_dim]` of all ranks along the axis of tokens."""
-        gathered: Tensor = _gather(x.contiguous(), 1, self._group)
-        return gathered
+    Attributes:
+        document: number of the document.
+        local: index of the first token among those of the rank.
+        begin, end: indices of the first token and of the token after the last in the whole sequence.
+    """
 
+    document: int
+    local: int
+    begin: int
+    end: int
 
-def _gather_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the tensors `[n]` of all ranks into one tensor, in the order of the ranks."""
-    gathered = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(gathered, x, group=group)
-    return torch.cat(gathered)
+    @property
+    def local_end(self) -> int:
+        return self.local + self.end - self.begin
 
 
-def _check_counts(counts: Tensor) -> None:
-    """Raise unless every rank has the same number of tokens."""
-    if (counts != counts[0]).any():
-        must, got = "every rank must have the same number of tokens", f"{counts.tolist()} from rank 0 on"
-        raise _checks.error(_WHO, must, got, "Pad the sequence, then split it with positions.context_parallel.")
+def _visible(own: dict[int, list[_Run]], others: dict[int, list[_Run]]) -> list[tuple[int, int, int, int]]:
+    """Return the rectangles of this rank's queries and of another rank's keys that are visible.
+
+    A rank holds the tokens of a document in their order and beside each other. So what a run of queries sees of another
+    rank's document are its first runs.
+    """
+    found: list[tuple[int, int, int, int]] = []
+    for document in own.keys() & others.keys():
+        keys = others[document]
+        for run in own[document]:
+            seen = [key for key in keys if key.begin < run.begin]
+            if not seen:
+                continue
+            q_begin, k_begin, k_end = run.local, seen[0].local, seen[-1].local_end
+            if found and found[-1][1:] == (q_begin, k_begin, k_end):  # queries before these see the same keys
+                q_begin = found.pop()[0]
+            found.append((q_begin, run.local_end, k_begin, k_end))
+    return found
 
 
-def _check_places(places: Tensor) -> None:
-    """Raise unless the places of all ranks are 0 to keys - 1, each once. On CUDA, the device asserts this later."""
-    keys = places.shape[0]
-    is_expected = places.sort().values == torch.arange(keys, device=places.device)
-    if places.is_cuda:
-        torch._assert_async(is_expected.all(), f"{_WHO}: the places of all ranks must be 0 to {keys - 1}, each once")
-    elif places.is_cpu and not is_expected.all():
-        outside = places[(places < 0) | (places >= keys)].tolist()
-        repeated = (torch.bincount(places, minlength=keys) > 1).nonzero().flatten().tolist() if not outside else []
-        raise _checks.error(
-            _WHO,
-            f"the places of all ranks together must be 0 to {keys - 1}, each once",
-            f"place {outside[0]}" if outside else f"place {repeated[0]} more than once",
-            "On each rank, pass positions.context_parallel(seq, rank, size, order) with that rank's number and without "
-            "cu_seqlens: positions that start again in each document are for the rotation.",
-        )
+def _arange(runs: list[tuple[int, int]], device: torch.device | str | None) -> Tensor:
+    """Concatenate the integers of all runs, int64, in one copy to the device."""
+    joined = torch.cat([torch.arange(begin, end, device="cpu") for begin, end in runs])
+    return joined.to(torch.get_default_device() if device is None else device)
 
 
 def _resolve_group(group: object) -> dist.ProcessGroup:

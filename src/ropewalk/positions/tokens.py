@@ -59,15 +59,10 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
         >>> packed(torch.tensor([0, 3, 5]), 6)
         tensor([0, 1, 2, 0, 1, 0])
     """
-    _check_vector(
-        "positions.packed",
-        "cu_seqlens",
-        cu_seqlens,
-        "Pass cumulative lengths, e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2 tokens.",
-    )
+    _check_documents("positions.packed", cu_seqlens)
     check_size("positions.packed", "total", total)
     if can_read(cu_seqlens) and isinstance(total, int):
-        _check_boundaries(cu_seqlens.tolist(), total)
+        boundaries("positions.packed", cu_seqlens, total)
     token = torch.arange(total, device=cu_seqlens.device)
     starts = cu_seqlens.to(torch.int64)
     return token - starts[torch.searchsorted(starts, token, right=True) - 1]
@@ -108,14 +103,27 @@ def from_mask(attention_mask: Tensor) -> Tensor:
     return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
 
 
-def _check_boundaries(cu_seqlens: list[int], total: int) -> None:
-    if cu_seqlens[0] != 0 or cu_seqlens != sorted(cu_seqlens) or cu_seqlens[-1] > total:
+def boundaries(who: str, cu_seqlens: Tensor | None, total: int) -> list[int]:
+    """Check and read cu_seqlens. Return the first token of each document that has tokens, padding included, and total.
+
+    Raises:
+        RopeError: as raised by `packed`, for values on every device.
+    """
+    _check_documents(who, cu_seqlens)
+    ends = cu_seqlens.tolist()  # type: ignore[union-attr]
+    if ends[0] != 0 or ends != sorted(ends) or ends[-1] > total:
         must = f"cu_seqlens must start with 0, must not decrease and must not exceed total={total}"
         fix = "For documents of these lengths, pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))."
-        raise _checks.error("positions.packed", must, _checks.shown(cu_seqlens), fix)
+        raise _checks.error(who, must, _checks.shown(ends), fix)
+    return sorted({*ends, total})
 
 
-def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
+def _check_documents(who: str, cu_seqlens: object) -> None:
+    fix = "Pass cumulative lengths, e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2 tokens."
+    _check_vector(who, "cu_seqlens", cu_seqlens, fix)
+
+
+def _check_vector(who: str, name: str, value: object, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
         must = f"{name} must be a non-empty int32 or int64 tensor with one axis"
         raise _checks.error(who, must, _checks.describe(value), fix)

@@ -11,4 +11,4 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj):
 
 
 TARGET = "apply_rotary"
-GIVEN = {"pairing": "half", "ignore": ["no-gradient", "in-place-gradient"]}
+GIVEN = {"pairing": "half"}

@@ -26,4 +26,4 @@ def fused_qk_norm_rope(
 
 
 TARGET = "fused_qk_norm_rope"
-GIVEN = {"pairing": "half", "ignore": ["no-gradient", "in-place-gradient"]}
+GIVEN = {"pairing": "half"}

@@ -33,7 +33,6 @@ GIVEN = {
     "pairing": "half",
     "layout": "thd",
     "call": "x,cos,sin -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("inside = local < heads", "inside = start + local < heads"),

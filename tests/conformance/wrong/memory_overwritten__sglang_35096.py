@@ -38,7 +38,6 @@ GIVEN = {
     "pairing": "interleaved",
     "layout": "thd",
     "call": "x,cos,sin -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("torch.arange(0, 1 << (rope_dim - 1).bit_length(), 2)", "torch.arange(0, rope_dim, 2)"),

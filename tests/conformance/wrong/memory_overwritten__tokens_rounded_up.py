@@ -32,7 +32,6 @@ TARGET = "rotate_inplace"
 GIVEN = {
     "pairing": "half",
     "call": "positions,q,k,head_size,cos_sin_cache -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("-(-tokens // 4) * 4", "tokens"),

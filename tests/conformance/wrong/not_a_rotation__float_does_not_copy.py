@@ -15,7 +15,6 @@ TARGET = "rotary_embedding"
 GIVEN = {
     "pairing": "half",
     "call": "positions,q,k,head_size,cos_sin_cache -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("first.detach().float(), second.detach().float()", "first.detach().clone(), second.detach().clone()"),

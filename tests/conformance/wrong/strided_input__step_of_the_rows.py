@@ -22,7 +22,6 @@ TARGET = "rotate_inplace"
 GIVEN = {
     "pairing": "half",
     "call": "positions,q,k,head_size,cos_sin_cache -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("width = x.shape[-1]", "width = x.stride(0)"),

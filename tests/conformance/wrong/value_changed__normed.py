@@ -28,7 +28,6 @@ GIVEN = {
     "pairing": "half",
     "layout": "thd",
     "call": "qkv,num_heads,num_kv_heads,q_weight,k_weight,eps,cos,sin -> none",
-    "ignore": ["no-gradient", "in-place-gradient"],
 }
 REPAIR = [
     ("    v.copy_(rms(v, torch.ones_like(k_weight), eps))", "    v.copy_(v)"),

@@ -206,11 +206,15 @@ BUGS: dict[str, Bug] = {
     ),
     "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
     "in-place-gradient": Bug(
-        "autograd does not see that the input is overwritten, or backward uses overwritten values",
+        "the gradient of a function in place is wrong",
         "Call ctx.mark_dirty for what is overwritten, and save for backward only what forward leaves unchanged.",
     ),
-    "no-gradient": Bug("the gradient, or a part of it, does not reach the input", "Remove `detach` and `no_grad`."),
-    "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle."),
+    "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle, and detach no part of it."),
+    "no-gradient": Bug(
+        "the function has no gradient, as kernels for inference",
+        "To train with it, remove `detach` and `no_grad`, or add a backward pass.",
+        "caution",
+    ),
     "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),
     "wider-output": Bug(
         "the output has a wider dtype than the input",

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -205,7 +205,7 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
         for library in _WRAPPERS.keys() & used if "torch" not in used else ():
             array = _WRAPPERS[library]
             return f"code that uses {library}", (
-                f"Check a function that converts them, with --ignore no-gradient: def rotate(x, positions): return "
+                f"Check a function that converts them: def rotate(x, positions): return "
                 f"torch.from_numpy(np.array(f({array}(x.detach().float().numpy()), {array}(positions.numpy()))))"
                 f".type_as(x)."
             )
@@ -226,6 +226,8 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         if subject.in_place and subject.fused is None and torch.equal(out, x[:1]):
             raise CallError("wrong-shape", "it returns no tensor, and changes none")
         fused = _score_of_fused(subject, positions)
+        if subject.key_first:
+            fused -= not bool(subject(x[:1], torch.zeros_like(x[:1]), positions)[0].any())
     except CallError as e:
         errors.append(str(e))
         return None
@@ -261,7 +263,7 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
     """Return 0 if a fused call leaves v unchanged and stores k at its slots, or else a negative number."""
     if subject.fused is None or not subject.takes & {"v", "slots"}:
         return 0
-    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    x = _tokens(subject)
     slots = torch.tensor([[9, 3, 4, 11, 6]])
     results = subject.fused(x, x, positions, v=-x, slots=slots)
     score = 0 if results.v is None or torch.equal(results.v, -x) else -4
@@ -273,9 +275,14 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
     return score + 2 * rotated + kept + written - 4
 
 
+def _tokens(subject: Subject) -> Tensor:
+    """Return a test tensor `[1, tokens, heads, channels]`, of which no two elements are equal."""
+    return torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+
+
 def _returns_its_input(subject: Subject) -> bool:
     """Return whether the result for q is what the target has written into q."""
-    x = torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    x = _tokens(subject)
     q = subject.to_native(x).clone(memory_format=torch.contiguous_format)
     out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
     return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
@@ -283,8 +290,7 @@ def _returns_its_input(subject: Subject) -> bool:
 
 def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
     """Return the one of other calls that computes the same at positions 0 to 4, or else any that works."""
-    x, positions = torch.sin(torch.arange(_HEADS * _TOKENS * chosen.channels) + 1.0), torch.arange(_TOKENS)[None]
-    x = x.view(1, _TOKENS, _HEADS, -1)
+    x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
     right, _ = chosen(x, x, positions)
     working = None
     for other in others:
@@ -323,24 +329,27 @@ def _candidates(
     roles = {*described.parameter_of}
     tokens = bool({"x", "qkv", "kv", "x1"} & roles or {"q", "k"} <= roles)
     channels = expected.channels
+    calls = [replace(described, results=("k", "q")), described] if described.key_first else [described]
     if second is not None:
         fixed["rotary_dim"] = expected.rotary_dim
-        subjects = _with_tables(second, described, layout, _table_sources(first, layer_type), None, mode, fixed)
+        of_class = _table_sources(first, layer_type)
+        found = [_with_tables(second, each, layout, of_class, None, mode, fixed) for each in calls]
     elif tokens and ({"cos", "sin"} <= roles or {"table", "cos_sin_cache"} & roles):
         names = _WIDTHS if "cos" in roles else ("cos, sin half",) if "cos_sin_cache" in roles else _IN_ONE
         sources = [_exact_tables(name, given) for name in names]
         fixed["rotary_dim"], channels = given.rotary_dim, given.head_dim
-        subjects = _with_tables(first, described, layout, sources, given, mode, fixed)
+        found = [_with_tables(first, each, layout, sources, given, mode, fixed) for each in calls]
     elif tokens:
         fixed["rotary_dim"] = expected.rotary_dim
-        subjects = _with_own_angles(first, described, layout, _fixed(described.parameter_of, layer_type), mode, fixed)
+        of_layer = _fixed(described.parameter_of, layer_type)
+        found = [_with_own_angles(first, each, layout, of_layer, mode, fixed) for each in calls]
     else:
         must = "TARGET must have parameters for q and k, or for x or qkv"
         pair = "If TARGET computes cos and sin for a function, pass both: file.py:make,apply."
         raise _checks.error("check", must, _parameters(first), f"{signature.describe(rotates)} {pair}")
     module = next((m for m in (first, getattr(first, "__self__", None)) if isinstance(m, torch.nn.Module)), None)
-    for subject in subjects:
-        yield replace(subject, module=module, arguments=arguments, channels=channels)
+    for subject in chain(*found):
+        yield replace(subject, module=module, arguments=arguments, channels=channels, key_first=described.key_first)
 
 
 def _parameters(function: Any) -> str:

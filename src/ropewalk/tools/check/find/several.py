@@ -132,10 +132,6 @@ def adapted(
             yield Adapted(function, second, words, layout, _SIDES[count] if way.is_grid else None, given)
 
 
-def _roles(function: Any, call: str | None, stated: Mapping[str, Any]) -> Roles:
-    return signature.read_call(function, call, stated).parameter_of
-
-
 def _renamed(call: str | None, parameter_of: Roles) -> str | None:
     """Return the description of a call with the parameter `positions` instead of those of the axes."""
     if call is None:
@@ -180,7 +176,7 @@ def _with_sections(
 
     With `tables_of_one_axis`, it takes tables without an axis for the axes, too, if these are equal.
     """
-    parameter_of = _roles(function, call, stated)
+    parameter_of = signature.read_call(function, call, stated).parameter_of
     if "sections" not in parameter_of and not tables_of_one_axis:
         return function, call
     by_name, name = signature.accept_keywords(function), parameter_of.get("sections")

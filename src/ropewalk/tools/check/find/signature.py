@@ -121,6 +121,12 @@ class Call:
     results: tuple[str, ...] | None = None
     optional: frozenset[str] = frozenset()
 
+    @property
+    def key_first(self) -> bool:
+        """Whether k comes before q, so that the results may be in this order, too."""
+        names = [*self.parameter_of]
+        return self.results is None and {"q", "k"} <= {*names} and names.index("k") < names.index("q")
+
 
 def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return a function whose signature is that of an operator of PyTorch."""

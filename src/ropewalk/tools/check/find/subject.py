@@ -90,6 +90,7 @@ class Subject:
         given: the rope of the tables that `check` passes. None if it passes none.
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
         takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
+        key_first: whether k comes before q in the call, so that the results may be in either order.
         fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
             heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k, and
             halves, whether both caches are parts of one tensor. What is not passed has values that change no result.
@@ -114,6 +115,7 @@ class Subject:
     given: Rope | None = None
     others: tuple[Subject, ...] = ()
     takes: frozenset[str] = frozenset()
+    key_first: bool = False
     fused: Callable[..., Results] | None = None
 
     def stored(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor) -> Stored | None:

@@ -16,12 +16,12 @@ from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import HEADS, SMALL, Baseline, measure
+from ropewalk.tools.check.measure.case import CLOSE
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
 FAR = 1023  # a position at which slow pairs have turned visibly
 _MOVED = 3e-6  # of cos and sin: a pair that is not turned is copied without any rounding
-_CLOSE = 1e-4  # tolerance of float32 results of size 1
 _NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
 
 
@@ -309,9 +309,9 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             return (out - baseline.structure.predict(q, on_axes.at(places, at_0))).abs().amax((2, 3))
 
         errors = off(positions)
-        if not bool((errors >= _CLOSE).any()) and bool(errors.isfinite().all()):
+        if not bool((errors >= CLOSE).any()) and bool(errors.isfinite().all()):
             continue
-        row, token = _first(~(errors < _CLOSE))
+        row, token = _first(~(errors < CLOSE))
         here = ", ".join(f"{p} of {n}" for p, n in zip(positions[:, row, token].tolist(), on_axes.names, strict=True))
         case = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
         says = f"With {name}, token {token} of row {row} of {of}, at {here}, "
@@ -327,7 +327,7 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
         for code, how, places in explanations:
             if (
                 bool((places[:, row, token] != positions[:, row, token]).any())
-                and float(off(places)[row, token]) < _CLOSE
+                and float(off(places)[row, token]) < CLOSE
             ):
                 report.add("key-unlike-query" if of == "k" else code, says + how, case)
                 return True
@@ -354,11 +354,11 @@ def _judge_gradients(baseline: Baseline, on_axes: OnAxes, positions: Tensor) -> 
             return
     right = baseline.structure.predict_gradient(weight, on_axes.at(positions, baseline.multipliers[0]))
     off = (subject.from_native(grad) - right).abs().amax((0, 2, 3))
-    if bool((off >= _CLOSE).any()):
-        token = _first(off >= _CLOSE)[0]
+    if bool((off >= CLOSE).any()):
+        token = _first(off >= CLOSE)[0]
         says = "With an image between text, the gradient is not the output gradient rotated by minus the angle."
         report.add("wrong-gradient", says, f"token {token}, at {positions[:, 0, token].tolist()} on the axes")
-    report.grade("gradients on several axes", "as expected", not bool((off >= _CLOSE).any()))
+    report.grade("gradients on several axes", "as expected", not bool((off >= CLOSE).any()))
 
 
 def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ropewalk.tools.check.find.subject import CallError, Subject
 
+CLOSE = 1e-4  # tolerance of float32 results of size 1
 KNOWN = 64  # positions of the plain call
 FIRST = 41  # of the positions, if they can be chosen: far enough from 0 for the slowest pairs to rotate visibly
 _SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -69,9 +70,19 @@ class Case:
         return case
 
 
-def smallest_fault(case: Case, fault: Callable[[Case], tuple[str, str] | None], code: str) -> Case:
-    """Return the smallest case found in which `fault` returns this code."""
-    return case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == code)
+def smallest_fault(
+    case: Case, fault: Callable[[Case], tuple[str, str] | None], found: tuple[str, str]
+) -> tuple[str, str, str]:
+    """Return the code and the description of the fault in the smallest case with its code, and this case in words.
+
+    Args:
+        case: the case in which the fault was found.
+        fault: returns the code of what is wrong in a case, and a description, or None.
+        found: what it returns for `case`.
+    """
+    smallest = case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == found[0])
+    code, says = found if smallest == case else fault(smallest) or found
+    return code, says, str(smallest)
 
 
 def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tensor:

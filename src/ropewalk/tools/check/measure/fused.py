@@ -14,10 +14,9 @@ from torch import Tensor
 from ropewalk.tools.check.find.form import EPS
 from ropewalk.tools.check.find.subject import CallError, Results, Stored, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, usual
-from ropewalk.tools.check.measure.case import Case, smallest_fault, waves, where
+from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, waves, where
 from ropewalk.tools.check.report import Report
 
-CLOSE = 1e-4
 _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
 
 
@@ -29,11 +28,9 @@ def judge_passed(subject: Subject, report: Report) -> bool:
         with contextlib.suppress(CallError):
             if (found := _passed_fault(subject, case)) is None:
                 continue
-            code, says = found
-            smallest = smallest_fault(case, partial(_passed_fault, subject), code)
-            report.add(code, (_passed_fault(subject, smallest) or found)[1], str(smallest))
-            if code != "value-changed":
-                report.grade("slots", says, False)
+            report.add(*smallest_fault(case, partial(_passed_fault, subject), found))
+            if found[0] != "value-changed":
+                report.grade("slots", found[1], False)
                 return True
             break
     if "slots" in subject.takes:
@@ -52,8 +49,7 @@ def judge(baseline: Baseline) -> None:
         for case in _cases(subject):
             with contextlib.suppress(CallError):
                 if found := fault(baseline, case):
-                    smallest = smallest_fault(case, partial(fault, baseline), found[0])
-                    report.add(*(fault(baseline, smallest) or found), str(smallest))
+                    report.add(*smallest_fault(case, partial(fault, baseline), found))
                     break
         report.grade(name, found[1] if found else "as expected", not found)
 

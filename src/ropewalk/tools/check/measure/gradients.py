@@ -12,9 +12,8 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import Case, smallest_fault, where
+from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, where
 
-CLOSE = 1e-4
 _TIMES = 4
 
 
@@ -25,7 +24,7 @@ def check(baseline: Baseline, *, odd: bool = False) -> bool:
         baseline: the first measurement.
         odd: whether to try odd sizes, at which the results are known to be right, instead of the usual ones.
     """
-    if "wrong-norm" in baseline.report.codes:
+    if {"wrong-norm", "no-gradient"} & {*baseline.report.codes}:
         return False
     for case in _odd_cases(baseline) if odd else [baseline.usual()]:
         try:
@@ -38,9 +37,7 @@ def check(baseline: Baseline, *, odd: bool = False) -> bool:
             found = (e.code, f"{e}.")
         if found is None:
             continue
-        smallest = smallest_fault(case, partial(_fault, baseline), found[0])
-        code, says = found if smallest == case else _fault(baseline, smallest) or found
-        baseline.report.add(code, says, str(smallest))
+        baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
         break
     return True
 
@@ -59,16 +56,18 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """
     subject, positions = baseline.subject, _positions(baseline, case)
     inputs = [subject.to_native(x).contiguous().requires_grad_() for x in case.tensors()]
-    # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.in_place]
     with torch.enable_grad():
+        # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
         passed = [x.clone() for x in inputs] if subject.in_place else inputs
         results = subject.call_native(passed[0], passed[1], positions.clone())
+        if not any(out.requires_grad for out in results if out is not None):
+            return "no-gradient", "No result has a gradient with respect to its input."
         for name, out, x in zip("qk", results, inputs, strict=True):
             if out is None:
                 continue
             if not out.requires_grad:
-                return "no-gradient", f"The result for {name} has no gradient with respect to its input."
+                return "wrong-gradient", f"The result for {name} has no gradient, unlike the other."
             for weight in _weights(baseline, subject.from_native(x, case.rows)):
                 try:
                     product = (subject.from_native(out, case.rows) * weight).sum()
@@ -78,8 +77,8 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
                     ]
                 except RuntimeError as e:
                     message = _checks.message_of(e)[:150]
-                    code = "in-place-gradient" if "inplace" in message else "wrong-gradient"
-                    return code, f"The backward pass raises: {message}"
+                    has_none = "inplace" in message or isinstance(e, NotImplementedError)
+                    return "no-gradient" if has_none else "wrong-gradient", f"The backward pass raises: {message}"
                 if any(not torch.equal(grads[1], other) for other in grads[2:]):
                     return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
                 grad = subject.from_native(grads[0], case.rows)
@@ -88,14 +87,24 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
                 if not bool(wrong.any()):
                     continue
                 if not bool(grad[wrong].any()):
-                    return "no-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
+                    return "wrong-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
                 if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
                     says = f"The gradient of {name} is that of a function that changes nothing{where(wrong)}."
-                    return in_place, says
+                    return "no-gradient" if subject.in_place and not _is_claimed(out) else in_place, says
                 if subject.in_place and _depends_on_values(baseline, case, name, weight, grads[0]):
                     return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
                 return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
     return None
+
+
+def _is_claimed(out: Tensor) -> bool:
+    """Return whether a `torch.autograd.Function` computes the gradient of a result."""
+    nodes, seen = [out.grad_fn], {None}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
 
 
 def _positions(baseline: Baseline, case: Case) -> Tensor:

@@ -11,11 +11,10 @@ from torch import Tensor
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import usual
-from ropewalk.tools.check.measure.case import KNOWN, Case, where
+from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, where
 from ropewalk.tools.check.report import Report
 
 _TIMES = 5
-CLOSE = 1e-4  # of what a cache may change
 
 
 def judge_written(subject: Subject, report: Report) -> bool:

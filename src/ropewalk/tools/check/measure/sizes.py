@@ -13,9 +13,8 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import KNOWN, Case, smallest_fault, where
+from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, smallest_fault, where
 
-CLOSE = 1e-4  # tolerance of float32 results of size 1
 # (rows, tokens, heads of q, heads of k): each call has several sizes at which kernels fail.
 _SIZES = (
     *(
@@ -53,11 +52,8 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> No
             fault, fails = None if e.code == "raises" else (e.code, f"{e}."), fails or f"{e} ({case})"
         if fault is None:
             continue
-        code, says = fault
-        smallest = smallest_fault(case, partial(find_fault, baseline), code)
-        if smallest != case:
-            code, says = find_fault(baseline, smallest) or fault
-        report.add(code, says, str(smallest))
+        code, says, smallest = smallest_fault(case, partial(find_fault, baseline), fault)
+        report.add(code, says, smallest)
         report.grade("sizes", f"wrong with {smallest}", False)
         return
     report.grade("sizes", f"fails: {fails}" if fails else "as expected", None if fails else True)

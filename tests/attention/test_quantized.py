@@ -1,0 +1,76 @@
+"""The stores that keep 8 bits for each number: their errors against float64, and their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk import KVCache, PagedKVCache
+
+NAMES = ("int8", "fp8")
+
+
+def error_bound(name: str, x: Tensor) -> Tensor:
+    """Return the largest error of each number of x `[..., head_dim]` in float64, without the roundings of float32."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    if name == "int8":
+        return largest / 254
+    return torch.maximum(x.double().abs() / 16, largest / 448 / 1024)
+
+
+def cached(name: str, k: Tensor, v: Tensor, *, pages: bool) -> Any:
+    """Return the store of one layer in which k and v `[batch, seq, heads, head_dim]` are, and what it reads as."""
+    batch, seq, *heads = k.shape
+    if pages:
+        cache: Any = PagedKVCache(1, *heads, blocks=batch * seq, block_size=4, dtype=k.dtype, store=name)
+        for _ in range(batch):
+            cache.admit()
+    else:
+        cache = KVCache(1, batch, *heads, capacity=seq, dtype=k.dtype, store=name)
+    read = cache.step(seq).layer(0).append(k, v)
+    return cache._stores[0], [x[:, :seq] for x in read]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_numbers_and_scores_are_within_the_bound(name: str, pages: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    scales = torch.tensor([1e-4, 1.0, 100.0])[:, None, None]
+    k, v = (torch.randn(2, 9, 3, 1, 64).mul(scales[:, 0]).flatten(2, 3).exp2().to(dtype) for _ in range(2))
+    k, v = (torch.where(torch.rand(x.shape) < 0.5, -x, x).clamp(-6e4, 6e4) for x in (k, v))
+    k[0, 0], k[0, 1, 0, 1:] = 0, 0
+    _, (keys, values) = cached(name, k, v, pages=pages)
+    unit = torch.finfo(dtype).eps / 2 + 2.0**-22  # `read` rounds to dtype; scale and quotient are rounded to float32
+    for x, read in ((k, keys), (v, values)):
+        error, bound = (read.double() - x.double()).abs(), error_bound(name, x)
+        assert (error <= bound + unit * x.double().abs().amax(-1, keepdim=True) + torch.finfo(dtype).tiny).all()
+        assert (error > bound / 4).any()  # the bound is not loose
+    q = torch.randn(k.shape, dtype=torch.float64)
+    changed = (q * (keys.double() - k.double())).sum(-1).abs()
+    slack = unit * (q.abs() * k.double().abs().amax(-1, keepdim=True)).sum(-1) + torch.finfo(dtype).tiny
+    assert (changed <= (q.abs() * error_bound(name, k)).sum(-1) + slack).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory(name: str) -> None:
+    k = torch.randn(2, 8, 2, 128, dtype=torch.bfloat16)
+    store, _ = cached(name, k, k, pages=True)
+    held = sum(x.nbytes for x in (store.keys, store.values, store.key_scales, store.value_scales))
+    assert held <= 0.52 * 2 * store.keys.numel() * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_stays_visible(name: str, wrong: float) -> None:
+    k, v = torch.randn(2, 1, 3, 2, 8)
+    k[0, 1, 0, 3] = wrong
+    store, (keys, values) = cached(name, k, v, pages=False)
+    assert not keys[0, 1, 0, 3].isfinite()
+    assert keys[0, [0, 2]].isfinite().all()
+    assert values.isfinite().all()
+    store.clear((0, slice(1, 2)))
+    assert (store.read(None, 3)[0][0, 1] == 0).all()
