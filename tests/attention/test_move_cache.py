@@ -99,6 +99,20 @@ def test_a_fork_keeps_its_keys() -> None:
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "NHD"])
+def test_keys_in_8_bits(kind: str) -> None:
+    """The other row keeps its bits. A key is rounded twice, by 1/254 of the largest number of its head."""
+    cache = filled(kind, store="int8", **({"capacity": 9} if kind == "contiguous" else {}))
+    blocks = None if kind == "contiguous" else cache.step(1).block_table
+    before = [store.read(blocks, 7)[0][0].clone() for store in cache._stores]
+    cache.move(ROPE, 1, torch.tensor([6, 1]), torch.tensor([0, 500]))
+    places = [0, 500, 2, 3, 4, 5, 0]
+    for i, wanted in enumerate(keys_at([list(range(7)), places])):
+        keys = cache._stores[i].read(blocks, 7)[0]
+        assert torch.equal(keys[0], before[i])
+        assert (keys[1] - wanted[1]).abs().max() <= (1 + 2**0.5) / 254 * wanted[1].abs().max() * 2**0.5
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "NHD"])
 def test_with_a_window(kind: str) -> None:
     """The cached tokens are at the positions from 3 on, or from that of the first block that is left."""
     cache = filled(kind, window=4)

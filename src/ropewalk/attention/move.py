@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
+from ropewalk.attention.quantized import LARGEST, quantize
 from ropewalk.positions.sizes import can_read
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import writable
@@ -16,7 +17,6 @@ from ropewalk.rotation.api import Rotation
 
 _WHO = "move_keys"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @torch.no_grad()
@@ -48,9 +48,9 @@ def move_keys(
             `dataclasses.replace(rope, head_dim=576, rotary_dim=64, rotary_offset=512)`.
         old, new: position of each token before and afterwards, int32 or int64 in ±2³¹: `[tokens]`, or `[axes, tokens]`
             for a rope with `axes`. For such a rope, `[tokens]` are the positions of text.
-        scales: for keys in 8 bits, the factor of each token and head, in the shape of the keys without the last axis;
-            moved tokens get new ones. Or factors that stay, `[]` or `[kv_heads]`: then numbers beyond the range of the
-            dtype become its largest. A list if keys are one.
+        scales: for keys in 8 bits, the factor of each token and head, float32 in the shape of the keys without the last
+            axis; moved tokens get new ones. Or factors that stay, `[]` or `[kv_heads]`: then numbers beyond the range
+            of the dtype become its largest. A list if keys are one.
         values: tensors with the slots of the keys, such as values, whose rows are copied as they are: any dtype and any
             channels, `[blocks, block_size, ...]` or `[slots, ...]`.
 
@@ -95,17 +95,16 @@ def _rotate_quantized(
     x: Tensor, factors: Tensor, source: tuple[Tensor, ...], target: tuple[Tensor, ...], rotation: Rotation
 ) -> Tensor:
     """Return keys `[tokens, kv_heads, head_dim]` in 8 bits after a rotation in float32, and store their new factors."""
-    largest, dtype = _LARGEST[x.dtype], x.dtype
     is_fixed = factors.ndim < 2
     factor = (factors if is_fixed else factors[source]).float()[..., None]
     rotated = x.float() * factor
     rotation.apply_(rotated, layout="thd")
     if not is_fixed:
-        new = (rotated.abs().amax(-1) / largest).clamp(min=torch.finfo(factors.dtype).tiny).to(factors.dtype)
+        moved, new = quantize(rotated, x.dtype)
         factors.index_put_(target, new)
-        factor = new.float()[..., None]
-    rotated.div_(factor).clamp_(-largest, largest)
-    return (rotated if dtype.is_floating_point else rotated.round_()).to(dtype)
+        return moved
+    scaled = (rotated / factor).clamp_(-LARGEST[x.dtype], LARGEST[x.dtype])
+    return (scaled if x.dtype.is_floating_point else scaled.round_()).to(x.dtype)
 
 
 def _as_list(value: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -132,7 +131,7 @@ def _check_pools(pools: list[Tensor], copied: list[Tensor], factors: list[Tensor
             "Pass a view of the pool. For rows without heads, pass rows.unsqueeze(-2) and dataclasses.replace(rope, "
             "head_dim=..., rotary_dim=rope.rotary_dim, rotary_offset=...), where the rotated channels lie in a row.",
         )
-    if first.dtype not in (_FLOATS if factors is None else _LARGEST):
+    if first.dtype not in (_FLOATS if factors is None else LARGEST):
         raise _checks.error(
             _WHO,
             "keys must be float16, bfloat16, float32 or float64, or with scales int8, float8_e4m3fn or float8_e5m2",
@@ -142,7 +141,7 @@ def _check_pools(pools: list[Tensor], copied: list[Tensor], factors: list[Tensor
     slots, heads = first.shape[:-2], first.shape[-2]
     scales_fit = factors is None or (
         len(factors) == len(pools)
-        and all(x.shape in ((*slots, heads), (heads,), ()) and x.dtype in _FLOATS for x in factors)
+        and all(x.shape in ((*slots, heads), (heads,), ()) and x.dtype == torch.float32 for x in factors)
     )
     if (
         not scales_fit
@@ -153,7 +152,7 @@ def _check_pools(pools: list[Tensor], copied: list[Tensor], factors: list[Tensor
         raise _checks.error(
             _WHO,
             "all keys must have one shape and dtype, values must begin with their axes of slots, and scales must be "
-            f"floats of shape {[*slots, heads]}, [{heads}] or [] for each layer, all on one device",
+            f"float32 {[*slots, heads]}, [{heads}] or [] for each layer, all on one device",
             ", ".join(f"{_checks.describe(x)} on {x.device}" for x in everything[:4]),
             "Call move_keys once for each kind of layer.",
         )

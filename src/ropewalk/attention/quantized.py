@@ -9,6 +9,17 @@ from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest number of each dtype of 8 bits."""
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return heads `[..., head_dim]` in 8 bits, and the scale of each, float32 `[...]`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scales = (wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp(min=2.0**-100).float()
+    scaled = wide / scales
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales[..., 0]
+
 
 class QuantizedStore:
     """Rotated keys, and values, in 8 bits: each head of a token is `scale` times a row of int8 or e4m3 numbers.
@@ -32,7 +43,6 @@ class QuantizedStore:
     """
 
     kept: torch.dtype
-    largest: float
 
     def __init__(
         self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device | str | None
@@ -45,17 +55,11 @@ class QuantizedStore:
     def _tensors(self) -> list[Tensor]:
         return [self.keys, self.key_scales, self.values, self.value_scales]
 
-    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scales = (wide.abs().amax(-1, keepdim=True) / self.largest).clamp(min=2.0**-100).float()
-        scaled = wide / scales
-        return (scaled.round() if self.kept == torch.int8 else scaled).to(self.kept), scales[..., 0]
-
     def _dequantize(self, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype).mul_(scales[..., None])  # the 8 bits are exact in every dtype, so it rounds once
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        for kept, new in zip(self._tensors, (*self._quantize(k), *self._quantize(v)), strict=True):
+        for kept, new in zip(self._tensors, (*quantize(k, self.kept), *quantize(v, self.kept)), strict=True):
             kept.index_put_(slots, new)
 
     def rotate_and_write(
@@ -79,7 +83,7 @@ class QuantizedStore:
         keys, scales = (x if blocks is None else x.index_select(0, blocks) for x in (self.keys, self.key_scales))
         wide = torch.promote_types(self.dtype, torch.float32)
         rotated = rotation(self._dequantize(keys, scales, wide), layout="bshd")
-        for kept, new in zip((self.keys, self.key_scales), self._quantize(rotated), strict=True):
+        for kept, new in zip((self.keys, self.key_scales), quantize(rotated, self.kept), strict=True):
             kept[slice(None) if blocks is None else blocks] = new
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
@@ -92,11 +96,11 @@ class QuantizedStore:
 
 
 class Int8Store(QuantizedStore):
-    kept, largest = torch.int8, 127.0
+    kept = torch.int8
 
 
 class Fp8Store(QuantizedStore):
-    kept, largest = torch.float8_e4m3fn, 448.0
+    kept = torch.float8_e4m3fn
 
 
 STORES: dict[str, type[QuantizedStore]] = {"int8": Int8Store, "fp8": Fp8Store}
