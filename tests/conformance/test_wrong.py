@@ -58,7 +58,7 @@ def test_the_bug_in_the_file_name_is_the_only_finding(path: Path) -> None:
 
 @pytest.mark.parametrize("path", cases(WAITING_REPAIRED))
 def test_the_repaired_file_is_right(path: Path, tmp_path: Path) -> None:
-    """REPAIR replaces the bug. Nothing may be reported then, apart from tables that are kept in buffers."""
+    """REPAIR replaces the bug. Nothing may be reported then, but tables in buffers, and kernels for inference."""
     example = runpy.run_path(str(path))
     code, _, given = path.read_text("utf-8").partition("\nTARGET =")
     for broken, repaired in example["REPAIR"]:
@@ -67,7 +67,7 @@ def test_the_repaired_file_is_right(path: Path, tmp_path: Path) -> None:
     (tmp_path / "repaired.py").write_text(f"{code}\nTARGET ={given}", "utf-8")
     report = conformance.check(f"{tmp_path / 'repaired.py'}:{example['TARGET']}", **example["GIVEN"])
     codes = {finding.code for finding in report.counted}
-    assert codes <= {"lost-by-half", "lost-on-meta"} - {bug_of(path)}, str(report)
+    assert codes <= {"lost-by-half", "lost-on-meta", "no-gradient"} - {bug_of(path)}, str(report)
 
 
 def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:

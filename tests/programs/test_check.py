@@ -147,6 +147,19 @@ class TestAnotherProcess:
         assert (process.returncode, stdout) == (2, "")
         assert "Error: check: mine.py:f must be callable in a known way, and rotate tensors, got SystemExit: " in stderr
 
+    @pytest.mark.parametrize(("code", "name"), [("os.kill(os.getpid(), 9)", "KILL"), ("ctypes.string_at(0)", "SEGV")])
+    def test_a_signal_that_ends_the_process(self, tmp_path: Path, code: str, name: str) -> None:
+        process = self.start(tmp_path, f"import ctypes, os\ndef f(x):\n    {code}\n")
+        stdout, stderr = process.communicate(timeout=120)
+        assert (process.returncode, stdout) == (2, "")
+        assert stderr.endswith(f"Error: check: TARGET must return from each call, got a process ended by SIG{name}.\n")
+
+    def test_closed_streams(self, tmp_path: Path) -> None:
+        code = "import os\ndef f(x):\n    os.closerange(1, 3)\n    return x"
+        process = self.start(tmp_path, code)
+        assert "not-rotated" in process.communicate(timeout=120)[0]
+        assert process.returncode == 1
+
     def test_a_flood_of_text(self, tmp_path: Path) -> None:
         lines = [
             "import sys",

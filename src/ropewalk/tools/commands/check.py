@@ -120,6 +120,7 @@ def check(
     """
     paths = [*sys.path]
     sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
+    _watch()
     try:
         click.echo(ropewalk.conformance.says_what_runs(target), err=True)
         with _limit_time(time_limit), _keep_running(), _redirect_stdout():
@@ -131,6 +132,26 @@ def check(
         sys.path[:] = paths
     click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
     ctx.exit(int(report.verdict == "wrong" or (strict and bool(report.counted))))
+
+
+def _watch() -> None:
+    """Go on in a child process, so that this one can report a signal that ends it, such as a segmentation fault.
+
+    Nothing is done if torch is already imported, since its threads would be missing in the child.
+    """
+    if "torch" in sys.modules or not hasattr(os, "fork") or (child := os.fork()) == 0:
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    while True:
+        try:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            break
+        except KeyboardInterrupt:  # which the child reports
+            os.kill(child, signal.SIGINT)
+    if status < 0:
+        name = signal.Signals(-status).name
+        os.write(2, f"Error: check: TARGET must return from each call, got a process ended by {name}.\n".encode())
+    os._exit(status if status >= 0 else 2)
 
 
 @contextlib.contextmanager
@@ -216,7 +237,7 @@ class _Limited(io.TextIOBase):
 def _redirect_stdout() -> Iterator[None]:
     """Send to stderr what Python code, compiled code and other processes write to stdout, which is for the report."""
     sys.stdout.flush()
-    stdout = os.dup(1)
+    stdout, stderr = os.dup(1), os.dup(2)
     os.dup2(2, 1)
     try:
         printed = _Limited(sys.stderr, 100_000)
@@ -225,8 +246,9 @@ def _redirect_stdout() -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError, AttributeError, TypeError):  # no such function on this system
             ctypes.CDLL(None).fflush(None)  # what compiled code has written
-        os.dup2(stdout, 1)
-        os.close(stdout)
+        for kept, number in ((stdout, 1), (stderr, 2)):  # TARGET may have closed them
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -65,7 +66,12 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
         layout: str | None = layout,
         given: Rope = sizes,
         mode: str | None = None,
+        key_head: str = "",
     ) -> Iterator[Subject]:
+        if key_head:
+            for subject in candidates(expected, count, layout, given, mode):
+                yield from [_with_one_key_head(subject, keep=key_head == "an axis")] if subject.has_k else []
+            return
         second = target.objects[1] if len(target.objects) == 2 else None
         first, arguments = _construct(target.objects[0], expected, rotates=second is None and call is not None)
         if count is None:
@@ -82,21 +88,25 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
                 for subject in _candidates(*of, expected, given, mode):
                     yield replace(subject, axes=count, side=adapted.side)
 
-    def search(count: int | None, layout: str | None) -> tuple[int, Subject] | None:
+    def search(count: int | None, layout: str | None, key_head: str = "") -> tuple[int, Subject] | None:
         """Return the call that scores best among those with `count` axes of positions, and its score."""
-        best = _best(candidates(expected, count, layout, GIVEN), errors)  # small tables first: they take less time
+
+        def of(expected: Expected, given: Rope = sizes) -> Iterator[Subject]:
+            return candidates(expected, count, layout, given, key_head=key_head)
+
+        best = _best(of(expected, GIVEN), errors)  # small tables first: they take less time
         if best is None and sizes != GIVEN:
-            best = _best(candidates(expected, count, layout), errors)
+            best = _best(of(expected), errors)
         if best is None:
             return None
         score, index, chosen = best
         if count is None and chosen.given not in (None, sizes):
-            chosen = next(islice(candidates(expected, count, layout), index, None))
+            chosen = next(islice(of(expected), index, None))
             if _score(chosen, errors) is None:
                 return None
 
         def again(expected: Expected, given: Rope = sizes) -> Subject:
-            found = next(islice(candidates(expected, count, layout, given), index, None))
+            found = next(islice(of(expected, given), index, None))
             return replace(found, rebuild=chosen.rebuild)
 
         def resize(channels: int, rotary_dim: int) -> Subject | None:
@@ -114,7 +124,7 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
 
         def rebuild(base: float | None = None) -> Subject:
             changed = expected if base is None else replace(expected, base=base)
-            return next(islice(candidates(changed, count, layout), index, None))
+            return next(islice(of(changed), index, None))
 
         found = chosen if chosen.arguments is None else replace(chosen, rebuild=rebuild)
         return score, found if count is not None else replace(found, resize=resize)
@@ -133,17 +143,21 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
     of_axes = [other for other in axes if other is not None and (best is None or other[0] >= best[0])]
     if of_axes and (best is None or any(several.all_matter(subject) for _, subject in of_axes)):
         best = max(of_axes, key=lambda one: (several.all_matter(one[1]), one[0]))
+    if failure is None and form is None and (best is None or best[0] < _ROTATES):
+        found = [search(None, layout, key_head) for key_head in ("an axis", "no axis")]
+        best = max((each for each in (best, *found) if each), key=lambda each: each[0], default=None)
     if best is None and failure is not None:
         raise failure
     if best is None:
         layout = _checks.argument("layout")
+        fix = f"{signature.describe(target.objects[-1])} Or pass {layout}, or arguments (--arg)."
+        if errors and errors[0].startswith("SystemExit"):
+            fix = "Let it return, and not end the process."
         raise _checks.error(
             "check",
             f"{target.name} must be callable in a known way, and rotate tensors",
             errors[0] if errors else "no known parameters",
-            " ".join(
-                (f"{signature.describe(target.objects[-1])} Or pass {layout}, or arguments (--arg).", *expected.notes)
-            ),
+            " ".join((fix, *expected.notes)),
         )
     chosen = best[1]
     others = [_like(chosen, candidates(expected, chosen.axes, mode=mode)) for mode in ("offsets", "packed")]
@@ -164,6 +178,28 @@ def _best(candidates: Iterable[Subject], errors: list[str]) -> tuple[int, int, S
     return best
 
 
+def _with_one_key_head(subject: Subject, *, keep: bool) -> Subject:
+    """Return a subject for any number of key heads of a target that takes one, with an axis of its own or without.
+
+    The target is called once for each head of k, and with q the first time and a copy of it from then on.
+    """
+    axis = -3 if subject.layout in ("bhsd", "hsd") else -2
+
+    def prepare(q: Tensor, k: Tensor | None, positions: Tensor) -> Any:
+        def run(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            results = []
+            for i, head in enumerate(torch.split(k, 1, dim=axis)):
+                key = head if keep else head.squeeze(axis)
+                q_out, k_out = subject.call_native(q.clone() if i else q, key, positions)
+                results.append((q_out, k_out if keep or k_out is None else k_out.unsqueeze(axis)))
+            return results[0][0], torch.cat([cast(Tensor, k_out) for _, k_out in results], dim=axis)
+
+        return run, {"q": q, "k": k}
+
+    one = replace(subject, prepare=prepare, takes=frozenset(), signature=f"{subject.signature}, one head of k")
+    return replace(one, fused=lambda q, k, positions, **_: Results(*one(q, k, positions)))
+
+
 class _TableSet(tuple[Tensor, ...]):
     """Tables for all positions, which a function such as `precompute_freqs_cis` returned.
 
@@ -181,9 +217,18 @@ def _construct(target: Any, expected: Expected, *, rotates: bool) -> tuple[Any, 
     if signature.is_constructor(target):
         return signature.construct(target, expected)
     known = signature.parameters(target) or {}
+    called = signature.match(known, signature.CALL_NAMES)
     makes_tables = not rotates and "dim" in signature.match(known, signature.MAKE_NAMES) and len(known) > 1
-    if makes_tables and not {"q", "x", "qkv", "kv", "x1"} & {*signature.match(known, signature.CALL_NAMES)}:
-        sides = several.sides(signature.match(known, signature.CALL_NAMES))
+    if makes_tables and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
+        if "positions" in called:  # all other arguments are fixed
+
+            def with_positions(**values: Any) -> Any:
+                return partial(target, **values)
+
+            kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in known.items() if name != called["positions"]]
+            with_positions.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+            return signature.construct(with_positions, expected)
+        sides = several.sides(called)
         values = {**sides, **expected.arguments}
         returned, arguments = signature.construct(target, replace(expected, arguments=values))
         tables = _TableSet(_tensors(returned))
@@ -212,8 +257,9 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
     return None
 
 
-_TOKENS, _HEADS = 5, 4
+_TOKENS, _HEADS, _MANY = 5, 4, 129
 _PERFECT = 30  # the largest score
+_ROTATES = 12  # the smallest score of a call whose result depends on the token, and not on the head
 
 
 def _score(subject: Subject, errors: list[str]) -> int | None:
@@ -231,6 +277,12 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     except CallError as e:
         errors.append(str(e))
         return None
+    many = torch.arange(_MANY)[None]
+    if subject.given is not None and subject.accepts(many):
+        try:  # tables of fewer tokens than channels also fit other axes
+            subject(*2 * (x[:1, :1].expand(-1, _MANY, -1, -1),), many)
+        except CallError:
+            fused -= 1
     differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
     score = fused + 12 * (differs_by_token and not differs_by_head)
@@ -323,6 +375,9 @@ def _candidates(
     """
     layer_type = None if arguments is None else arguments.layer_type
     fixed: dict[str, Any] = {"interleaved": None if expected.pairing is None else expected.pairing == "interleaved"}
+    base = expected.base or 10_000.0
+    rope = expected.rope or Rope(expected.channels, base, "half", rotary_dim=expected.rotary_dim)
+    fixed |= {"base": base, "inv_freq": torch.from_numpy(rope.inv_freq).float()}
     rotates = first if second is None else second
     stated = expected.arguments if arguments is None else {}
     described = Call({}) if isinstance(rotates, _TableSet) else signature.read_call(rotates, call, stated)
@@ -396,7 +451,7 @@ def _modes(call: Call, *, tables: bool) -> tuple[str, ...]:
         return "rows", "shared"
     if {"offset", "offsets"} & (required if tables else roles):
         return ("offsets", "offset") if "offsets" in roles else ("offset",)
-    return ("given",) if tables else ("none",)
+    return ("given" if tables else "none", *(["packed"] if "cu_seqlens" in roles else []))
 
 
 def _pass_positions(call: Call, mode: str, positions: Tensor) -> dict[str, Any]:
@@ -512,7 +567,7 @@ def _layouts(call: Call, layout: str | None) -> Sequence[str]:
     """
     if layout is not None:
         return (layout,)
-    likely = {"axis": ("bhsd",), "cos_sin_cache": ("bshd", "thd")}
+    likely = {"axis": ("bhsd",)} | dict.fromkeys(("cos_sin_cache", "q_weight", "head_size"), ("bshd", "thd"))
     first = next((likely[role] for role in likely if role in call.parameter_of), ())
     return (*first, *(name for name in LAYOUTS if name not in first))
 
@@ -575,9 +630,11 @@ def _with_tables(
 
 
 _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin
-# The formats of one argument: complex numbers, angles, cos and sin stacked or concatenated, or a tuple of both.
+# The formats of one argument: complex numbers, matrices of 2 × 2, angles, cos and sin stacked, concatenated or in a
+# tuple.
 _IN_ONE = (
     "complex",
+    "matrices",
     "cos, sin stacked",
     *(f"{kind} {width}" for kind in ("angles", "cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
     *(f"({kind}) {width}" for kind in ("cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
@@ -593,6 +650,8 @@ def _exact_tables(name: str, given: Rope) -> _Source:
         cos, sin = (table.to(q.dtype) for table in exact)
         if name == "complex":
             return (torch.complex(exact[0].float(), exact[1].float()),)
+        if name == "matrices":
+            return (torch.stack((torch.stack((cos, -sin), dim=-1), torch.stack((sin, cos), dim=-1)), dim=-2),)
         if name == "cos, sin stacked":
             return (torch.stack((cos, sin), dim=-1),)
         kind, _, width = name.rpartition(" ")

@@ -49,6 +49,8 @@ class Form:
         keys_from_cache: whether the result for k is read from the cache.
         rotary_dim: the number of rotated channels.
         interleaved: whether the pairing is interleaved, for a parameter that chooses it. None keeps its default.
+        inv_freq: the radians per token of each pair, for a parameter that takes them.
+        base: the base, for a parameter without default that takes it.
     """
 
     function: Callable[..., Any]
@@ -61,6 +63,8 @@ class Form:
     keys_from_cache: bool = False
     rotary_dim: int = 64
     interleaved: bool | None = None
+    inv_freq: Tensor | None = None
+    base: float = 10_000.0
 
     @property
     def has_k(self) -> bool:
@@ -109,7 +113,8 @@ class Form:
             "tensor_layout": self.layout,
         }
         values |= {} if self.interleaved is None else {"interleaved": self.interleaved, "is_neox": not self.interleaved}
-        required = {"interleaved": False, "is_neox": True, "inplace": self.in_place, "conjugate": False}
+        required: dict[str, Any] = {"interleaved": False, "is_neox": True, "inplace": self.in_place, "conjugate": False}
+        required |= {"inv_freq": self.inv_freq, "base": self.base, "scale": 1.0}
         values |= {role: value for role, value in required.items() if role not in values | dict.fromkeys(call.optional)}
         return {call.parameter_of[role]: value for role, value in values.items() if role in call.parameter_of} | dict(
             call.literals

@@ -24,8 +24,8 @@ from ropewalk.tools.check.find.target import Method, name_of
 
 # Role of a parameter of a function that rotates → the common names of such a parameter.
 CALL_NAMES = {
-    "q": "q xq query queries query_states query_layer",
-    "k": "k xk key keys key_states key_layer",
+    "q": "q xq query queries query_states query_layer q_pe q_rot",
+    "k": "k xk key keys key_states key_layer k_pe k_rot",
     "v": "v xv value values value_states value_layer",
     "x": "x t input inputs tensor hidden_states x_in states qk tokens",
     "qkv": "qkv mixed_qkv packed_qkv qkv_states qkv_input",  # q, k and v in one tensor
@@ -36,7 +36,7 @@ CALL_NAMES = {
     "sin": "sin sin_emb sine sines sin_cached freqs_sin rotary_sin sin_table",
     "cos_sin_cache": "cos_sin_cache cos_sin_table",  # [length, rotary_dim]
     "table": "freqs_cis freqs_complex freqs cis rope_cache emb pos_emb rope cos_sin angles sinusoidal_pos rotary_emb "
-    "image_rotary_emb position_embeddings",
+    "image_rotary_emb position_embeddings sincos",
     "positions": "positions position_ids pos input_pos position pos_ids indices token_positions ids coords",
     "offset": "offset start_pos seqlen_offset start past_length cache_position_start",
     "offsets": "offsets seqlen_offsets start_positions",  # one for each sequence, or one number
@@ -45,22 +45,25 @@ CALL_NAMES = {
     "q_weight": "q_weight q_norm_weight qw weight norm_weight",
     "k_weight": "k_weight k_norm_weight kw",
     "eps": "eps epsilon norm_eps rms_norm_eps variance_epsilon",
-    "key_cache": "key_cache k_cache k_buffer paged_k_cache kv_cache_k",
-    "value_cache": "value_cache v_cache v_buffer paged_v_cache kv_cache_v",
-    "slots": "slots slot_mapping out_loc cache_loc slot_ids",
+    "key_cache": "key_cache k_cache cache_k k_buffer paged_k_cache kv_cache_k",
+    "value_cache": "value_cache v_cache cache_v v_buffer paged_v_cache kv_cache_v",
+    "slots": "slots slot_mapping out_loc cache_loc kv_cache_loc slot_ids",
     "head_size": "head_size head_dim",
-    "rotary_dim": "rotary_dim rope_dim rot_dim",
+    "rotary_dim": "rotary_dim rope_dim rot_dim dims",
     "num_heads": "num_heads num_heads_q num_q_heads num_qo_heads n_heads nheads",
     "num_kv_heads": "num_kv_heads num_heads_k num_k_heads num_heads_kv n_kv_heads num_key_value_heads",
     "num_v_heads": "num_v_heads num_heads_v",
-    "interleaved": "interleaved interleave rotary_interleaved",
+    "interleaved": "interleaved interleave rotary_interleaved traditional",
     "is_neox": "is_neox is_neox_style neox_style",
     "inplace": "inplace in_place",
     "conjugate": "conj conjugate",
+    "base": "base theta rope_theta base_frequency",
+    "scale": "scale rope_scale scaling_factor scale_factor",  # that positions are divided or multiplied by
+    "inv_freq": "inv_freq",
     "q_out": "q_out q_rope out_q query_out out out1 output",
     "k_out": "k_out k_rope out_k key_out out2",
     "tensor_layout": "tensor_format qkv_format",  # the name of the layout
-    "seq_len": "seq_len seqlen max_seq length",
+    "seq_len": "seq_len seqlen max_seq max_seq_len length",
     "axis": "unsqueeze_dim",
     "layer_type": "layer_type",
     "frames": "frames frame time temporal t n_frames num_frames t_pos pos_t t_ids grid_t",
@@ -73,13 +76,19 @@ FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
 # The same for parameters of a constructor, or of a function that computes cos and sin.
 MAKE_NAMES = {
-    "dim": "dim head_dim d head_size d_head d_k size dim_head embedding_size n_elem features",
+    "dim": "dim head_dim d head_size d_head d_k size dim_head embedding_size n_elem features dims kv_channels "
+    "embedding_dims",
     "rotary_dim": "rotary_dim rot_dim rotary_ndims rope_dim",
-    "base": "base theta rope_theta rope_base freq_base rotary_emb_base rotary_base",
+    "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
+    "base": "base theta rope_theta rope_base freq_base rotary_emb_base rotary_base base_frequency max_timescale "
+    "max_wavelength",
     "length": "end max_positions max_position_embeddings max_seq_len max_len max_position seq_len max_seq_length "
     "context_length max_length block_size max_position_embedding num_positions",
     "config": "config args cfg params model_args",
     "sections": CALL_NAMES["sections"],
+    "interleaved": CALL_NAMES["interleaved"],
+    "is_neox": CALL_NAMES["is_neox"],
+    "dtype": "dtype",
     "axes_dim": "axes_dim axes_dims axis_dims axes_channels",
 }
 
@@ -166,6 +175,8 @@ def read_call(called: Callable[..., Any], call: str | None, literals: Mapping[st
         roles["frames"] = roles.pop("x")
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
+    if "k" not in roles and roles.get("x") == "x" and roles.get("height") == "y" and "width" not in roles:
+        roles["q"], roles["k"] = roles.pop("x"), roles.pop("height")  # as in AITER
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
     if "v" in optional:  # a function that rotates what is passed, as in RoFormer
         roles.pop("v")
@@ -256,7 +267,7 @@ def describe(function: Any) -> str:
     )
 
 
-_OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k"}
+_OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
 
 @dataclass(frozen=True)
@@ -299,6 +310,8 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
             values[name] = expected.head_dim if name in _OF_A_HEAD else expected.rotary_dim
         elif role == "rotary_dim":
             values[name] = expected.rotary_dim
+        elif role == "rotary_share":
+            values[name] = expected.rotary_dim / expected.head_dim
         elif role == "base":
             base = values[name] = expected.base or default or 10_000.0
         elif role == "length":
@@ -307,6 +320,10 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "config" and expected.config is not None:
             values[name] = _config_object(owner, known[name].annotation, expected.config)
+        elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
+            values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
+        elif role == "dtype" and default is None:
+            values[name] = torch.float32
     values.update(expected.arguments)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     if missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,9 +100,10 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
 
 def _is_claimed(out: Tensor) -> bool:
     """Return whether a `torch.autograd.Function` computes the gradient of a result."""
-    nodes, seen = [out.grad_fn], set[Any]()
+    nodes: list[Any] = [out.grad_fn]
+    seen: set[Any] = {None}
     while nodes:
-        if (node := nodes.pop()) is not None and node not in seen:
+        if (node := nodes.pop()) not in seen:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
