@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,14 +164,26 @@ def test_the_picture_has_a_bar_for_each_machine(tmp_path: Path, monkeypatch: pyt
 def test_the_ranges_in_the_text_of_the_speed_page_are_the_recorded_ones() -> None:
     page = " ".join((ROOT / "docs" / "speed.md").read_text("utf-8").split())
 
-    def over(contender: str, **wanted: object) -> list[float]:
-        rows = [
-            benchmark_tables.rows(benchmark_tables.RUNS, contender=name, **wanted) for name in ("ropewalk", contender)
-        ]
-        return [a["median"] / b["median"] for a, b in zip(*rows, strict=True)]
+    def medians(contender: str, runs: tuple[str, ...] = benchmark_tables.RUNS, **wanted: Any) -> list[float]:
+        return [row["median"] for row in benchmark_tables.rows(runs, contender=contender, **wanted)]
+
+    def ratios_of(above: list[float], below: list[float]) -> list[float]:
+        return [a / b for a, b in zip(above, below, strict=True)]
+
+    def over(contender: str, **wanted: Any) -> list[float]:
+        return ratios_of(medians("ropewalk", **wanted), medians(contender, **wanted))
+
+    def one_thread(dtype: str) -> list[float]:
+        names = ("ropewalk, in place", "vLLM, in place")
+        return ratios_of(*(medians(name, benchmark_tables.ONE_THREAD, dtype=dtype, memory="kept") for name in names))
 
     copied = [x for n in (4096, 16_384) for x in over("copy_", tokens=n, memory="kept")]
     few, many = (over("clone", tokens=n, memory="new", backward=False) for n in (4096, 16_384))
+    sizes = [(tokens, backward) for tokens in (4096, 16_384) for backward in (False, True)]
+    fresh, held = (
+        [x for n, backward in sizes for x in medians("ropewalk", tokens=n, backward=backward, memory=memory)]
+        for memory in ("new", "kept")
+    )
     found = benchmark_tables.decoding("attention").values()
     cached = [one[name]["times_read"] for one in found for name in benchmark_tables.CACHES[:2] if name in one]
     for sentence, ratios in {
@@ -178,6 +191,9 @@ def test_the_ranges_in_the_text_of_the_speed_page_are_the_recorded_ones() -> Non
         "Attention over its KV caches takes {} times as long as reading": cached,
         "rotating 4,096 tokens then takes {} times as long as `clone`": few,
         "and 16,384 tokens {} times": many,
+        "4,096 tokens and more into new tensors takes {} times as long": ratios_of(fresh, held),
+        "ropewalk takes {} times as long as this operator in float32": one_thread("float32"),
+        "and {} times in bfloat16": one_thread("bfloat16"),
     }.items():
         assert sentence.format(f"{min(ratios):.1f} to {max(ratios):.1f}") in page
 
