@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
@@ -56,7 +57,8 @@ class QuantizedStore:
         return [self.keys, self.key_scales, self.values, self.value_scales]
 
     def _dequantize(self, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype).mul_(scales[..., None])  # the 8 bits are exact in every dtype, so it rounds once
+        wide = torch.promote_types(dtype, torch.float32)  # the 8 bits are exact in it, so the result is rounded once
+        return x.to(wide).mul_(scales[..., None]).to(dtype)
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
         for kept, new in zip(self._tensors, (*quantize(k, self.kept), *quantize(v, self.kept)), strict=True):
@@ -68,7 +70,8 @@ class QuantizedStore:
         return None
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        return None
+        keys, values = self.read(visible.blocks, visible.keys)
+        return attend_cached(q, far_q, keys, values, visible._replace(blocks=None), scale=scale)
 
     def read(
         self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None
