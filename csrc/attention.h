@@ -75,11 +75,11 @@ ROPEWALK_INLINE inline void add_elements(Floats *sums) {
     if constexpr (LEFT > 1) add_elements<LEFT / 2>(sums);
 }
 
-// The channels of a head as vectors of float32, COUNT vectors at a time, in an order that is the same for queries and keys and
-// that `write_channels` undoes for values.
+// The channels of a head of a key or a value as vectors of float32, COUNT vectors at a time. Those of bfloat16 are in another order:
+// first the even ones, then the odd ones.
 template <class T>
 struct Channels {
-    static constexpr int COUNT = T::is_bfloat ? 2 : 1, STEP = COUNT * LANE;
+    static constexpr int COUNT = T::is_bfloat || sizeof(typename T::Stored) == 1 ? 2 : 1, STEP = COUNT * LANE;
 
     // STEP channels, or the last ones of a head, fewer than STEP, followed by zeros.
     static void read_channels(const typename T::Stored *from, Floats *to) {
@@ -87,7 +87,7 @@ struct Channels {
             auto both = read<Neighbours<T>>(from);
             to[0] = first_of<T>(both), to[1] = second_of<T>(both);
         } else {
-            to[0] = load<T>(from);
+            for (int i = 0; i < COUNT; ++i) to[i] = load<T>(from + i * LANE);
         }
     }
     static void read_last(const typename T::Stored *from, int64_t count, Floats *to) {
@@ -97,7 +97,8 @@ struct Channels {
             to[0] = bits<Floats>(_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from));
         } else {
             typename T::Stored buffer[32];
-            write(buffer, _mm512_maskz_loadu_epi16(mask, from));
+            if constexpr (sizeof(*from) == 1) write(buffer, _mm256_maskz_loadu_epi8(mask, from));
+            else write(buffer, _mm512_maskz_loadu_epi16(mask, from));
             read_channels(buffer, to);
         }
 #else
@@ -105,13 +106,6 @@ struct Channels {
         std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof *from);
         read_channels(buffer, to);
 #endif
-    }
-    static void write_channels(typename T::Stored *to, const Floats *from) {
-        if constexpr (T::is_bfloat) {
-            store_neighbours<T, false>(to, from[0], from[1]);
-        } else {
-            store<T>(to, from[0]);
-        }
     }
 };
 
@@ -127,10 +121,12 @@ struct Sums {
     float &weights(int64_t query) const { return at[(query + 1) * step - 1]; }
 };
 
-template <class T>
+// K: the dtype of keys and values.
+template <class K>
 struct Attention {
-    using Stored = typename T::Stored;
-    using C = Channels<T>;
+    using Stored = typename K::Stored;
+    using C = Channels<K>;
+    static constexpr bool SCALED = sizeof(Stored) == 1;
     const ropewalk_attention &a;
     int64_t group, queries;          // query heads that share a key head, and queries of a key head
     int64_t q_step, sums_step;       // floats of a query, and of its `Sums`
@@ -173,6 +169,7 @@ struct Attention {
 
     struct Chunk {
         int64_t count, order, key[KEYS], value[KEYS];  // order: of its first key; key, value: distances in elements
+        int64_t key_scale[KEYS], value_scale[KEYS];
         bool hides, are_sinks;                         // hides: some query does not attend to some key
     };
 
@@ -191,21 +188,39 @@ struct Attention {
             int64_t slot = a.blocks ? at % a.block_size : at;
             chunk.key[n] = block * a.key_stride[0] + slot * a.key_stride[1];
             chunk.value[n] = block * a.value_stride[0] + slot * a.value_stride[1];
+            if constexpr (SCALED) {
+                chunk.key_scale[n] = block * a.key_scale_stride[0] + slot * a.key_scale_stride[1];
+                chunk.value_scale[n] = block * a.value_scale_stride[0] + slot * a.value_scale_stride[1];
+            }
         }
         int64_t last = chunk.order + chunk.count - 1;
         chunk.hides = last > r.least || (a.window && r.most - chunk.order >= a.window);
     }
 
-    // Convert the queries of a row, [kv head, query of it], times `factor`.
+    // Call use with the dtype of queries and results.
+    template <class Use>
+    void with_dtype(const Use &use) const {
+        if constexpr (!SCALED) {
+            use(K());
+        } else if (a.dtype == ROPEWALK_F32) {
+            use(F32());
+        } else {
+            a.dtype == ROPEWALK_BF16 ? use(BF16()) : use(F16());
+        }
+    }
+
+    // Convert the queries of a row, [kv head, query of it], times `factor`, to the order of channels of keys.
+    template <class T>
     void convert_queries(const void *from, const int64_t *stride, int64_t row, float factor, float *to) const {
         for (int64_t head = 0; head < a.heads; ++head) {
             for (int64_t token = 0; token < a.queries; ++token, to += q_step) {
-                const Stored *x = static_cast<const Stored *>(from) + row * stride[0] + token * stride[1] + head * stride[2];
+                const auto *x = static_cast<const typename T::Stored *>(from) + row * stride[0] + token * stride[1] + head * stride[2];
                 for (int64_t c = 0; c < q_step; c += C::STEP) {
-                    Stored buffer[C::STEP] = {};
+                    typename T::Stored buffer[C::STEP] = {};
                     for (int64_t i = 0; i < smaller<int64_t>(C::STEP, a.head_dim - c); ++i) buffer[i] = x[(c + i) * stride[3]];
                     Floats parts[C::COUNT];
-                    C::read_channels(buffer, parts);
+                    for (int i = 0; i < C::COUNT; ++i) parts[i] = load<T>(buffer + i * LANE);
+                    if constexpr (K::is_bfloat) split(parts[0], parts[1], parts[0], parts[1], Places<F32>());
                     for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i] * factor);
                 }
             }
@@ -312,14 +327,27 @@ struct Attention {
         }
     }
 
+    static void read_scales(const float *from, const int64_t *distances, int64_t count, float *to) {
+        for (int64_t n = 0; n < count; ++n) to[n] = from[distances[n]];
+        for (int64_t n = count; n < padded(count, LANE); ++n) to[n] = 0;
+    }
+    static void multiply(float *x, const float *factors, int64_t count) {
+        for (int64_t n = 0; n < count; n += LANE) write(x + n, read<Floats>(x + n) * read<Floats>(factors + n));
+    }
+
     // Process the keys of a chunk for ROWS queries of one key head. `query` is the first of them in the row.
     template <int ROWS>
     void attend_rows(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, int64_t head, int64_t query, const Sums &sums) const {
         const Stored *keys = static_cast<const Stored *>(a.key) + head * a.key_stride[2];
         const Stored *values = static_cast<const Stored *>(a.value) + head * a.value_stride[2];
-        float scores[ROWS * KEYS], factors[ROWS];
+        float scores[ROWS * KEYS], factors[ROWS], key_scales[KEYS], value_scales[KEYS];
         score<ROWS>(q, keys, chunk, next, scores);
+        if constexpr (SCALED) {
+            read_scales(a.key_scale + head * a.key_scale_stride[2], chunk.key_scale, chunk.count, key_scales);
+            read_scales(a.value_scale + head * a.value_scale_stride[2], chunk.value_scale, chunk.count, value_scales);
+        }
         for (int r = 0; r < ROWS; ++r) {
+            if constexpr (SCALED) multiply(scores + r * KEYS, key_scales, chunk.count);
             if (chunk.hides) {
                 int64_t order = order_of(row, (query + r) % a.queries);
                 for (int64_t n = 0; n < chunk.count; ++n) {
@@ -327,6 +355,7 @@ struct Attention {
                 }
             }
             factors[r] = weigh(scores + r * KEYS, chunk.count, sums.most(query + r), sums.weights(query + r));
+            if constexpr (SCALED) multiply(scores + r * KEYS, value_scales, chunk.count);
         }
         constexpr int MOST = ROWS == 4 ? 4 / C::COUNT : 8 / C::COUNT;
         int64_t c = 0;
@@ -357,8 +386,11 @@ struct Attention {
             if (before + count <= begin) continue;
             int64_t at = r.first + (begin > before ? begin - before : 0) * KEYS;
             const int64_t last = smaller(r.end, r.first + (end - before) * KEYS);
-            convert_queries(a.q, a.q_stride, row, factor, near);
-            if (a.far_q) convert_queries(a.far_q, a.far_q_stride, row, factor, far);
+            with_dtype([&](auto type) {
+                using T = decltype(type);
+                convert_queries<T>(a.q, a.q_stride, row, factor, near);
+                if (a.far_q) convert_queries<T>(a.far_q, a.far_q_stride, row, factor, far);
+            });
             Sums to = sums(row, part);
             std::memset(to.at, 0, static_cast<size_t>(sums_size) * sizeof(float));
             for (int64_t i = 0; i < a.heads * a.queries; ++i) to.most(i) = -INFINITY;
@@ -375,10 +407,11 @@ struct Attention {
     }
 
     // Add up what the parts have of a row, and divide by the sum of the weights.
+    template <class T>
     void combine_row(int64_t row, int64_t first_part, int64_t last_part) const {
         for (int64_t query = 0; query < a.heads * a.queries; ++query) {
-            Stored *out = static_cast<Stored *>(a.out) + row * a.out_stride[0] + query % a.queries * a.out_stride[1] +
-                          query / a.queries * a.out_stride[2];
+            auto *out = static_cast<typename T::Stored *>(a.out) + row * a.out_stride[0] + query % a.queries * a.out_stride[1] +
+                        query / a.queries * a.out_stride[2];
             float most = -INFINITY, total = 0;
             for (int64_t part = first_part; part <= last_part; ++part) {
                 float of_part = sums(row, part).most(query);
@@ -400,10 +433,11 @@ struct Attention {
                     }
                 }
                 for (int i = 0; i < C::COUNT; ++i) sum[i] *= inverse;
-                Stored buffer[C::STEP];
+                if constexpr (K::is_bfloat) interleave(sum[0], sum[1], sum[0], sum[1], Places<F32>());
+                typename T::Stored buffer[C::STEP];
                 bool whole = c + C::STEP <= a.v_dim;
-                C::write_channels(whole ? out + c : buffer, sum);
-                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.v_dim - c) * sizeof(Stored));
+                for (int i = 0; i < C::COUNT; ++i) store<T>((whole ? out + c : buffer) + i * LANE, sum[i]);
+                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.v_dim - c) * sizeof *out);
             }
         }
     }
@@ -416,17 +450,22 @@ struct Attention {
         for (int64_t row = 0, before = 0, count; row < end; ++row, before += count) {
             count = row_of(row).chunks();
             if (row < begin) continue;
-            count ? combine_row(row, part_of(before), part_of(before + count - 1)) : combine_row(row, 0, -1);
+            with_dtype([&](auto type) {
+                using T = decltype(type);
+                count ? combine_row<T>(row, part_of(before), part_of(before + count - 1)) : combine_row<T>(row, 0, -1);
+            });
         }
     }
 };
 
 template <class Use>
 void with_attention(const ropewalk_attention *a, const Use &use) {
-    switch (a->dtype) {
+    switch (a->kept) {
         case ROPEWALK_F32: return use(Attention<F32>(*a));
         case ROPEWALK_BF16: return use(Attention<BF16>(*a));
         case ROPEWALK_F16: return use(Attention<F16>(*a));
+        case ROPEWALK_I8: return use(Attention<I8>(*a));
+        case ROPEWALK_E4M3: return use(Attention<E4M3>(*a));
         case ROPEWALK_F64: return;
     }
 }

@@ -223,6 +223,11 @@ int dtype_of(const ropewalk::TensorView &x) {
     return x.is_float(64) ? ROPEWALK_F64 : -1;
 }
 
+// The same for keys and values, which may have 8 bits.
+int kept_dtype_of(const ropewalk::TensorView &x) {
+    return x.is_int(8) ? ROPEWALK_I8 : x.is_e4m3fn() ? ROPEWALK_E4M3 : dtype_of(x);
+}
+
 // A call whose arguments are plain tensors that match. `ok` is false if they are not; Python then handles the call.
 struct PlainCall {
     bool ok = false, grad;  // grad: whether PyTorch records gradients
@@ -564,11 +569,24 @@ bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
     return batch == 1 || view.strides[0] == 1;
 }
 
+// Read the scales of keys or values that have 8 bits, float32 [block, slot, kv head]. Returns false if there are others.
+bool read_scales(nb::handle scales, const ropewalk::TensorView &of, bool expected, const float *&to, int64_t *strides) {
+    ropewalk::TensorView view;
+    if (scales.is_none()) return !expected;
+    if (!expected || !torch.view(scales.ptr(), view) || !view.is_float(32) || view.axes != 3) return false;
+    for (int i = 0; i < 3; ++i) {
+        if (view.shape[i] != of.shape[i]) return false;
+        strides[i] = view.strides[i];
+    }
+    to = reinterpret_cast<const float *>(view.first());
+    return true;
+}
+
 // Attend with queries [batch, token, head, channel] over the keys and values [block, slot, kv head, channel] of a cache. The other
 // arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
 nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
                         nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
-                        double scale, bool profiled) {
+                        nb::handle key_scales, nb::handle value_scales, double scale, bool profiled) {
     const nb::object left_to_python = nb::none();
     ropewalk::TensorView of_q, of_far, of_keys, of_values, of_blocks, of_order, of_out;
     if (!kernels->attend || torch.is_observed(profiled)) return left_to_python;
@@ -581,8 +599,14 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     }
     ropewalk_attention a{};
     const int dtype = dtype_of(of_q);
-    if (dtype < 0 || dtype == ROPEWALK_F64 || dtype_of(of_keys) != dtype || dtype_of(of_values) != dtype) return left_to_python;
-    a.dtype = static_cast<ropewalk_dtype>(dtype);
+    const int kept = kept_dtype_of(of_keys);
+    if (dtype < 0 || dtype == ROPEWALK_F64 || kept_dtype_of(of_values) != kept) return left_to_python;
+    const bool scaled = kept == ROPEWALK_I8 || kept == ROPEWALK_E4M3;
+    if ((!scaled && kept != dtype) || !read_scales(key_scales, of_keys, scaled, a.key_scale, a.key_scale_stride) ||
+        !read_scales(value_scales, of_values, scaled, a.value_scale, a.value_scale_stride)) {
+        return left_to_python;
+    }
+    a.dtype = static_cast<ropewalk_dtype>(dtype), a.kept = static_cast<ropewalk_dtype>(kept);
     a.batch = of_q.shape[0], a.queries = of_q.shape[1], a.heads = of_q.shape[2], a.kv_heads = of_keys.shape[2];
     a.head_dim = a.v_dim = of_q.shape[3];
     for (int i = 0; i < 4; ++i) {
@@ -670,7 +694,8 @@ NB_MODULE(_cpu, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
+          nb::arg().none(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

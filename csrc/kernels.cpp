@@ -376,6 +376,7 @@ void rotate(const ropewalk_rotation *r, int64_t begin, int64_t end) {
         case ROPEWALK_F64: return rotate_dtype<F64>(*r, begin, end);
         case ROPEWALK_BF16: return rotate_dtype<BF16>(*r, begin, end);
         case ROPEWALK_F16: return rotate_dtype<F16>(*r, begin, end);
+        default: return;
     }
 }
 
@@ -457,6 +458,7 @@ void step(const ropewalk_step *s, int64_t begin, int64_t end) {
         case ROPEWALK_F64: return step_dtype<F64>(*s, begin, end);
         case ROPEWALK_BF16: return step_dtype<BF16>(*s, begin, end);
         case ROPEWALK_F16: return step_dtype<F16>(*s, begin, end);
+        default: return;
     }
 }
 
@@ -500,6 +502,7 @@ void table_gradient(const ropewalk_table_gradient *gradient, int64_t begin, int6
         case ROPEWALK_F64: return table_gradient_rows<F64>(*gradient, begin, end);
         case ROPEWALK_BF16: return table_gradient_rows<BF16>(*gradient, begin, end);
         case ROPEWALK_F16: return table_gradient_rows<F16>(*gradient, begin, end);
+        default: return;
     }
 }
 

@@ -11,7 +11,8 @@ extern "C" {
 /* Instruction sets, in increasing order of speed. */
 typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX512_BF16, ROPEWALK_LEVELS } ropewalk_level;
 
-typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16 } ropewalk_dtype;
+/* The last two, int8 and float8_e4m3fn, are for the keys and values of ropewalk_attention only. */
+typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16, ROPEWALK_I8, ROPEWALK_E4M3 } ropewalk_dtype;
 
 /* Outputs of together this many bytes and more are written past the caches, since they do not stay there until they are read. */
 #define ROPEWALK_LARGE (INT64_C(16) << 20)
@@ -102,13 +103,16 @@ typedef struct {
  * the index of its token in the row, is first[r] + i. A token attends to the keys whose order is not larger than its own and, with
  * a window, less than `window` smaller. The result of a token without keys is 0. Slots that no token attends to are not read.
  *
- * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. */
+ * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. kept is the same or has 8 bits. Then
+ * each head of a key and a value is multiplied by a scale. */
 typedef struct {
     const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for keys with an order below `sinks` */
     void *out;              /* [batch, token, head, v_dim] */
     const void *key, *value; /* [block, slot, kv head, channel] */
     int64_t q_stride[4], far_q_stride[4], out_stride[4], key_stride[4], value_stride[4];
-    ropewalk_dtype dtype;
+    ropewalk_dtype dtype, kept;                             /* of q, far_q and out; of key and value */
+    const float *key_scale, *value_scale;                   /* only for 8 bits: [block, slot, kv head] */
+    int64_t key_scale_stride[3], value_scale_stride[3];
     int64_t batch, queries, heads, kv_heads, head_dim, v_dim; /* queries: tokens of a row; kv_heads divides heads */
     int64_t keys, block_size;
     const int32_t *blocks; /* NULL, or [batch, blocks of a row] */

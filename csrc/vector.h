@@ -109,6 +109,22 @@ struct F16 {
     }
 };
 
+// Numbers of 8 bits, which are loaded only.
+
+struct I8 {
+    static constexpr bool is_bfloat = false;
+    static constexpr int bytes = BYTES;
+    using Stored = int8_t;
+    using Real = float;
+};
+
+struct E4M3 {
+    static constexpr bool is_bfloat = false;
+    static constexpr int bytes = BYTES;
+    using Stored = uint8_t;
+    using Real = float;
+};
+
 #ifdef ROPEWALK_VECTORS
 
 template <class T, int N>
@@ -214,12 +230,51 @@ inline void store_narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #endif
 }
 
+// Conversion from 8 bits to float32.
+
+inline Vector<float, WORDS> widen_to_float(const int8_t *from) {
+#if defined(__AVX512F__)
+    auto wide = bits<Vector<int32_t, WORDS>>(_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(from)));
+#elif defined(__AVX2__)
+    auto wide = bits<Vector<int32_t, WORDS>>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+#else
+    auto wide = __builtin_convertvector(read<Vector<int8_t, WORDS>>(from), Vector<int32_t, WORDS>);
+#endif
+    return __builtin_convertvector(wide, Vector<float, WORDS>);
+}
+
+// float8_e4m3fn: a sign, 4 bits of the exponent and 3 of the fraction, and nan if all of these are 1.
+inline Vector<float, WORDS> widen_to_float(const uint8_t *from) {
+#if defined(__F16C__)
+    // As float16 numbers with the same bits, they are 2^8 times too small. Adding the last bit carries only from nan.
+#if defined(__AVX512F__)
+    auto words = bits<Vector<uint16_t, WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
+#else
+    auto words = bits<Vector<uint16_t, WORDS>>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from))));
+#endif
+    words = words << 7 & 0xbfff;
+    words |= (words + 0x80) & 0x4000;
+#if defined(__AVX512F__)
+    return bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(words))) * 0x1p8f;
+#else
+    return bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(words))) * 0x1p8f;
+#endif
+#else
+    // Multiplying by 2^120 corrects the exponent, also of subnormal numbers.
+    auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
+    auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p120f);
+    return bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
+#endif
+}
+
 // Load and store a whole vector of elements, for each dtype.
 
 template <class T>
 inline Reals<T> load(const typename T::Stored *from) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
         return read<Reals<T>>(from);
+    } else if constexpr (sizeof(typename T::Stored) == 1) {
+        return widen_to_float(from);
     } else if constexpr (T::is_bfloat) {
         return bits<Reals<T>>(widen(from) << 16);
 #if defined(__AVX512F__)

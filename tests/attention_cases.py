@@ -58,6 +58,21 @@ def draw(seed: int) -> Case:
     return Case(q, normal(*q.shape) if sinks else None, keys, values, visible, rng.choice([head_dim**-0.5, 0.3]))
 
 
+def in_8_bits(case: Case, dtype: torch.dtype, head_dim: int = 200) -> Case:
+    """Return a case with other keys and values, of up to head_dim channels in 8 bits, with a scale for each head."""
+    unseen, generator = case.keys[..., 0, 0].isnan(), torch.Generator().manual_seed(0)
+    q, far_q, keys = (None if x is None else x[..., :head_dim] for x in (case.q, case.far_q, case.keys))
+    kept = []
+    for _ in range(2):
+        bits = torch.randint(256, keys.shape, generator=generator, dtype=torch.uint8)
+        bits = torch.empty_like(keys, dtype=torch.uint8).copy_(torch.where(bits & 127 == 127, 0, bits))  # no NaN
+        bits[unseen] = 127
+        scales = torch.rand(keys.shape[:3], generator=generator).masked_fill_(unseen[..., None], torch.nan) / 30
+        kept += [bits.view(dtype), scales.transpose(0, 1).contiguous().transpose(0, 1)]
+    visible = case.visible._replace(key_scales=kept[1], value_scales=kept[3])
+    return Case(q, far_q, kept[0], kept[2], visible, case.scale)
+
+
 def places_of(visible: VisibleKeys, row: int, size: int) -> list[tuple[int, int]]:
     """Return the block and the slot of each key that a row has."""
     count = visible.keys if visible.counts is None else min(visible.keys, int(visible.counts[row]))
@@ -87,6 +102,10 @@ def define(case: Case) -> tuple[Tensor, Tensor]:
     visible, (batch, seq, heads, channels) = case.visible, case.q.shape
     out, bound = (torch.zeros(batch, seq, heads, channels, dtype=torch.float64) for _ in range(2))
     group = heads // case.keys.shape[2]
+    keys, values = (
+        x.double() if scales is None else x.double() * scales.double()[..., None]
+        for x, scales in ((case.keys, visible.key_scales), (case.values, visible.value_scales))
+    )
     for row in range(batch):
         first = 0 if visible.first is None else int(visible.first[row])
         places = places_of(visible, row, case.keys.shape[1])
@@ -96,7 +115,7 @@ def define(case: Case) -> tuple[Tensor, Tensor]:
                 continue
             block, slot = torch.tensor([places[i] for i in seen]).unbind(1)
             for head in range(heads):
-                k, v = (x[block, slot, head // group].double() for x in (case.keys, case.values))
+                k, v = (x[block, slot, head // group] for x in (keys, values))
                 q = torch.stack(
                     [
                         (case.far_q if case.far_q is not None and first + i < visible.sinks else case.q)[

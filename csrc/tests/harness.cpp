@@ -447,7 +447,14 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim}, of_values[] = {pool, slots, a.kv_heads, a.v_dim};
     Memory q = placed(a.dtype, BHSD, sizes, a.q_stride), far_q = placed(a.dtype, SLICED, sizes, a.far_q_stride);
     Memory out = placed(a.dtype, BSHD, outs, a.out_stride);
-    Memory key = placed(a.dtype, place, of_keys, a.key_stride), value = placed(a.dtype, place, of_values, a.value_stride);
+    Memory key = placed(a.kept, place, of_keys, a.key_stride), value = placed(a.kept, place, of_values, a.value_stride);
+    // The scales of keys and values, in memory one after the other for each head.
+    const int64_t of_scales[] = {pool, slots, a.kv_heads, 2};
+    int64_t scale_stride[4];
+    Memory scales = placed(ROPEWALK_F32, place, of_scales, scale_stride);
+    for (int i = 0; i < 3; ++i) a.key_scale_stride[i] = a.value_scale_stride[i] = scale_stride[i];
+    const bool scaled = SIZES[a.kept] == 1;
+    a.key_scale = reinterpret_cast<float *>(scales.bytes.get()), a.value_scale = a.key_scale + 1;
     q.set_random(), far_q.set_random();
     auto batch = static_cast<size_t>(a.batch), queries = static_cast<size_t>(a.queries);
     std::unique_ptr<int32_t[]> blocks(new int32_t[batch * static_cast<size_t>(blocks_of_row)]);
@@ -472,14 +479,17 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
         return at(strides, block, has_blocks ? i % a.block_size : i, head, channel);
     };
-    Memory random_keys = placed(a.dtype, place, of_keys, a.key_stride), random_values = placed(a.dtype, place, of_values, a.value_stride);
+    Memory random_keys = placed(a.kept, place, of_keys, a.key_stride), random_values = placed(a.kept, place, of_values, a.value_stride);
     random_keys.set_random(), random_values.set_random();
-    const auto size = static_cast<size_t>(SIZES[a.dtype]);
+    const auto size = static_cast<size_t>(SIZES[a.kept]);
     for (int64_t row = 0; row < a.batch; ++row) {
         for (int64_t i = 0; i < a.keys; ++i) {
             bool seen = false;
             for (int64_t token = 0; token < a.queries; ++token) seen = seen || sees(row, token, i);
             for (int64_t head = 0; seen && head < a.kv_heads; ++head) {
+                for (int64_t of = 0; of < 2; ++of) {
+                    scales.set(place_of(scale_stride, row, i, head, of), 0x1p-6 * static_cast<double>(1 + random_bits() % 4));
+                }
                 for (int64_t c = 0; c < a.head_dim; ++c) {
                     auto from = static_cast<size_t>(place_of(a.key_stride, row, i, head, c)) * size;
                     std::memcpy(&key.bytes[from], &random_keys.bytes[from], size);
@@ -496,6 +506,10 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     call(kernels.attend, a, a.parts);
     call(kernels.combine, a, a.batch);
     const int64_t group = a.heads / a.kv_heads;
+    auto number = [&](const Memory &of, const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
+        double x = get(a.kept, of.bytes.get(), place_of(strides, row, i, head, channel));
+        return scaled ? x * get(ROPEWALK_F32, scales.bytes.get(), place_of(scale_stride, row, i, head, &of == &value)) : x;
+    };
     for (int64_t n = 0; n < a.batch * a.queries * a.heads; ++n) {
         const int64_t head = n % a.heads, token = n / a.heads % a.queries, row = n / a.heads / a.queries;
         std::vector<double> scores;
@@ -508,7 +522,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
             for (int64_t c = 0; c < a.head_dim; ++c) {
                 double x = far ? get(a.dtype, far_q.bytes.get(), at(a.far_q_stride, row, token, head, c))
                                : get(a.dtype, q.bytes.get(), at(a.q_stride, row, token, head, c));
-                double product = a.scale * x * get(a.dtype, key.bytes.get(), place_of(a.key_stride, row, i, head / group, c));
+                double product = a.scale * x * number(key, a.key_stride, row, i, head / group, c);
                 score += product, sum += std::fabs(product);
             }
             scores.push_back(score), seen.push_back(i), largest = std::fmax(largest, sum), most = std::fmax(most, score);
@@ -517,7 +531,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         for (int64_t c = 0; c < a.v_dim; ++c) {
             double want = 0, of_values = 0;
             for (size_t i = 0; i < seen.size(); ++i) {
-                double v = get(a.dtype, value.bytes.get(), place_of(a.value_stride, row, seen[i], head / group, c));
+                double v = number(value, a.value_stride, row, seen[i], head / group, c);
                 want += scores[i] / total * v, of_values = std::fmax(of_values, std::fabs(v));
             }
             // Scores in float32, weights of a relative error twice theirs, and sums of float32; then one rounding.
@@ -593,18 +607,19 @@ void test_level(const ropewalk_kernels &kernels) {
         }
     }
     int variant = 0;
-    for (ropewalk_dtype dtype : {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16}) {
+    for (ropewalk_dtype kept : {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16, ROPEWALK_I8, ROPEWALK_E4M3}) {
         for (int64_t head_dim : {1, 7, 16, 40, 64, 80, 130}) {
             for (int64_t keys : {1, 5, 33, 150}) {
                 for (int64_t group : {1, 2, 3, 4, 7}) {
                     ropewalk_attention a{};
                     ++variant;
-                    a.dtype = dtype, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
+                    constexpr ropewalk_dtype dtypes[] = {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16};
+                    a.kept = kept, a.dtype = SIZES[kept] == 1 ? dtypes[variant % 3] : kept, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
                     a.heads = a.kv_heads * group, a.head_dim = head_dim, a.v_dim = variant % 5 ? head_dim : head_dim + 3;
                     a.keys = keys, a.block_size = variant % 7 ? 16 : 3, a.window = variant % 4 ? 0 : 9, a.scale = 0.25;
                     a.parts = 1 + variant % 6;
                     std::snprintf(now, sizeof now, "%s, attention, %s, head_dim %d, %d keys, %d of %d heads, batch %d, %d tokens, %d parts",
-                                  kernels.name, NAMES[dtype], int(head_dim), int(keys), int(a.kv_heads), int(a.heads), int(a.batch),
+                                  kernels.name, NAMES[kept], int(head_dim), int(keys), int(a.kv_heads), int(a.heads), int(a.batch),
                                   int(a.queries), int(a.parts));
                     if (verbose) std::printf("%s\n", now), std::fflush(stdout);
                     test_attention(kernels, a, variant % 3 ? BSHD : BHSD, variant % 2, variant % 5 == 0);

@@ -18,8 +18,8 @@ uint64_t random_bits() {  // splitmix64
     return z ^ z >> 31;
 }
 
-constexpr const char *NAMES[] = {"float32", "float64", "bfloat16", "float16"};
-constexpr int64_t SIZES[] = {4, 8, 2, 2};
+constexpr const char *NAMES[] = {"float32", "float64", "bfloat16", "float16", "int8", "float8_e4m3fn"};
+constexpr int64_t SIZES[] = {4, 8, 2, 2, 1, 1};
 // The error of rounding to a dtype: relative for normal numbers, absolute for subnormal ones. AVX-512's bfloat16 conversion has
 // no subnormal numbers.
 constexpr double SHARE[] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11}, LEAST[] = {0, 0, 0x1p-126, 0x1p-25};
@@ -44,6 +44,7 @@ struct Memory {
             uint64_t r = random_bits();
             if (dtype == ROPEWALK_BF16) set_bits(i, static_cast<uint16_t>((r & 0x807f) | (120 + (r >> 32) % 9) << 7));
             if (dtype == ROPEWALK_F16) set_bits(i, static_cast<uint16_t>((r & 0x83ff) | (8 + (r >> 32) % 9) << 10));
+            if (SIZES[dtype] == 1) bytes[i] = static_cast<unsigned char>((r & 0x7f) == 0x7f ? 0 : r);  // no nan
             if (SIZES[dtype] > 2) set(i, static_cast<double>(static_cast<int64_t>(r)) * 0x1p-62);
         }
     }
@@ -61,6 +62,12 @@ double get(ropewalk_dtype dtype, const unsigned char *from, int64_t i) {
     switch (dtype) {
         case ROPEWALK_F64: return std::memcpy(&x, from + 8 * i, 8), x;
         case ROPEWALK_F32: return std::memcpy(&single, from + 4 * i, 4), single;
+        case ROPEWALK_I8: return static_cast<int8_t>(from[i]);
+        case ROPEWALK_E4M3: {
+            int exponent = from[i] >> 3 & 15, digits = from[i] & 7;
+            x = (from[i] & 127) == 127 ? NAN : exponent ? std::ldexp(digits + 8, exponent - 10) : std::ldexp(digits, -9);
+            return from[i] & 128 ? -x : x;
+        }
         default: std::memcpy(&half, from + 2 * i, 2);
     }
     if (dtype == ROPEWALK_BF16) {

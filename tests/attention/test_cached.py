@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_cases import Case, check, define, draw, long_rows
+from attention_cases import Case, check, define, draw, in_8_bits, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
 from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend, cpu
@@ -21,6 +22,7 @@ if not backend.FAST_PATH:
 import ropewalk.kernels._cpu as _cpu
 
 LEVELS = _cpu.levels()
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 
 
 def attend(case: Case) -> Tensor | None:
@@ -28,15 +30,45 @@ def attend(case: Case) -> Tensor | None:
         return attend_cached(case.q, case.far_q, case.keys, case.values, case.visible, scale=case.scale)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    _cpu.use_level(request.param)
+    yield
+    _cpu.use_level(LEVELS[-1])
+
+
 @pytest.mark.parametrize("seed", range(40))
-def test_equals_the_definition(level: str, seed: int) -> None:
-    _cpu.use_level(level)
-    try:
-        case = draw(seed)
+def test_equals_the_definition(level: None, seed: int) -> None:
+    case = draw(seed)
+    check(case, attend(case))
+
+
+class TestKeysOf8Bits:
+    @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+    @pytest.mark.parametrize("seed", range(30))
+    def test_equals_the_definition(self, level: None, dtype: torch.dtype, seed: int) -> None:
+        case = in_8_bits(draw(seed), dtype, (33, 48, 80, 96, 200)[seed % 5])
         check(case, attend(case))
-    finally:
-        _cpu.use_level(LEVELS[-1])
+
+    @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+    def test_every_number(self, level: None, dtype: torch.dtype) -> None:
+        """Row i has one key, whose value has number i in all channels. The result is exact, also NaN."""
+        kept = torch.arange(256, dtype=torch.uint8)[:, None, None, None].expand(256, 1, 1, 40).contiguous().view(dtype)
+        scales, order = torch.full((256, 1, 1), 0.25), torch.zeros(256, 1, dtype=torch.int64)
+        visible = VisibleKeys(order, 1, key_scales=scales, value_scales=scales)
+        attended = attend(Case(torch.zeros(256, 1, 1, 40), None, torch.zeros_like(kept), kept, visible, 1.0))
+        torch.testing.assert_close(attended, kept.float() / 4, rtol=0, atol=0, equal_nan=True)
+
+    def test_left_to_python(self) -> None:
+        case = in_8_bits(long_rows([10]), torch.int8)
+        visible = case.visible
+        assert visible.key_scales is not None
+        for scales in (None, visible.key_scales[:, :9], visible.key_scales.double()):
+            case.visible = visible._replace(key_scales=scales)
+            assert attend(case) is None
+        case.visible = visible
+        assert attend(Case(case.q, None, case.keys.float(), case.values.float(), visible, 1.0)) is None
+        assert attend(Case(case.q, None, case.keys, case.values.float(), visible, 1.0)) is None
 
 
 @pytest.mark.parametrize("lengths", [[1500], [2, 1500], [1500, 2, 2], [700, 800, 900, 2]], ids=str)
@@ -108,14 +140,16 @@ class TestOperator:
     def test_reference_equals_the_definition(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu, "attend_plain", lambda *arguments: None)
         case = draw(seed)
+        case = case if seed % 3 else in_8_bits(case, EIGHT_BITS[seed % 2])
         arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
         attended = torch.ops.ropewalk.attend_cached(*arguments)
         expected, bound = define(case)
         rounding = expected.abs() * torch.finfo(case.q.dtype).eps / 2 + torch.finfo(case.q.dtype).tiny
         assert bool(((attended.double() - expected).abs() <= 2 * bound + rounding).all())
 
-    def test_opcheck(self) -> None:
-        case = draw(3)
+    @pytest.mark.parametrize("kept", [None, torch.int8], ids=str)
+    def test_opcheck(self, kept: torch.dtype | None) -> None:
+        case = draw(3) if kept is None else in_8_bits(draw(3), kept)
         arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
         torch.library.opcheck(
             torch.ops.ropewalk.attend_cached.default, arguments, test_utils=("test_schema", "test_faketensor")

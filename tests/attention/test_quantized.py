@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import KVCache, PagedKVCache
+from ropewalk.attention.quantized import QuantizedStore
+from ropewalk.kernels import backend
 
 NAMES = ("int8", "fp8")
 
@@ -61,6 +64,27 @@ def test_memory(name: str) -> None:
     store, _ = cached(name, k, k, pages=True)
     held = sum(x.nbytes for x in (store.keys, store.values, store.key_scales, store.value_scales))
     assert held <= 0.52 * 2 * store.keys.numel() * 2
+
+
+@pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_decoded_token_attends_over_8_bits(name: str, pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is converted to more bits in memory."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 10, 4, 40), *torch.randn(2, 2, 10, 2, 40)
+    size: dict[str, Any] = {"blocks": 9, "block_size": 4} if pages else {"capacity": 10}
+    cache: Any = PagedKVCache(1, 2, 40, store=name, **size) if pages else KVCache(1, 2, 2, 40, store=name, **size)
+    if pages:
+        cache.admit(), cache.admit()
+    cache.step(9).layer(0).append(k[:, :9], v[:, :9])
+    read = copy.deepcopy(cache).step(1).layer(0).append(k[:, 9:], v[:, 9:])
+    keys, values = (x[:, :10].double().repeat_interleave(2, 2) for x in read)
+    monkeypatch.setattr(QuantizedStore, "read", None)
+    with torch.no_grad():
+        attended = cache.step(1).layer(0).attend(q[:, 9:], k[:, 9:], v[:, 9:])
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q[:, 9:].double(), keys) / 40**0.5).softmax(-1)
+    torch.testing.assert_close(attended.double(), torch.einsum("bhqk,bkhd->bqhd", weights, values), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,9 +29,9 @@ def attend_cached(
     Args:
         q: rotated queries, `[batch, seq, heads, head_dim]`; float32, bfloat16 or float16.
         far_q: the queries for the sinks, of the same shape. None if all keys belong to q.
-        keys, values: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, with any strides except along the
-            channels, which are adjacent.
-        visible: the keys.
+        keys, values: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, or int8 or float8_e4m3fn with
+            scales, with any strides except along the channels, which are adjacent.
+        visible: the keys, and the scales.
         scale: factor of the scores.
 
     Returns:
@@ -41,7 +41,7 @@ def attend_cached(
     """
     if not torch.compiler.is_compiling():
         return _run(q, far_q, keys, values, visible, scale)
-    supported = backend.FAST_PATH and q.is_cpu and _fits(q, far_q, keys, values)
+    supported = backend.FAST_PATH and q.is_cpu and _fits(q, far_q, keys, values, visible)
     if not supported or torch.compiler.is_exporting():
         return None
     attended: Tensor = torch.ops.ropewalk.attend_cached.default(q, far_q, keys, values, *visible, scale)
@@ -55,10 +55,9 @@ def _run(
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
         if not (backend.FAST_PATH and q.is_cpu):
             return _run_kernel(q, far_q, keys, values, visible, scale)
-        order, count, blocks, first, counts, window, sinks = visible
-        attended: Tensor | None = cpu.attend_plain(
-            q, far_q, keys, values, blocks, count, order, first, counts, window or 0, sinks, scale, profiled
-        )
+        order, count, blocks, first, counts, window, sinks, k_scales, v_scales = visible
+        at = blocks, count, order, first, counts, window or 0, sinks
+        attended: Tensor | None = cpu.attend_plain(q, far_q, keys, values, *at, k_scales, v_scales, scale, profiled)
         return attended
 
 
@@ -67,7 +66,9 @@ def _run_kernel(
 ) -> Tensor | None:
     """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
     kernels = backend.KERNELS.get(q.device.type)
-    if kernels is None or kernels.attend is None or observed.has_mode() or not _fits(q, far_q, keys, values):
+    if kernels is None or kernels.attend is None or visible.key_scales is not None:
+        return None  # only the kernel of the CPU reads 8 bits
+    if observed.has_mode() or not _fits(q, far_q, keys, values, visible):
         return None
     inputs = [x for x in (q, far_q, keys, values, *visible) if isinstance(x, Tensor)]
     if backend.kernel_for(*inputs) is not kernels:
@@ -75,11 +76,12 @@ def _run_kernel(
     return kernels.attend(q, far_q, keys, values, visible, scale)
 
 
-def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor) -> bool:
+def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys) -> bool:
     """Return whether a kernel supports dtypes and strides, and no gradient is recorded. Compiled code checks itself."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, far_q, keys, values)):
         return False
-    if q.dtype not in _DTYPES or not q.dtype == keys.dtype == values.dtype:
+    kept = (q.dtype,) if visible.key_scales is None else (torch.int8, torch.float8_e4m3fn)
+    if q.dtype not in _DTYPES or keys.dtype not in kept or values.dtype != keys.dtype:
         return False
     return bool(keys.stride(-1) == values.stride(-1) == 1) and keys.shape == values.shape
 
@@ -88,7 +90,8 @@ def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor) -> bool
 _library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "attend_cached(Tensor q, Tensor? far_q, Tensor keys, Tensor values, Tensor order, SymInt count, Tensor? blocks, "
-    "Tensor? first, Tensor? counts, SymInt? window, SymInt sinks, float scale) -> Tensor"
+    "Tensor? first, Tensor? counts, SymInt? window, SymInt sinks, Tensor? key_scales, Tensor? value_scales, "
+    "float scale) -> Tensor"
 )
 
 
@@ -103,12 +106,14 @@ def _reference(
     q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
 ) -> Tensor:
     """Do the same in plain PyTorch, for an operator whose kernel may not run, as under a mode."""
-    order, count, blocks, first, counts, window, sinks = visible
+    order, count, blocks, first, counts, window, sinks, key_scales, value_scales = visible
     batch, _, heads, _ = q.shape
-    if blocks is None:
-        keys, values = keys[:batch], values[:batch]
-    else:
-        keys, values = (x.index_select(0, blocks.flatten()).view(batch, -1, *x.shape[2:]) for x in (keys, values))
+
+    def rows_of(x: Tensor, scales: Tensor | None) -> Tensor:
+        x = x[:batch] if blocks is None else x.index_select(0, blocks.flatten()).view(batch, -1, *x.shape[2:])
+        x = x[:, :count].float()
+        return x if scales is None else x * rows_of(scales[..., None], None)
+
     index = torch.arange(count, device=q.device)
     key_order = index if first is None else first[:, None] + index  # [batch, keys] or [keys]
     distance = order[:, :, None] - (key_order if first is None else key_order[:, None])
@@ -116,7 +121,8 @@ def _reference(
     seen = seen if counts is None else seen & (index < counts[:, None, None])
     unseen = ~seen.any(1)[:, :, None, None]  # slots that nobody sees may hold NaN
     k, v = (
-        x[:, :count].float().masked_fill(unseen, 0).repeat_interleave(heads // x.shape[2], 2) for x in (keys, values)
+        rows_of(x, scales).masked_fill(unseen, 0).repeat_interleave(heads // x.shape[2], 2)
+        for x, scales in ((keys, key_scales), (values, value_scales))
     )
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k)
     if far_q is not None:

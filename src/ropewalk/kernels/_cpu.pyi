@@ -127,6 +127,8 @@ def attend_plain(
     counts: object,
     window: int,
     sinks: int,
+    key_scales: object,
+    value_scales: object,
     scale: float,
     profiled: bool,
     /,

@@ -477,7 +477,7 @@ def attention_launches(
     out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
-    order, count, blocks, first, counts, window, sinks = visible
+    order, count, blocks, first, counts, window, sinks, *_ = visible
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
     optional = far_q, blocks, first, counts

@@ -22,6 +22,8 @@ class VisibleKeys(NamedTuple):
         counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
         window: number of tokens that each token attends to, itself included. None means no limit.
         sinks: number of keys at the start of a row that another rotation of the queries belongs to.
+        key_scales, value_scales: factor of each head of keys and of values that have 8 bits, float32 `[blocks,
+            block_size, kv_heads]`. None for other keys and values.
     """
 
     order: Tensor
@@ -31,3 +33,5 @@ class VisibleKeys(NamedTuple):
     counts: Tensor | None = None
     window: int | None = None
     sinks: int = 0
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
