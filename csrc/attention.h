@@ -227,6 +227,8 @@ struct Attention {
         }
     }
 
+    static bool begins_line(int64_t channel) { return channel * int64_t{sizeof(Stored)} % 64 == 0; }
+
     // The scores of ROWS queries, [ROWS, KEYS].
     template <int ROWS>
     ROPEWALK_NOINLINE void score(const float *q, const Stored *keys, const Chunk &chunk, const Chunk &next, float *to) const {
@@ -245,9 +247,11 @@ struct Attention {
                 });
             };
             for (int64_t c = 0; c < full; c += C::STEP) {
+                if (begins_line(c)) {
+                    repeat<AT_ONCE>([&](auto n) ROPEWALK_INLINE { __builtin_prefetch(ahead[n] + c, 0, SECOND_LEVEL); });
+                }
                 repeat<AT_ONCE>([&](auto n) ROPEWALK_INLINE {
                     Floats x[C::COUNT];
-                    __builtin_prefetch(ahead[n] + c, 0, SECOND_LEVEL);
                     C::read_channels(k[n] + c, x);
                     add_products(n, c, x);
                 });
@@ -309,13 +313,15 @@ struct Attention {
                 if (last) {
                     C::read_last(v, a.v_dim - channel, x);
                 } else {
-                    __builtin_prefetch(values + next.value[n] + channel + i * C::STEP, 0, SECOND_LEVEL);
+                    if (begins_line(channel + i * C::STEP)) {
+                        __builtin_prefetch(values + next.value[n] + channel + i * C::STEP, 0, SECOND_LEVEL);
+                    }
                     C::read_channels(v + i * C::STEP, x + i * C::COUNT);
                 }
             }
             ROPEWALK_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-                Floats weight = Floats{} + weights[r * KEYS + n];
+                Floats weight = weights[r * KEYS + n] - Floats{};  // a sum with 0 would be computed, because of -0
                 ROPEWALK_UNROLL
                 for (int i = 0; i < VECTORS; ++i) sum[r][i] = multiply_add(weight, x[i], sum[r][i]);
             }
@@ -328,7 +334,7 @@ struct Attention {
     }
 
     static void read_scales(const float *from, const int64_t *distances, int64_t count, float *to) {
-        for (int64_t n = 0; n < count; ++n) to[n] = from[distances[n]];
+        for (int64_t n = 0; n < count; ++n) to[n] = from[distances[n]] * K::unit;
         for (int64_t n = count; n < padded(count, LANE); ++n) to[n] = 0;
     }
     static void multiply(float *x, const float *factors, int64_t count) {
@@ -357,7 +363,7 @@ struct Attention {
             factors[r] = weigh(scores + r * KEYS, chunk.count, sums.most(query + r), sums.weights(query + r));
             if constexpr (SCALED) multiply(scores + r * KEYS, value_scales, chunk.count);
         }
-        constexpr int MOST = ROWS == 4 ? 4 / C::COUNT : 8 / C::COUNT;
+        constexpr int MOST = (ROWS >= 4 ? 16 / ROWS : 8) / C::COUNT;
         int64_t c = 0;
         for (; c + MOST * C::STEP <= a.v_dim; c += MOST * C::STEP) {
             add_values<ROWS, MOST, false>(scores, factors, values, chunk, next, c, sums, query);
@@ -369,6 +375,9 @@ struct Attention {
     void attend_chunk(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, const Sums &sums) const {
         for (int64_t head = 0; head < a.kv_heads; ++head) {
             int64_t query = head * queries, end = query + queries;
+            if constexpr (LANE == 16) {
+                for (; query + 8 <= end; query += 8) attend_rows<8>(q + query * q_step, chunk, next, row, head, query, sums);
+            }
             for (; query + 4 <= end; query += 4) attend_rows<4>(q + query * q_step, chunk, next, row, head, query, sums);
             if (query + 2 <= end) attend_rows<2>(q + query * q_step, chunk, next, row, head, query, sums), query += 2;
             if (query < end) attend_rows<1>(q + query * q_step, chunk, next, row, head, query, sums);

@@ -109,13 +109,14 @@ struct F16 {
     }
 };
 
-// Numbers of 8 bits, which are loaded only.
+// Numbers of 8 bits, which are loaded only, as a multiple of `unit`.
 
 struct I8 {
     static constexpr bool is_bfloat = false;
     static constexpr int bytes = BYTES;
     using Stored = int8_t;
     using Real = float;
+    static constexpr float unit = 1;
 };
 
 struct E4M3 {
@@ -123,6 +124,7 @@ struct E4M3 {
     static constexpr int bytes = BYTES;
     using Stored = uint8_t;
     using Real = float;
+    static constexpr float unit = 0x1p8f;
 };
 
 #ifdef ROPEWALK_VECTORS
@@ -243,26 +245,27 @@ inline Vector<float, WORDS> widen_to_float(const int8_t *from) {
     return __builtin_convertvector(wide, Vector<float, WORDS>);
 }
 
-// float8_e4m3fn: a sign, 4 bits of the exponent and 3 of the fraction, and nan if all of these are 1.
+// float8_e4m3fn, divided by E4M3::unit: a sign, 4 bits of the exponent and 3 of the fraction, and nan if all of these are 1.
 inline Vector<float, WORDS> widen_to_float(const uint8_t *from) {
 #if defined(__F16C__)
-    // As float16 numbers with the same bits, they are 2^8 times too small. Adding the last bit carries only from nan.
+    // The number divided by `unit` is a float16 number with the same bits. Bit 14 must be 0, and 1 for nan, the only number from which
+    // the addition carries. It is a copy of the sign, which xor with itself, and with the carry, corrects.
 #if defined(__AVX512F__)
     auto words = bits<Vector<uint16_t, WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
 #else
     auto words = bits<Vector<uint16_t, WORDS>>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from))));
 #endif
-    words = words << 7 & 0xbfff;
-    words |= (words + 0x80) & 0x4000;
+    words <<= 7;
+    words ^= (words + 0x80) & 0x4000;
 #if defined(__AVX512F__)
-    return bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(words))) * 0x1p8f;
+    return bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(words)));
 #else
-    return bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(words))) * 0x1p8f;
+    return bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(words)));
 #endif
 #else
-    // Multiplying by 2^120 corrects the exponent, also of subnormal numbers.
+    // Multiplying by 2^112 corrects the exponent, also of subnormal numbers.
     auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
-    auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p120f);
+    auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p112f);
     return bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
 #endif
 }
