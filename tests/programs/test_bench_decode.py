@@ -17,10 +17,11 @@ from ropewalk.attention import step
 from ropewalk.tools import bench, cli
 from ropewalk.tools.bench import decode_model, machine
 from ropewalk.tools.bench.decode import DecodeSettings
-from ropewalk.tools.bench.decode_caches import Geometry
+from ropewalk.tools.bench.decode_caches import Fill, Geometry
 
 TINY = Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
-NAMES = ["ropewalk, KVCache", "ropewalk, PagedKVCache", "transformers, DynamicCache", "transformers, StaticCache"]
+OURS = ["ropewalk, KVCache", "ropewalk, PagedKVCache", "ropewalk, int8", "ropewalk, fp8"]
+NAMES = [*OURS, "transformers, DynamicCache", "transformers, StaticCache"]
 
 
 def run(
@@ -42,13 +43,13 @@ def test_all_are_right_and_timed(tmp_path: Path) -> None:
         for row in found[part]:
             assert (row["state"], row["rounds"]) == ("timed", 3), row
             assert 0 < row["p10"] <= row["median"] <= row["p90"]
-    for read, *others in zip(*(found["attention"][i::5] for i in range(5)), strict=True):
+    for read, *others in zip(*(found["attention"][i::7] for i in range(7)), strict=True):
         tokens = read["batch"] * read["held"]
         for row in (read, *others):
             assert row["times_read"] == row["median"] / read["median"]
             assert row["per_token"] == pytest.approx(row["median"] / tokens)
-        assert [row["planning"] is None for row in (read, *others)] == [True, False, False, True, True]
-    for kv, *others in zip(*(found["model"][i::4] for i in range(4)), strict=True):
+        assert [row["planning"] is None for row in (read, *others)] == [True, *[False] * 4, True, True]
+    for kv, *others in zip(*(found["model"][i::6] for i in range(6)), strict=True):
         for row in (kv, *others):
             assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["median"])
             assert row["ahead"] == row["median"] / kv["median"]
@@ -69,7 +70,7 @@ def test_a_wrong_contender_is_not_timed(part: str, dtype: str, monkeypatch: pyte
     said: list[str] = []
     *rows, dynamic, static = run(said.append, dtypes=(dtype,))[part]
     assert [row["state"] for row in (dynamic, static)] == ["timed", "timed"]
-    for row in rows[-2:]:
+    for row in rows[-4:]:
         assert row["state"] == "wrong"
         assert row["error"] > row["allowed"]
     assert "wrong: error" in "\n".join(said)
@@ -94,6 +95,9 @@ def test_caches_that_do_not_fit_are_not_built(monkeypatch: pytest.MonkeyPatch) -
         assert {row["state"] for row in found["attention"]} == {"timed"}  # one layer
         assert [row["state"] for row in found["model"]] == [state] * 2
     assert found["model"][0]["needed"] == needed
+    # With int8, 16 channels and a scale take 20 bytes, and attention makes a float32 copy of one layer.
+    fill = Fill(TINY, batch=2, held=20, room=128, dtype=torch.float32)
+    assert fill.needed_bytes(["ropewalk, int8"]) == (2 * 20 + 16 * 4) * 2 * 2 * 2 * (20 + 128 + 16)
     assert "not timed: the caches need 1 GiB, 0 GiB are free. Name fewer caches with --only." in "\n".join(said)
 
 

@@ -16,12 +16,14 @@ from torch import Tensor
 from ropewalk._checks import error
 from ropewalk.tools.bench import machine
 from ropewalk.tools.bench.decode_attention import READ, build_attention
-from ropewalk.tools.bench.decode_caches import CACHES, KV, Fill, Geometry
+from ropewalk.tools.bench.decode_caches import CACHES, KV, STORES, Fill, Geometry
 from ropewalk.tools.bench.decode_model import Step, build_models, build_steps
 from ropewalk.tools.bench.measure import sample_alternately, summary, to_json_number
 from ropewalk.tools.bench.report import Report, Say, describe_time, select
 
 _MOST = 0.9  # share of the free memory that the caches may take
+# Rounding to 8 bits gave errors up to 0.11 and 0.33, and a rotation for the previous position at least 0.54.
+_ALLOWED_8_BITS = dict(zip(STORES, (0.2, 0.45), strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     For each dtype and number of rows and of held tokens, all caches are filled with the same random keys and values.
     Then the caches alternate in the attention of one layer, and in decoding single tokens with a small model. A cache
     is not timed if its first result is wrong: if its attention differs from one that is computed here in float64, or
-    the logits of the model from those of transformers with a DynamicCache.
+    the logits of the model from those of transformers with a DynamicCache. Stores of 8 bits may differ more.
 
     Args:
         settings: what to measure.
@@ -173,7 +175,7 @@ def _check(results: Mapping[str, Tensor], expected: Tensor) -> list[dict[str, An
     """Return a row for each result, with its largest error relative to the standard deviation of what is expected."""
     rows = []
     for name, result in results.items():
-        allowed = 1e-4 if result.dtype == torch.float32 else 0.2
+        allowed = _ALLOWED_8_BITS.get(name, 1e-4 if result.dtype == torch.float32 else 0.2)
         gap = float((result.double() - expected.double()).abs().max() / expected.double().std())
         state = {"state": "timed"} if gap <= allowed else {"state": "wrong", "allowed": allowed}
         rows.append({"contender": name, "error": to_json_number(gap), **state})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.decode_caches import KV, PAGED, STATIC, Fill
+from ropewalk.tools.bench.decode_caches import KV, OURS, PAGED, STATIC, Fill
 
 READ = "read keys and values"  # the contender with which all others are compared
 Attend = Callable[[list[float]], tuple[float, Tensor]]
@@ -76,12 +76,14 @@ def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend]
     memory: list[Tensor] = []
     for name in names:
         cache = fill.build(name, content)
-        if name in (KV, PAGED):
-            memory = memory or [cache.keys[0], cache.values[0]]
+        if name in OURS:
+            if name in (KV, PAGED):
+                memory = memory or [cache.keys[0], cache.values[0]]
             calls[name] = with_ropewalk(cache)
         else:
             memory = memory or [cache.layers[0].keys, cache.layers[0].values]
             calls[name] = with_transformers(cache, fill.held + fill.room if name == STATIC else None)
+    memory = memory or [x.repeat(fill.batch, 1, 1, 1) for x in (keys, values)]
     numbers = [x.flatten()[: keys.numel() * fill.batch].view(torch.int64) for x in memory]
 
     def read() -> float:

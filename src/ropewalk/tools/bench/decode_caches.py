@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ KV, PAGED, DYNAMIC, STATIC = (
     *("ropewalk, KVCache", "ropewalk, PagedKVCache"),
     *("transformers, DynamicCache", "transformers, StaticCache"),
 )
-CACHES = (KV, PAGED, DYNAMIC, STATIC)
+STORES = {f"ropewalk, {store}": store for store in ("int8", "fp8")}
+"""The store of each KVCache that keeps 8 bits for a number."""
+OURS = (KV, PAGED, *STORES)
+CACHES = (*OURS, DYNAMIC, STATIC)
 _BLOCK = 16  # tokens in a block of the PagedKVCache
 
 
@@ -72,8 +76,10 @@ class Fill:
 
     def needed_bytes(self, names: Sequence[str]) -> int:
         """Return the number of bytes of these caches and of the copies that attention over them makes."""
-        layers = sum(self.size.layers + (name == DYNAMIC) for name in names)  # DynamicCache copies a layer at a time
-        return layers * self.read_bytes * (self.held + self.room + _BLOCK) // self.held
+        kept, copied = self.size.layers * self.read_bytes, self.read_bytes  # one layer at a time is copied
+        small = kept * (self.size.head_dim + 4) // (self.size.head_dim * self.dtype.itemsize)  # with scales
+        sizes = {DYNAMIC: kept + copied, **dict.fromkeys(STORES, small + copied)}
+        return sum(sizes.get(name, kept) for name in names) * (self.held + self.room + _BLOCK) // self.held
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
         """Draw normally distributed keys and values of one row, `[1, held, kv_heads, head_dim]`, for each layer."""
@@ -86,7 +92,7 @@ class Fill:
         """Build the cache of this name, one of `CACHES`, in which each row holds `content`, the result of `draw`."""
         cache = self._makers()[name]()
         rows = [tuple(x.expand(self.batch, -1, -1, -1) for x in layer) for layer in content]
-        if name in (KV, PAGED):
+        if name in OURS:
             step = cache.step(self.held)
             for i, (k, v) in enumerate(rows):
                 step.layer(i).write(k, v)
@@ -101,6 +107,10 @@ class Fill:
         size, capacity = self.size, self.held + self.room
         heads = (size.kv_heads, size.head_dim)
 
+        def whole(store: str | None = None) -> ropewalk.KVCache:
+            options: Any = {"capacity": capacity, "dtype": self.dtype, "store": store}
+            return ropewalk.KVCache(size.layers, self.batch, *heads, **options)
+
         def paged() -> ropewalk.PagedKVCache:
             blocks = self.batch * -(-capacity // _BLOCK)
             cache = ropewalk.PagedKVCache(size.layers, *heads, blocks=blocks, block_size=_BLOCK, dtype=self.dtype)
@@ -109,7 +119,8 @@ class Fill:
             return cache
 
         return {
-            KV: lambda: ropewalk.KVCache(size.layers, self.batch, *heads, capacity=capacity, dtype=self.dtype),
+            KV: whole,
+            **{name: partial(whole, store) for name, store in STORES.items()},
             PAGED: paged,
             DYNAMIC: lambda: transformers.DynamicCache(config=size.config()),
             STATIC: lambda: transformers.StaticCache(config=size.config(), max_cache_len=capacity),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.decode_caches import DYNAMIC, KV, PAGED, Fill, Geometry
+from ropewalk.tools.bench.decode_caches import DYNAMIC, OURS, Fill, Geometry
 
 if TYPE_CHECKING:
     from ropewalk.tools.lab.model import LanguageModel
@@ -89,5 +89,5 @@ def build_steps(
     steps = {}
     for name in names:
         cache = fill.build(name, content)
-        steps[name] = with_ropewalk(cache) if name in (KV, PAGED) else with_transformers(cache)
+        steps[name] = with_ropewalk(cache) if name in OURS else with_transformers(cache)
     return steps, torch.cat(expected)
