@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -199,6 +199,22 @@ def test_keys_in_8_bits(name: str, dtype: torch.dtype, kind: str) -> None:
     others = torch.ones(SLOTS, dtype=torch.bool).index_fill(0, target, False)
     assert torch.equal(by_slot(pool)[others].float(), donors[others])
     assert torch.equal(new_scales[others], old_scales[others])
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_many_large_keys_in_8_bits_exchange_their_slots(pairing: Literal["half", "interleaved"], dtype: Any) -> None:
+    """More numbers than are rotated at once, so the last part is smaller, in slots that are donors and targets."""
+    rope = Rope(250, 1e4, pairing, rotary_dim=126, rotary_offset=3)
+    draw, tokens = np.random.default_rng(8), 2 * 2**19 // (64 * 250) + 3
+    raw = draw.standard_normal((tokens, 64, 250))
+    old, new = (torch.from_numpy(draw.integers(0, 5000, tokens)) for _ in range(2))
+    pool, scales = quantized(fresh(rope, raw, old), dtype)
+    target = torch.from_numpy(draw.permutation(tokens))
+    move_keys(pool, torch.arange(tokens), target, rope, old, new, scales=scales)
+    moved, wanted = pool[target].double() * scales[target].double()[..., None], fresh(rope, raw, new)
+    largest = np.maximum(np.abs(fresh(rope, raw, old)).max(-1), np.abs(wanted).max(-1))[..., None]
+    assert (np.abs(moved.numpy() - wanted) / largest).max() <= (1 + 2**0.5) * STEP[dtype] * 1.01
 
 
 @pytest.mark.parametrize("shape", [(), (HEADS,)])

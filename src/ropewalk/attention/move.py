@@ -17,6 +17,8 @@ from ropewalk.rotation.api import Rotation
 
 _WHO = "move_keys"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AT_ONCE = 2**19
+"""Numbers of 8 bits that are rotated at once on the CPU, so that their float32 forms stay in its caches."""
 
 
 @torch.no_grad()
@@ -75,36 +77,55 @@ def move_keys(
     # first slot gets its own content.
     some, index = moves.any(), torch.arange(len(moves), device=device)
     index = torch.where(moves, index, moves.int().argmax())
-    source, target = (_split(torch.where(some, slots[index], 0), shape) for slots in (slots_from, slots_to))
+    first, last = (torch.where(some, slots[index], 0) for slots in (slots_from, slots_to))
+    source, target = _split(first, shape), _split(last, shape)
     delta = torch.where(some, new.long() - old.long(), 0)[..., index]
     if rope.axes is not None and delta.ndim == 1:
         delta = delta.expand(rope.axes.count, -1)
     rotation = rope.shift(delta, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    for i, pool in enumerate(pools):
-        moved = pool[source]
-        if factors is None:
+    moved = None
+    for i, pool in enumerate([*pools, *copied]):
+        moved = _read(pool, first, source, moved)
+        if i < len(pools) and factors is None:
             rotation.apply_(moved, layout="thd")
-        else:
-            moved = _rotate_quantized(moved, factors[i], source, target, rotation)
+        elif i < len(pools) and factors is not None:
+            factor = factors[i][source] if factors[i].ndim > 1 else factors[i]
+            _rotate_quantized(moved, factor, rotation)
+            if factors[i].ndim > 1:
+                factors[i].index_put_(target, factor)
         pool.index_put_(target, moved)
-    for pool in copied:
-        pool.index_put_(target, pool[source])
 
 
-def _rotate_quantized(
-    x: Tensor, factors: Tensor, source: tuple[Tensor, ...], target: tuple[Tensor, ...], rotation: Rotation
-) -> Tensor:
-    """Return keys `[tokens, kv_heads, head_dim]` in 8 bits after a rotation in float32, and store their new factors."""
-    is_fixed = factors.ndim < 2
-    factor = (factors if is_fixed else factors[source]).float()[..., None]
-    rotated = x.float() * factor
-    rotation.apply_(rotated, layout="thd")
-    if not is_fixed:
-        moved, new = quantize(rotated, x.dtype)
-        factors.index_put_(target, new)
-        return moved
-    scaled = (rotated / factor).clamp_(-LARGEST[x.dtype], LARGEST[x.dtype])
-    return (scaled if x.dtype.is_floating_point else scaled.round_()).to(x.dtype)
+def _read(pool: Tensor, slots: Tensor, index: tuple[Tensor, ...], memory: Tensor | None) -> Tensor:
+    """Return the rows of slots, in the memory of other rows if it fits: fresh memory takes longer than the copy."""
+    if len(index) > 1:
+        if pool.stride(0) != pool.shape[1] * pool.stride(1):
+            return pool[index]
+        pool = pool.flatten(0, 1)
+    fits = memory is not None and memory.shape[1:] == pool.shape[1:] and memory.dtype == pool.dtype
+    return torch.index_select(pool, 0, slots, out=memory if fits else None)
+
+
+def _rotate_quantized(keys: Tensor, factors: Tensor, rotation: Rotation) -> None:
+    """Rotate keys `[tokens, kv_heads, head_dim]` in 8 bits in float32, in place.
+
+    Args:
+        keys: the keys.
+        factors: `[tokens, kv_heads]`, which become those of the rotated keys; or `[kv_heads]` or `[]`, which stay.
+        rotation: the rotation of the tokens.
+    """
+    count, dtype = len(keys), keys.dtype
+    at_once = max(1, _AT_ONCE // keys[0].numel()) if keys.is_cpu and not torch.compiler.is_compiling() else count
+    for begin in range(0, count, at_once):
+        part = slice(begin, begin + at_once)
+        factor = factors if factors.ndim < 2 else factors[part]
+        rotated = keys[part].float().mul_(factor[..., None])
+        rotation[part].apply_(rotated, layout="thd")
+        if factors.ndim < 2:
+            scaled = rotated.div_(factor[..., None]).clamp_(-LARGEST[dtype], LARGEST[dtype])
+            keys[part] = scaled if dtype.is_floating_point else scaled.round_()
+        else:
+            keys[part], factors[part] = quantize(rotated, dtype)
 
 
 def _as_list(value: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scales = (wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp(min=2.0**-100).float()
     scaled = wide / scales
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales[..., 0]
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scales[..., 0]
 
 
 class QuantizedStore:
