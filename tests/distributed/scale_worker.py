@@ -1,4 +1,4 @@
-"""One process of tests/distributed/test_scale.py: `python scale_worker.py RANK SIZE RENDEZVOUS`.
+"""The processes of tests/distributed/test_scale.py: `python scale_worker.py SIZE FOLDER`.
 
 The last line of output is JSON: for each mesh, without and with activation checkpointing, the formulas and the count.
 """
