@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -20,6 +21,7 @@ from ropewalk.positions.context_parallel import Order, check_chunks, chunks
 from ropewalk.positions.sizes import check_size
 from ropewalk.positions.tokens import boundaries
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
 
 _WHO = "ContextParallel"
 
@@ -63,6 +65,8 @@ class ContextParallel:
         ...         x = x + layer(x, rotation, cache=context)
         ...     return x  # [batch, seq / ranks, hidden]
     """
+
+    takes_norm = True
 
     def __init__(
         self,
@@ -153,6 +157,7 @@ class ContextParallel:
         rotation: Rotation | TwoPass | None = None,
         mask: BlockMask | None = None,
         scale: float | None = None,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         """Rotate this rank's queries and keys, and attend over the keys of all ranks. Every rank must call this method.
 
@@ -164,6 +169,7 @@ class ContextParallel:
             mask: None, or the result of `block_mask`. With a mask, each rank gathers the keys and values of all ranks,
                 and calls `flex_attention`.
             scale: factor of the scores. None means head_dim^(−1/2).
+            norm: norm of q and k, applied before rotation. None disables it.
 
         Returns:
             `[batch, seq / ranks, heads, head_dim]`.
@@ -184,7 +190,7 @@ class ContextParallel:
         name = self._group.group_name
         if mask is None:
             check_supported(_WHO, q)
-            q, k = rotate(q, k, rotation, None)
+            q, k = rotate(q, k, rotation, norm)
             out, _ = ring_attention(*(x.transpose(1, 2) for x in (q, k, v)), self._visible, scale, name)
             attended: Tensor = out.transpose(1, 2)
             return attended
@@ -192,9 +198,8 @@ class ContextParallel:
             must = f"mask must be None or a BlockMask of {tokens} queries and {self._seq} keys"
             got = f"{mask.seq_lengths[0]} and {mask.seq_lengths[1]}" if isinstance(mask, BlockMask) else "a dense mask"
             raise _checks.error(_WHO, must, got, "Pass context.block_mask(mask_mod).")
-        return rotate_and_attend(
-            q, k, v, rotation=rotation, mask=mask, scale=scale, append=lambda k, v: flex_cp_allgather(k, v, 1, name)
-        )
+        gather = partial(flex_cp_allgather, seq_dim=1, pg_name=name)
+        return rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale, append=gather, norm=norm)
 
 
 class _Run(NamedTuple):
