@@ -93,7 +93,7 @@ def parallelize(
     """Shard a model on the meta device: tensor parallel, then activation checkpointing, compilation and FSDP2."""
     if mesh["tensor"].size() > 1:
         plan = {
-            # By channels: by rows, it is an AsyncCollectiveTensor, whose gradient compiled blocks lose (PyTorch 2.13).
+            # By rows, its output would be an AsyncCollectiveTensor, whose gradient compiled blocks lose (PyTorch 2.13).
             "embed": tp.ColwiseParallel(output_layouts=Shard(1)),
             "blocks.*.attention_norm": tp.SequenceParallel(),
             "blocks.*.mlp_norm": tp.SequenceParallel(),
