@@ -88,12 +88,12 @@ def build_mesh(device_type: str, tensor: int, context: int) -> tuple[DeviceMesh,
 
 
 def parallelize(
-    model: LanguageModel, mesh: DeviceMesh, fsdp: DeviceMesh, *, recompute: bool = False, compiled: bool = False
+    model: LanguageModel, mesh: DeviceMesh, fsdp: DeviceMesh, dtype: torch.dtype, *, recompute: bool, compiled: bool
 ) -> None:
     """Shard a model on the meta device: tensor parallel, then activation checkpointing, compilation and FSDP2."""
     if mesh["tensor"].size() > 1:
         plan = {
-            # By channels: by rows, PyTorch 2.13 computes wrong gradients of the embedding before a compiled block.
+            # By rows, its output would be an AsyncCollectiveTensor, whose gradient compiled blocks lose (PyTorch 2.13).
             "embed": tp.ColwiseParallel(output_layouts=Shard(1)),
             "blocks.*.attention_norm": tp.SequenceParallel(),
             "blocks.*.mlp_norm": tp.SequenceParallel(),
@@ -111,8 +111,7 @@ def parallelize(
         if compiled:
             block.compile(fullgraph=True)
     # A Rotation stays float32 under this policy. Gradients are summed over the ranks in float32.
-    on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = on_gpu if mesh.device_type == "cuda" else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=fsdp, mp_policy=policy)
     # The backward pass begins with the head, so its parameters stay gathered after the forward pass.
@@ -173,7 +172,8 @@ def train(options: argparse.Namespace) -> None:
 
     with torch.device("meta"):
         model = LanguageModel(options.layers, options.hidden, options.heads, options.kv_heads)
-    parallelize(model, mesh, fsdp, recompute=options.recompute, compiled=options.compile)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # in which the blocks compute
+    parallelize(model, mesh, fsdp, dtype, recompute=options.recompute, compiled=options.compile)
     model.to_empty(device=device)
     model.init_weights(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)

@@ -1,4 +1,4 @@
-"""One process of tests/parallel/test_context.py: `python context_parallel_worker.py RANK SIZE RENDEZVOUS`.
+"""The processes of tests/parallel/test_context.py: `python context_parallel_worker.py SIZE FOLDER`.
 
 Each rank has some of 48 tokens. Two layers are compared with the whole sequence, which every rank computes in float64
 by written-out formulas. The last line of output is JSON: each check with its error.

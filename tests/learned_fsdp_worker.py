@@ -1,4 +1,4 @@
-"""The process of test_learned.test_fsdp2_mixed_precision: `python learned_fsdp_worker.py 0 1 RENDEZVOUS`."""
+"""The process of test_learned.test_fsdp2_mixed_precision: `python learned_fsdp_worker.py 1 FOLDER`."""
 
 from __future__ import annotations
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,23 +18,10 @@ PATIENCE = 900.0
 
 
 def run(worker: Path, size: int, folder: Path) -> list[tuple[int, str]]:
-    """Run `python worker RANK SIZE RENDEZVOUS` for each rank. Return the exit status and the output of each process."""
-    command = [sys.executable, str(worker)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder / "rendezvous")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, said, strict=True)]
+    """Run `python worker SIZE FOLDER`. Return the exit status and the output of each process that `main` forks."""
+    command = [sys.executable, str(worker), str(size), str(folder)]
+    statuses = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return [(status, (folder / f"rank-{rank}").read_text("utf-8")) for rank, status in enumerate(statuses)]
 
 
 @contextmanager
@@ -49,13 +39,27 @@ def group(rank: int, size: int, rendezvous: str) -> Iterator[None]:
 
 
 def main(body: Callable[[int, int], None]) -> None:
-    """Join the group that `run` describes, call body with RANK and SIZE, and end this process.
+    """Fork the processes of the group that `run` describes, and call body(rank, size) in each. Only one imports torch.
 
-    It ends without Python's finalization. A thread of gloo may still have to release the tensors of a finished
+    They end without Python's finalization. A thread of gloo may still have to release the tensors of a finished
     collective, for which it needs Python. If Python is finalizing, this aborts the process.
     """
-    rank, size = int(sys.argv[1]), int(sys.argv[2])
-    with group(rank, size, sys.argv[3]):
-        body(rank, size)
-        sys.stdout.flush()
-    os._exit(0)
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    children = []
+    for rank in range(size):
+        if not (child := os.fork()):
+            signal.alarm(int(PATIENCE))
+            with (folder / f"rank-{rank}").open("w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            status = 1
+            try:
+                with group(rank, size, str(folder / "rendezvous")):
+                    body(rank, size)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+        children.append(child)
+    sys.stdout.write(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))

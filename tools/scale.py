@@ -3,9 +3,9 @@
     python tools/scale.py                                           three meshes, and the table of context-parallel.md
     python tools/scale.py --tokens 1048576 --context 64 --rank 63   one mesh, as one of its ranks
 
-One layer of an 8B model runs forward and backward as one rank of a fake process group, on tensors without memory. The
-plan is that of examples/train_many_gpus.py: FSDP2 over data × context, HeadwiseParallel over tensor, ContextParallel
-over context. Every collective that this rank starts is counted, also those inside of the ring's operator, and every
+One layer of examples/train_many_gpus.py, with the sizes of an 8B model, runs forward and backward as one rank of a fake
+process group, on tensors without memory: FSDP2 over data × context, HeadwiseParallel over tensor, ContextParallel over
+context. Every collective that this rank starts is counted, also those inside of the ring's operator, and every
 tensor that autograd keeps. `formulas` computes the same numbers from the sizes alone; the exit status is 1 if one
 differs. Not included: the embedding, the head and the loss, and what exists only while an operator runs.
 
@@ -21,33 +21,34 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ropewalk
-from ropewalk.parallel import ContextParallel, HeadwiseParallel
+from ropewalk.parallel import ContextParallel
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import train_many_gpus as example
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A mesh data × context × tensor, and a model. Each rank along `data` has one row of `tokens` tokens."""
+    """A mesh data × context × tensor, and sizes of a model. Each rank along `data` has one row of `tokens` tokens."""
 
     tokens: int = 2**20
     data: int = 1
@@ -56,7 +57,6 @@ class Plan:
     hidden: int = 4096
     heads: int = 32
     kv_heads: int = 8
-    intermediate: int = 14336
 
     @property
     def ranks(self) -> int:
@@ -80,17 +80,17 @@ def formulas(plan: Plan, *, recompute: bool, fused_norm: bool = True) -> dict[st
     """
     tokens = plan.tokens // plan.context  # of this rank in attention and in the MLP
     between = tokens // plan.tensor  # of this rank between the two, because the plan is sequence parallel
-    q, inner = plan.hidden // plan.tensor, plan.intermediate // plan.tensor
-    kv = plan.kv_heads * plan.hidden // plan.heads // plan.tensor
-    fsdp, norms = plan.data * plan.context, 2 * plan.hidden
-    parameters = 2 * plan.hidden * (q + kv) + 3 * plan.hidden * inner + norms
+    q, inner, head_dim = plan.hidden // plan.tensor, 4 * plan.hidden // plan.tensor, plan.hidden // plan.heads
+    kv = plan.kv_heads * head_dim // plan.tensor
+    fsdp, norms = plan.data * plan.context, 2 * plan.hidden + 2 * head_dim
+    parameters = 2 * plan.hidden * (q + kv + inner) + norms
     ring = 2 * tokens * kv * (plan.context - 1)  # k and v, to all other ranks
     ring_home = 2 * tokens * kv * plan.context  # their gradients, to all other ranks and back
     sequence = 4 * between * plan.hidden * (plan.tensor - 1)  # two all-gathers and two reduce-scatters
     of_norms = 2 * norms * (plan.tensor - 1) // plan.tensor  # the all-reduce of their gradients
     in_norms = between * (2 * plan.hidden * (2 if fused_norm else 8) + 2 * 4)
-    in_attention = 2 * tokens * (plan.hidden + 2 * q + 2 * kv) + 4 * tokens * plan.heads // plan.tensor
-    in_mlp = 2 * tokens * (plan.hidden + 4 * inner)
+    in_attention = 2 * tokens * (plan.hidden + 3 * q + 3 * kv) + 4 * tokens * plan.heads // plan.tensor
+    in_mlp = 2 * tokens * (plan.hidden + 2 * inner)
     return {
         "context forward": 2 * ring,
         "context backward": 2 * ring + 4 * ring_home + recompute * 2 * ring,
@@ -123,41 +123,6 @@ def table() -> str:
     for name, columns, keys in rows:
         lines.append([name, *[f"{sum(one[key] for key in keys) / 2**20:,.0f}" for one in columns]])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-class Block(nn.Module):
-    """A block of Llama, with the two halves of the gated MLP's first projection in `up`."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(plan.hidden), nn.RMSNorm(plan.hidden)
-        self.attention = ropewalk.RotaryAttention(plan.hidden, plan.heads, num_kv_heads=plan.kv_heads)
-        self.up = nn.Linear(plan.hidden, 2 * plan.intermediate, bias=False)
-        self.down = nn.Linear(plan.intermediate, plan.hidden, bias=False)
-
-    def forward(self, x: Tensor, rotation: ropewalk.Rotation, context: ContextParallel) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, cache=context)
-        gate, up = self.up(self.mlp_norm(x)).chunk(2, -1)
-        return x + self.down(nn.functional.silu(gate) * up)
-
-
-def shard(block: nn.Module, mesh: DeviceMesh, *, recompute: bool) -> nn.Module:
-    """Shard a block on the meta device, as examples/train_many_gpus.py does with bfloat16 on GPUs."""
-    if mesh["tensor"].size() > 1:
-        plan = {
-            "attention_norm": SequenceParallel(),
-            "attention": HeadwiseParallel(sequence_parallel=True),
-            "mlp_norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh["tensor"], plan)
-    if recompute:
-        block = checkpoint_wrapper(block, preserve_rng_state=False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ranks = mesh["data", "context"]._flatten("fsdp")
-    # As for all blocks of a model but the last, FSDP2 frees the gathered parameters after the forward pass.
-    return fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=True)
 
 
 @dataclass
@@ -215,12 +180,17 @@ class Counted(TorchDispatchMode):
         self.collectives.append((name, axis, tuple(data.shape)))
 
 
-def count(plan: Plan, mesh: DeviceMesh, mode: AbstractContextManager[Any], *, recompute: bool) -> Counted:
+def count(
+    plan: Plan, mesh: DeviceMesh, fsdp: DeviceMesh, mode: AbstractContextManager[Any], *, recompute: bool
+) -> Counted:
     """Run one layer as this rank of the mesh, forward and backward, in a mode such as FakeTensorMode."""
     context = ContextParallel(plan.tokens, mesh["context"].get_group(), device="cpu")
     rope = ropewalk.Rope(head_dim=plan.hidden // plan.heads, base=500_000.0, pairing="half")
     with torch.device("meta"):
-        block = shard(Block(plan), mesh, recompute=recompute)
+        model = example.LanguageModel(1, plan.hidden, plan.heads, plan.kv_heads)
+    example.parallelize(model, mesh, fsdp, torch.bfloat16, recompute=recompute, compiled=False)
+    (block,) = model.blocks
+    block.set_reshard_after_forward(True)  # as in a model, where another module runs before and after it
     held: dict[int, torch.UntypedStorage] = {}
 
     def hold(saved: Tensor) -> Tensor:
@@ -247,32 +217,41 @@ def count(plan: Plan, mesh: DeviceMesh, mode: AbstractContextManager[Any], *, re
     return counted
 
 
-def build_mesh(plan: Plan) -> DeviceMesh:
-    """Build the mesh of a plan in the default group."""
-    sizes = (plan.data, plan.context, plan.tensor)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("data", "context", "tensor"))
-
-
 def simulate(plan: Plan, rank: int, *, recompute: bool) -> Counted:
     """Count as one rank of a group that does not exist, with tensors that have no memory."""
     _clear_sharding_prop_cache()  # it names the groups of the rank before
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.ranks)
     try:
-        return count(plan, build_mesh(plan), FakeTensorMode(allow_non_fake_inputs=True), recompute=recompute)
+        meshes = example.build_mesh("cpu", plan.tensor, plan.context)
+        return count(plan, *meshes, FakeTensorMode(allow_non_fake_inputs=True), recompute=recompute)
     finally:
         dist.destroy_process_group()
 
 
+def find_problem(plan: Plan, rank: int) -> str | None:
+    """Return the error message for options that do not fit each other, or None."""
+    if plan.kv_heads % plan.tensor:
+        return f"--tensor {plan.tensor} must divide the {plan.kv_heads} key heads"
+    if plan.tokens % (parts := 2 * plan.context * plan.tensor):
+        return f"--tokens {plan.tokens} must be a multiple of {parts}, which is 2 times --context times --tensor"
+    if not 0 <= rank < plan.ranks:
+        return f"--rank must be from 0 to {plan.ranks - 1}, got {rank}"
+    return None
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = example.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("tokens", "data", "context", "tensor"):
-        parser.add_argument(f"--{name}", type=int)
+        parser.add_argument(f"--{name}", type=example.positive)
     parser.add_argument("--rank", type=int, default=0, help="the rank that is simulated [0]")
     options = vars(parser.parse_args())
     rank = options.pop("rank")
     sizes = {name: size for name, size in options.items() if size is not None}
-    wrong = False
-    for plan in [Plan(**sizes)] if sizes else PLANS:
+    wrong, plans = False, [Plan(**sizes)] if sizes else PLANS
+    for plan in plans:
+        if problem := find_problem(plan, rank):
+            parser.error(problem)
+    for plan in plans:
         print(f"{plan}, rank {rank}")
         for recompute in (False, True):
             counted = simulate(plan, rank, recompute=recompute)

@@ -463,7 +463,6 @@ def test_norms_with_hooks_are_called(answers: list[bool]) -> None:
 
 
 def test_another_cache_gets_normalized_heads() -> None:
-    """The protocol `AttendingCache` has no argument for norms."""
     layer, x = model()[1], torch.randn(BATCH, 5, HIDDEN)
     came: list[Tensor] = []
 
@@ -477,6 +476,31 @@ def test_another_cache_gets_normalized_heads() -> None:
     for got, norm, projection, count in zip(came, norms, (layer.q_proj, layer.k_proj), heads, strict=True):
         assert isinstance(norm, HeadNorm)
         assert torch.equal(got, norm(projection(x).unflatten(-1, (count, HEAD_DIM))))
+
+
+def test_a_cache_that_takes_norms_gets_heads_as_projected() -> None:
+    layer, x = model()[1], torch.randn(BATCH, 5, HIDDEN)
+    came: list[Any] = []
+
+    class Cache:
+        takes_norm = True
+
+        def attend(
+            self, q: Tensor, k: Tensor, v: Tensor, *, rotation: Any, mask: Any, scale: float, norm: Any = None
+        ) -> Tensor:
+            came.append((q, k, norm))
+            return q
+
+    layer(x, ROPE.at(torch.arange(5)), cache=Cache())
+    layer.q_norm.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    layer(x, ROPE.at(torch.arange(5)), cache=Cache())
+    (q, k, norm), (_, _, of_modules) = came
+    assert torch.equal(q, layer.q_proj(x).unflatten(-1, (HEADS, HEAD_DIM)))
+    assert torch.equal(k, layer.k_proj(x).unflatten(-1, (KV_HEADS, HEAD_DIM)))
+    assert norm.q_weight is layer.q_norm.weight  # type: ignore[union-attr]
+    assert norm.k_weight is layer.k_norm.weight  # type: ignore[union-attr]
+    assert norm.eps == layer.q_norm.eps  # type: ignore[union-attr]
+    assert of_modules is None  # a hook must run
 
 
 @pytest.mark.parametrize("cached", [False, True])

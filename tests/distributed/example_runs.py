@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer of a process imports it, which takes longer than all steps here
 from torch import nn
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_many_gpus.py"

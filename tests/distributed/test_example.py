@@ -114,7 +114,8 @@ def test_each_rank_holds_its_share_of_the_parameters(sizes: tuple[int, int, int]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         data, context, tensor = sizes
-        example["parallelize"](model, *example["build_mesh"]("cpu", tensor, context))
+        meshes = example["build_mesh"]("cpu", tensor, context)
+        example["parallelize"](model, *meshes, torch.bfloat16, recompute=False, compiled=False)
         for name, parameter in model.named_parameters():
             assert parameter.device.type == "meta"
             share = data * context * (1 if "norm" in name else tensor)  # the norms are the same for all heads

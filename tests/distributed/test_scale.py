@@ -48,7 +48,7 @@ def test_all_ranks_do_the_same(plan: scale.Plan, recompute: bool) -> None:
 @pytest.mark.parametrize("plan", scale.PLANS, ids=str)
 def test_the_largest_tensor_is_an_activation_of_the_tokens_of_a_rank(plan: scale.Plan) -> None:
     """So no tensor has a number for each pair of tokens, or the keys of all ranks."""
-    channels = max(4096, 2 * 14336 // plan.tensor)
+    channels = max(4096, 4 * 4096 // plan.tensor)
     assert counted(plan, plan.ranks // 2, False).largest == plan.tokens // plan.context * channels
 
 
@@ -69,9 +69,32 @@ def test_placements() -> None:
         "attention.k_proj.weight": f"(1, 4096) {strided}",
         "attention.v_proj.weight": f"(1, 4096) {strided}",
         "attention.o_proj.weight": "(32, 512) (Shard(dim=0), Shard(dim=1))",
-        "up.weight": f"(28, 4096) {strided}",
-        "down.weight": "(32, 1792) (Shard(dim=0), Shard(dim=1))",
+        "attention.q_norm.weight": f"(1,) {replicated}",
+        "attention.k_norm.weight": f"(1,) {replicated}",
+        "up.weight": f"(16, 4096) {strided}",
+        "down.weight": "(32, 2048) (Shard(dim=0), Shard(dim=1))",
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tokens 0", "argument --tokens: must be at least 1, got 0"),
+        ("--data -1", "argument --data: must be at least 1, got -1"),
+        ("--context 3", "--tokens 1048576 must be a multiple of 6, which is 2 times --context times --tensor"),
+        ("--tensor 16", "--tensor 16 must divide the 8 key heads"),
+        ("--rank 64 --data 1", "--rank must be from 0 to 63, got 64"),
+        ("--rank 8", "--rank must be from 0 to 7, got 8"),  # of the smallest of the three meshes
+    ],
+)
+def test_refuses_options(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scale.py", *options.split()])
+    with pytest.raises(SystemExit) as end:
+        scale.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"scale.py: error: {message}\n"
 
 
 def test_four_processes(tmp_path: Path) -> None:

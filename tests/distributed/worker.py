@@ -1,4 +1,4 @@
-"""One process of a group: `python worker.py RANK WORLD RENDEZVOUS`. Runs every check and prints the outcomes.
+"""The processes of a group: `python worker.py SIZE FOLDER`. Runs every check and prints the outcomes.
 
 Each line is a JSON list: the name of a check, and its error or null. The checks of all files are in `CHECKS`.
 """

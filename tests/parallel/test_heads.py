@@ -100,9 +100,12 @@ class TestAttentionPlan:
     @pytest.mark.parametrize(
         ("model", "came"),
         [
-            (RotaryAttention(16, 4), "a RotaryAttention. Pass HeadwiseParallel() to parallelize_module"),
-            (torch.nn.Linear(2, 2), "Linear without any"),
-            ("attention", "'attention'"),
+            (
+                RotaryAttention(16, 4),
+                "got RotaryAttention. Pass the model, or for a single layer pass HeadwiseParallel()",
+            ),
+            (torch.nn.Linear(2, 2), "got Linear."),
+            ("attention", "got str."),
         ],
     )
     def test_refuses(self, model: object, came: str) -> None:

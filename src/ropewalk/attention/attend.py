@@ -25,6 +25,10 @@ class AttendingCache(Protocol):
 
     The protocol is for type checkers. `isinstance` with it raises a TypeError, because at run time it could only look
     for a method named `attend`, and `TwoPass`, which is not a cache, has one too.
+
+    If a cache has an attribute `takes_norm` that is True, a layer with `qk_norm` may pass q and k before the norm, and
+    the `QKNorm` as the argument `norm`: the cache calls `norm.rotate(rotation, q, k, layout="bshd")`, which keeps less
+    for the backward pass, or `norm(q, k)` if rotation is None. Other caches get normalized q and k.
     """
 
     def attend(

@@ -237,7 +237,8 @@ class RotaryAttention(torch.nn.Module):
         elif isinstance(cache, LayerCache):
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm, window=self.window)
         else:
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+            more = {} if norm is None else {"norm": norm}
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **more)
             if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
                 shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
                 must = f"attend of {type(cache).__name__} must return {shape} in {v.dtype}"
@@ -250,14 +251,14 @@ class RotaryAttention(torch.nn.Module):
         """Return the norms of q and k if one kernel can apply them and rotate, or None if their modules must run.
 
         The modules must run if they were replaced, if they have hooks (tensor parallel plans, FSDP, code that records
-        activations), if their ε or the dtypes of q, k and v differ, or if the cache does not support norms.
+        activations), if their ε or the dtypes of q, k and v differ, or if the cache does not take norms.
         """
         q_norm, k_norm = self.q_norm, self.k_norm
         if type(q_norm) is not HeadNorm or type(k_norm) is not HeadNorm or q_norm.eps is None:
             return None
         if _has_hooks(q_norm) or _has_hooks(k_norm) or not q.dtype == k.dtype == v.dtype or q_norm.eps != k_norm.eps:
             return None
-        if cache is not None and not isinstance(cache, LayerCache):
+        if cache is not None and not getattr(cache, "takes_norm", False):
             return None
         return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 

@@ -344,6 +344,8 @@ class LayerCache:
         step: the `CacheStep` or `PagedStep` of this forward pass.
     """
 
+    takes_norm = True
+
     def __init__(self, step: Step, index: int) -> None:
         self.step = step
         self._store, self._stored = step._stores[index], step._stored[index]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from functools import partial
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from ropewalk.positions.context_parallel import Order, check_chunks, chunks
 from ropewalk.positions.sizes import check_size
 from ropewalk.positions.tokens import boundaries
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
 
 _WHO = "ContextParallel"
 
@@ -64,6 +65,8 @@ class ContextParallel:
         ...     return x  # [batch, seq / ranks, hidden]
     """
 
+    takes_norm = True
+
     def __init__(
         self,
         seq: int,
@@ -84,30 +87,20 @@ class ContextParallel:
         has_documents = cu_seqlens is not None or order == "per-document"
         ends = boundaries(_WHO, cu_seqlens, seq) if has_documents else [0, seq]  # type: ignore[arg-type]
         check_chunks(_WHO, seq, self._group.size(), order, ends)
-        self._seq, self._order, self._ends = seq, order, ends
+        self._seq, self._ends = seq, torch.tensor(ends, device="cpu")
         rank, size = self._group.rank(), self._group.size()
-        own = self._runs(rank)
-        found = [(0, span[0].local, span[-1].local_end, span[0].local, span[-1].local_end, 1) for span in own.values()]
-        for step in range(1, size):
-            found += [(step, *rectangle, 0) for rectangle in _visible(own, self._runs((rank - step) % size))]
-        self._visible = torch.tensor(found, dtype=torch.int64, device="cpu")
-        runs = [run for span in own.values() for run in span]
-        self.places = _arange([(run.begin, run.end) for run in runs], device)
-        self.positions = _arange(
-            [(run.begin - ends[run.document], run.end - ends[run.document]) for run in runs], device
-        )
+        self._chunks = partial(chunks, seq, size=size, order=order, ends=ends)
+        own = self._held_by(rank)
+        self._visible = torch.cat([_visible(i, own, self._held_by((rank - i) % size), self._ends) for i in range(size)])
+        self.places = own.to(torch.get_default_device() if device is None else device)
+        starts = self._ends[torch.searchsorted(self._ends, own, right=True) - 1]
+        self.positions = (own - starts).to(self.places.device)
 
-    def _runs(self, rank: int) -> dict[int, list[_Run]]:
-        """Return the runs of consecutive tokens of a rank, by document."""
-        found: dict[int, list[_Run]] = {}
-        local = 0
-        for begin, end in chunks(self._seq, rank, self._group.size(), self._order, self._ends):
-            document = bisect_right(self._ends, begin) - 1
-            while begin < end:
-                stop = min(end, self._ends[document + 1])
-                found.setdefault(document, []).append(_Run(document, local, begin, stop))
-                local, begin, document = local + stop - begin, stop, document + 1
-        return found
+    def _held_by(self, rank: int) -> Tensor:
+        """Return the indices of a rank's tokens in the whole sequence, on the CPU."""
+        begin, end = torch.tensor(self._chunks(rank=rank), device="cpu").unbind(1)
+        shift = begin - torch.nn.functional.pad((end - begin).cumsum(0), (1, -1))
+        return torch.arange(self._seq // self._group.size(), device="cpu") + shift.repeat_interleave(end - begin)
 
     def block_mask(self, mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> BlockMask:
         """Build a mask for `attend` that restricts attention further, such as to a sliding window.
@@ -125,10 +118,8 @@ class ContextParallel:
             ...     return context.block_mask(lambda row, head, query, key: query - key < tokens)
         """
         queries, device = self.places, self.places.device
-        runs = [run for rank in range(self._group.size()) for span in self._runs(rank).values() for run in span]
-        keys = _arange([(run.begin, run.end) for run in runs], device)
-        ends = torch.tensor(self._ends, device=device)
-        document = torch.searchsorted(ends, torch.arange(self._seq, device=device), right=True)
+        keys = torch.cat([self._held_by(rank) for rank in range(self._group.size())]).to(device)
+        document = torch.searchsorted(self._ends, torch.arange(self._seq, device="cpu"), right=True).to(device)
 
         def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             query, key = queries[query], keys[key]
@@ -136,11 +127,9 @@ class ContextParallel:
             return visible & mask_mod(row, head, query, key)
 
         # Without compilation, PyTorch builds a dense mask first.
-        build = (
-            torch.compile(create_block_mask, dynamic=False, fullgraph=True)
-            if device.type == "cuda"
-            else create_block_mask
-        )
+        build: Any = create_block_mask
+        if device.type == "cuda":
+            build = torch.compile(build, dynamic=False, fullgraph=True)
         mask: BlockMask = build(attends, None, None, len(queries), len(keys), device=str(device))
         return mask
 
@@ -153,6 +142,7 @@ class ContextParallel:
         rotation: Rotation | TwoPass | None = None,
         mask: BlockMask | None = None,
         scale: float | None = None,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         """Rotate this rank's queries and keys, and attend over the keys of all ranks. Every rank must call this method.
 
@@ -164,6 +154,7 @@ class ContextParallel:
             mask: None, or the result of `block_mask`. With a mask, each rank gathers the keys and values of all ranks,
                 and calls `flex_attention`.
             scale: factor of the scores. None means head_dim^(−1/2).
+            norm: norm of q and k, applied before rotation. None disables it.
 
         Returns:
             `[batch, seq / ranks, heads, head_dim]`.
@@ -184,7 +175,7 @@ class ContextParallel:
         name = self._group.group_name
         if mask is None:
             check_supported(_WHO, q)
-            q, k = rotate(q, k, rotation, None)
+            q, k = rotate(q, k, rotation, norm)
             out, _ = ring_attention(*(x.transpose(1, 2) for x in (q, k, v)), self._visible, scale, name)
             attended: Tensor = out.transpose(1, 2)
             return attended
@@ -192,49 +183,24 @@ class ContextParallel:
             must = f"mask must be None or a BlockMask of {tokens} queries and {self._seq} keys"
             got = f"{mask.seq_lengths[0]} and {mask.seq_lengths[1]}" if isinstance(mask, BlockMask) else "a dense mask"
             raise _checks.error(_WHO, must, got, "Pass context.block_mask(mask_mod).")
-        return rotate_and_attend(
-            q, k, v, rotation=rotation, mask=mask, scale=scale, append=lambda k, v: flex_cp_allgather(k, v, 1, name)
-        )
+        gather = partial(flex_cp_allgather, seq_dim=1, pg_name=name)
+        return rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale, append=gather, norm=norm)
 
 
-class _Run(NamedTuple):
-    """Consecutive tokens of one document on one rank.
+def _visible(step: int, queries: Tensor, keys: Tensor, ends: Tensor) -> Tensor:
+    """Return the rectangles of `ring_attention` for the keys of one rank: at most one for each document.
 
-    Attributes:
-        document: number of the document.
-        local: index of the first token among those of the rank.
-        begin, end: indices of the first token and of the token after the last in the whole sequence.
+    Every rank holds its tokens in the order of the sequence. In each of the orders, all queries of a rank that see a
+    key of a document on another rank see the same keys of it.
     """
-
-    document: int
-    local: int
-    begin: int
-    end: int
-
-    @property
-    def local_end(self) -> int:
-        return self.local + self.end - self.begin
-
-
-def _visible(own: dict[int, list[_Run]], others: dict[int, list[_Run]]) -> list[tuple[int, int, int, int]]:
-    """Return the visible rectangle of this rank's queries and another rank's keys, for each document that has one.
-
-    A rank holds the tokens of a document in their order and beside each other. In each of the orders, every query that
-    sees a key of the other rank sees the same keys.
-    """
-    found: list[tuple[int, int, int, int]] = []
-    for document in own.keys() & others.keys():
-        queries = [run for run in own[document] if run.begin > others[document][0].begin]
-        keys = [run for run in others[document] if run.begin < own[document][-1].begin]
-        if queries and keys:
-            found.append((queries[0].local, queries[-1].local_end, keys[0].local, keys[-1].local_end))
-    return found
-
-
-def _arange(runs: list[tuple[int, int]], device: torch.device | str | None) -> Tensor:
-    """Concatenate the integers of all runs, int64, in one copy to the device."""
-    joined = torch.cat([torch.arange(begin, end, device="cpu") for begin, end in runs])
-    return joined.to(torch.get_default_device() if device is None else device)
+    of_queries, of_keys = torch.searchsorted(queries, ends), torch.searchsorted(keys, ends)  # where documents begin
+    q_end, k_begin = of_queries[1:], of_keys[:-1]
+    q_begin = torch.searchsorted(queries, keys[k_begin.clamp(max=len(keys) - 1)])  # from the first key on
+    k_end = torch.searchsorted(keys, queries[q_end - 1], right=True)  # up to the last query
+    on_both = (of_queries[:-1] < q_end) & (k_begin < of_keys[1:])
+    of_step, is_causal = torch.full_like(q_end, step), torch.full_like(q_end, step == 0)
+    found = torch.stack((of_step, q_begin, q_end, k_begin, k_end, is_causal), dim=1)
+    return found[on_both & (q_begin < q_end) & (k_begin < k_end)]
 
 
 def _resolve_group(group: object) -> dist.ProcessGroup:

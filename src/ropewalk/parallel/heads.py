@@ -36,9 +36,7 @@ class HeadwiseParallel(ParallelStyle):
     heads as query heads.
 
     Each layer needs one all-reduce of the output in the forward pass, and one all-reduce of the gradient of x in the
-    backward pass. The backward pass needs further, smaller all-reduces: one for each replicated weight and one for
-    learned tables. With `qk_norm`, two weights are replicated. If there are fewer key heads than ranks, the weights of
-    k_proj and v_proj are replicated too, and their biases if they have any.
+    backward pass, with smaller ones for the gradients of replicated weights and of learned tables.
 
     A cache holds the key heads of one rank: build it with `num_kv_heads=max(1, attention.num_kv_heads // ranks)`.
 
@@ -123,16 +121,12 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
         >>> attention_plan(block)
         {'attention': HeadwiseParallel(sequence_parallel=False)}
     """
-    who, must = "attention_plan", "model must be a module that contains RotaryAttention layers"
-    fix = "Pass the model that you will pass to parallelize_module."
-    if not isinstance(model, nn.Module):
-        raise _checks.error(who, must, _checks.shown(model), fix)
-    if isinstance(model, RotaryAttention):
-        fix = "Pass HeadwiseParallel() to parallelize_module instead of a plan."
-        raise _checks.error(who, must, "a RotaryAttention", fix)
-    names = [name for name, module in model.named_modules() if isinstance(module, RotaryAttention)]
-    if not names:
-        raise _checks.error(who, must, f"{type(model).__name__} without any", fix)
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    names = [name for name, module in modules if isinstance(module, RotaryAttention)]
+    if not all(names) or not names:  # the name of the model itself is empty
+        must = "model must be a module that contains RotaryAttention layers"
+        fix = "Pass the model, or for a single layer pass HeadwiseParallel() to parallelize_module instead of a plan."
+        raise _checks.error("attention_plan", must, type(model).__name__, fix)
     return {name: HeadwiseParallel(sequence_parallel=sequence_parallel) for name in names}
 
 

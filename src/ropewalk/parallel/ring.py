@@ -109,15 +109,10 @@ class _Kernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
         """Return output and sums of a step. A query without visible keys has output 0 and sum −∞."""
-        attend = (
-            _aten._scaled_dot_product_flash_attention_for_cpu
-            if query.is_cpu
-            else _aten._scaled_dot_product_flash_attention
-        )
-        out, sums = (
-            torch.zeros_like(query),
-            query.new_full(query.shape[:3], -torch.inf, dtype=_accumulated(query.dtype)),
-        )
+        suffix = "_for_cpu" if query.is_cpu else ""
+        attend = getattr(_aten, f"_scaled_dot_product_flash_attention{suffix}")
+        out = torch.zeros_like(query)
+        sums = query.new_full(query.shape[:3], -torch.inf, dtype=_accumulated(query.dtype))
         for rows, keys, is_causal in self._next_step():
             of = query[:, :, rows], key[:, :, keys], value[:, :, keys]
             out[:, :, rows], sums[:, :, rows] = attend(*of, 0.0, is_causal, scale=self._scale)[:2]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ropewalk import _checks
 from ropewalk._layout import Layout, Options
@@ -215,13 +216,16 @@ def _check_call(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout) -> tup
 
 
 def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether `_NormAndRotate` supports the call: plain tensors, no tracing, and tables without gradient."""
+    """Return whether `_NormAndRotate` supports the call: plain tensors, no tracing, and tables without gradient.
+
+    Fake tensors count as plain, so that a simulation keeps for the backward pass what a run keeps.
+    """
     cos, sin = rotation.cos, rotation.sin
     return (
         not observed.must_trace()
         and not (cos.requires_grad or sin.requires_grad)
         and not cos.is_inference()
-        and all(type(x) in backend.PLAIN for x in (*tensors, cos, sin))
+        and all(type(x) in (*backend.PLAIN, FakeTensor) for x in (*tensors, cos, sin))
     )
 
 
