@@ -237,7 +237,7 @@ BUDGET = {
     "engines": 2250,
     "integrations": 2350,
     "kernels": 1800,
-    "parallel": 600,
+    "parallel": 650,
     "positions": 1350,
     "rope": 800,
     "rotation": 1800,
