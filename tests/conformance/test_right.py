@@ -41,6 +41,7 @@ def test_forms(path: Path) -> None:
     example = runpy.run_path(str(path))
     report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
     assert report.verdict == "right", str(report)
+    assert "raises" not in report.codes
     assert example["GIVEN"].get("ignore") or all(grade.right is not False for grade in report.grades)
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ropewalk import Axes, Rope, _checks, formats
 from ropewalk.tools.check.expected import Expected
@@ -161,8 +163,9 @@ def _find(target: Target, expected: Expected, call: str | None, layout: str | No
         )
     chosen = best[1]
     others = [_like(chosen, candidates(expected, chosen.axes, mode=mode)) for mode in ("offsets", "packed")]
-    if call is not None and "->" in call:
-        chosen = replace(chosen, in_place=chosen.in_place or _returns_its_input(chosen))
+    in_place = chosen.in_place or _returns_its_input(chosen, is_told=call is not None and "->" in call)
+    takes = chosen.takes - ({"stack"} if _takes_fewer_key_heads(chosen) else set())
+    chosen = replace(chosen, in_place=in_place, takes=takes)
     return replace(chosen, others=tuple(other for other in others if other is not None))
 
 
@@ -181,7 +184,7 @@ def _best(candidates: Iterable[Subject], errors: list[str]) -> tuple[int, int, S
 def _with_one_key_head(subject: Subject, *, keep: bool) -> Subject:
     """Return a subject for any number of key heads of a target that takes one, with an axis of its own or without.
 
-    The target is called once for each head of k, and with q the first time and a copy of it from then on.
+    The target is called once for each head of k, and with q the first time and one head of it from then on.
     """
     axis = -3 if subject.layout in ("bhsd", "hsd") else -2
 
@@ -190,7 +193,7 @@ def _with_one_key_head(subject: Subject, *, keep: bool) -> Subject:
             results = []
             for i, head in enumerate(torch.split(k, 1, dim=axis)):
                 key = head if keep else head.squeeze(axis)
-                q_out, k_out = subject.call_native(q.clone() if i else q, key, positions)
+                q_out, k_out = subject.call_native(q.narrow(axis, 0, 1).clone() if i else q, key, positions)
                 results.append((q_out, k_out if keep or k_out is None else k_out.unsqueeze(axis)))
             return results[0][0], torch.cat([cast(Tensor, k_out) for _, k_out in results], dim=axis)
 
@@ -277,15 +280,15 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     except CallError as e:
         errors.append(str(e))
         return None
+    differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
+    differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
+    score = fused + _ROTATES * (differs_by_token and not differs_by_head)
     many = torch.arange(_MANY)[None]
     if subject.given is not None and subject.accepts(many):
         try:  # tables of fewer tokens than channels also fit other axes
             subject(*2 * (x[:1, :1].expand(-1, _MANY, -1, -1),), many)
         except CallError:
-            fused -= 1
-    differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
-    differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
-    score = fused + 12 * (differs_by_token and not differs_by_head)
+            score -= _PERFECT - _ROTATES + 1
     if (found := structure.infer(maps)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
@@ -332,12 +335,23 @@ def _tokens(subject: Subject) -> Tensor:
     return torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
 
 
-def _returns_its_input(subject: Subject) -> bool:
-    """Return whether the result for q is what the target has written into q."""
+def _returns_its_input(subject: Subject, *, is_told: bool) -> bool:
+    """Return whether the result for q is what the target has written into q, as the user or it tells autograd."""
     x = _tokens(subject)
     q = subject.to_native(x).clone(memory_format=torch.contiguous_format)
-    out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
-    return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
+    with mock.patch.object(FunctionCtx, "mark_dirty", autospec=True, side_effect=FunctionCtx.mark_dirty) as tells:
+        out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
+    return (is_told or tells.called) and torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
+
+
+def _takes_fewer_key_heads(subject: Subject) -> bool:
+    """Return whether a call with fewer heads of k than of q does not raise."""
+    x = _tokens(subject)
+    try:
+        subject(x, x[:, :, :1], torch.arange(_TOKENS)[None])
+    except CallError as e:
+        return e.code != "raises"
+    return True
 
 
 def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:

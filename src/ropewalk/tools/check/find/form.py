@@ -83,10 +83,11 @@ class Form:
 
     @property
     def takes(self) -> frozenset[str]:
-        """What can be passed besides q, k and positions: "v", "slots" and "weights"."""
+        """What can be passed besides q, k and positions: "v", "slots", "weights", and "stack" of q, k and v."""
         roles = {*self.call.parameter_of}
         named = {"v": {"v", "qkv", "kv"}, "slots": {"key_cache"}, "weights": {"q_weight"}}
-        return frozenset(name for name, of in named.items() if of & roles)
+        stack = {"stack"} if self.packing == "stacked" else set()
+        return frozenset({name for name, of in named.items() if of & roles} | stack)
 
     @property
     def packed(self) -> str:

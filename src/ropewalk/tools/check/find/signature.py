@@ -53,7 +53,7 @@ CALL_NAMES = {
     "num_heads": "num_heads num_heads_q num_q_heads num_qo_heads n_heads nheads",
     "num_kv_heads": "num_kv_heads num_heads_k num_k_heads num_heads_kv n_kv_heads num_key_value_heads",
     "num_v_heads": "num_v_heads num_heads_v",
-    "interleaved": "interleaved interleave rotary_interleaved traditional",
+    "interleaved": "interleaved interleave rotary_interleaved traditional rotate_style",
     "is_neox": "is_neox is_neox_style neox_style",
     "inplace": "inplace in_place",
     "conjugate": "conj conjugate",
@@ -256,7 +256,7 @@ def _unknown_roles(got: str) -> _checks.RopeError:
 def describe(function: Any) -> str:
     """Return how to describe a call that was not found, with the roles that the names of its parameters suggest."""
     known = None if function is None else parameters(function)
-    roles = {name: role for role, name in match(known or {}, CALL_NAMES).items()}
+    roles = {name: role for role, name in (read_call(function, None).parameter_of if known else {}).items()}
     spelled = {"table": "freqs_cis", "axis": "unsqueeze_dim"}
     words = ",".join(spelled.get(roles[name], roles[name]) if name in roles else "_" for name in known or {})
     example = words if {*roles} and "_" in words else "q,k,cos,sin"

@@ -89,7 +89,8 @@ class Subject:
             does not take these. None if the sizes of the target are fixed.
         given: the rope of the tables that `check` passes. None if it passes none.
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
-        takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm).
+        takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm). With
+            "stack", q, k and v are stacked in one tensor, so that all have as many heads.
         key_first: whether k comes before q in the call, so that the results may be in either order.
         fused: calls a fused target with copies of q, k, positions and, by name, of what it takes: v `[batch, seq,
             heads, head_dim]`, slots int64 `[batch, seq]`, weights, which are two tensors `[head_dim]` for q and k, and

@@ -321,6 +321,13 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
             ("positions-ignored", "has its index in the sequence on every axis.", index),
         ]
+        if baseline.subject.side is not None:
+            *_, rows, columns = (positions.amax((1, 2)) + 1).tolist()
+            cells = positions[-2] * columns + positions[-1]
+            how = "is where the index of its cell, divided by the rows of the grid and not by its columns, puts it."
+            explanations.append(
+                ("axes-exchanged", how, torch.cat((positions[:-2], torch.stack((cells % rows, cells // rows)))))
+            )
         if tokens == len(_COUNTED_ON):
             how = f"counts on from the last position on {on_axes.names[0]}, not from the largest on any axis."
             explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
@@ -331,7 +338,8 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             ):
                 report.add("key-unlike-query" if of == "k" else code, says + how, case)
                 return True
-        code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else "rows-mixed-up")
+        unlike = "axis-ignored" if len({*on_axes.axis}) < len(on_axes.names) else "rows-mixed-up"
+        code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else unlike)
         report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", case)
         return True
     return False

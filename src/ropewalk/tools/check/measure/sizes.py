@@ -62,10 +62,11 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> No
 def _cases(baseline: Baseline) -> Iterator[Case]:
     """Yield the cases to try: those that the subject accepts, and for which the right result is known."""
     subject, arguments = baseline.subject, baseline.subject.arguments
+    is_free = subject.has_k and "stack" not in subject.takes
     has_law = baseline.law.error(baseline.multipliers, torch.arange(KNOWN)) < law.CLOSE
     limits = (baseline.expected.length, arguments.length if arguments is not None else None, 0 if has_law else KNOWN)
     for rows, tokens, heads, k_heads in _SIZES:
-        case = Case(rows, tokens, heads, k_heads if subject.has_k else heads, subject.channels)
+        case = Case(rows, tokens, heads, k_heads if is_free else heads, subject.channels)
         positions = case.positions(subject)
         if subject.accepts(positions) and all(int(positions.max()) < n for n in limits if n):
             yield case

@@ -57,7 +57,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         sizes.judge(baseline, sure)
     if report.verdict == "right":
         gradients.check(baseline, odd=True)
-        _judge_head_sizes(subject, expected, report)
+        _judge_head_sizes(baseline, expected)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
@@ -101,15 +101,28 @@ def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Base
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
 _KEEP = {
-    *("output-not-written", "memory-overwritten", "value-changed", "wrong-norm", "heads-differ", "rest-not-passed"),
+    *(
+        "query-and-key-crossed",
+        "output-not-written",
+        "memory-overwritten",
+        "value-changed",
+        "wrong-norm",
+        "heads-differ",
+        "rest-not-passed",
+    ),
     *("cache-not-written", "wrong-slot", "padding-stored", "stored-key-unlike-key"),
     *("wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
 }
 
 
-def _judge_head_sizes(subject: Subject, expected: Expected, report: Report) -> None:
+def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
     """Measure the same call with other numbers of channels, and report the first that is wrong only there."""
+    subject, report = baseline.subject, baseline.report
     tried, used = [], memory.current()
+    if expected.rope is None and subject.arguments is not None and (base := subject.arguments.base or 0) > 1:
+        plain = law.moving(Rope(baseline.structure.rotary_dim, base, "half").inv_freq)
+        if plain.shape == baseline.law.inv_freq.shape and torch.allclose(plain, baseline.law.inv_freq):
+            expected = replace(expected, base=base)
     for channels, rotary_dim in _HEAD_SIZES:
         is_free = subject.given is not None or subject.arguments is not None or channels == rotary_dim
         try:
