@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -122,3 +124,177 @@ def forward_until(cache: KVCache, x: Tensor, after: int, **options: Any) -> None
 def stopped(cache: KVCache, x: Tensor, after: int, **options: Any) -> None:
     with pytest.raises(StoppedError):
         forward_until(cache, x, after, **options)
+
+
+@dataclass
+class Token:
+    """Keys and values [layers, heads, width] of one token, its position, and bounds of their errors in the cache."""
+
+    k: Tensor
+    v: Tensor
+    position: int
+    k_error: Tensor  # [layers, heads, 1]
+    v_error: Tensor
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, position: int, rounding: float) -> Token:
+        return cls(k, v, position, rounding * _largest(k), rounding * _largest(v))
+
+    def moved(self, rotary: Rotary, delta: int, rounding: float) -> Token:
+        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again."""
+        if not delta:
+            return self
+        around = Rotary(rotary.speeds, rotary.pairing, rotary.offset)  # the attention factor is not applied again
+        k, error = around(self.k, torch.tensor(delta).expand(len(self.k))), 2**0.5 * self.k_error
+        return Token(k, self.v, self.position + delta, error + rounding * (_largest(k) + error) + 1e-14, self.v_error)
+
+    def moved_to(self, places: dict[int, int], rotary: Rotary, rounding: float) -> Token:
+        """Return the token at the new position that `places` has for its position, if any."""
+        return self.moved(rotary, places.get(self.position, self.position) - self.position, rounding)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True)
+
+
+ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
+"""The largest error of a store in a number, as a part of the largest number of its head."""
+
+
+def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
+    """Select some positions of tokens, and a new position for each, which other tokens may have."""
+    places = sorted({token.position for token in tokens})
+    return {place: draw.randint(-40, 40) for place in draw.sample(places, draw.randint(1, len(places)))}
+
+
+class RowRequests:
+    """A `KVCache`, the expected tokens of each row, and random requests that change both.
+
+    Keys and values are random, in float64. A row of the list also has the tokens that the cache has evicted.
+    """
+
+    def __init__(self, seed: int, *, batch: int = 3, store: str | None = None, **size: int) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.size, self.rounding, self.cache = size, ROUNDING[store], cache_of(batch, store=store, **size)
+        self.tokens: list[list[Token]] = [[] for _ in range(batch)]
+        self.following = [0] * batch
+        self.served = dict.fromkeys(["step", "reorder", "shift", "reset", "stopped", "move", "truncate"], 0)
+
+    def request(self) -> None:
+        ways = ["step"] * 8 + ["reorder", "shift", "reset", "stopped"]
+        ways += [] if "sinks" in self.size else ["move"] * 2
+        ways += ["truncate"] if "capacity" in self.size else []
+        way = self.draw.choice(ways)
+        getattr(self, way)()
+        self.served[way] += 1
+        self.check_everything()
+
+    def visible(self, row: int) -> set[int]:
+        """Return the orders of the cached tokens to which the next token attends."""
+        length = len(self.tokens[row])
+        first = max(0, length - self.size.get("window", length + 1) + 1)
+        return {*range(min(length, self.size.get("sinks", 0))), *range(first, length)}
+
+    def step(self, *, at: list[int] | None = None, layers: int = LAYERS) -> None:
+        """Append tokens, with padding anywhere. If not all layers store them, they are NaN, and nothing may remain."""
+        batch, seq = len(self.tokens), self.draw.choice([1, 1, 1, 2, 3, 9] if layers == LAYERS else [1])
+        real, options = torch.ones(batch, seq, dtype=torch.bool), dict[str, Any]()
+        if at is not None:
+            options["at"] = torch.tensor(at)
+            for row, place in enumerate(at):
+                later = [i for i, token in enumerate(self.tokens[row]) if token.position >= place]
+                self.tokens[row] = self.tokens[row][: min(later, default=len(self.tokens[row]))]
+            self.following = list(at)
+        if self.draw.random() < 0.4:
+            options["attention_mask"] = real = torch.rand(batch, seq) < 0.6
+        if max(map(len, self.tokens)) + seq > self.size.get("capacity", 10**9):
+            full = [row for row, tokens in enumerate(self.tokens) if len(tokens) + seq > self.size["capacity"]]
+            self.reset(full)
+            if at is not None:
+                options["at"] = torch.tensor(self.following)
+        places = torch.tensor(self.following)[:, None] + (real.cumsum(1) - 1).clamp(min=0)
+        if "sinks" not in self.size and self.draw.random() < 0.2:
+            options["positions"] = places = torch.randint(-9, 9, (batch, seq))
+        step = self.cache.step(seq, **options)
+        assert torch.equal(step.positions, places)
+        k, v = torch.randn(2, LAYERS, batch, seq, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        if layers < LAYERS:
+            k, v = k.fill_(torch.nan), v.fill_(torch.nan)
+        order = [x.tolist() for x in step.key_order]
+        for i in range(layers):
+            keys, values = step.layer(i).append(k[i], v[i])
+        if layers < LAYERS:
+            return
+        for row, kept in enumerate(real):
+            seen, count = self.visible(row), len(self.tokens[row])
+            chosen = kept.nonzero()[:, 0].tolist()
+            new = [Token.of(k[:, row, j], v[:, row, j], int(places[row, j]), self.rounding) for j in chosen]
+            self.tokens[row] = self.tokens[row] + new
+            if new:
+                self.following[row] = int(places[row, kept].max()) + 1
+            seen |= set(range(count, count + len(new)))
+            self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
+
+    def truncate(self) -> None:
+        self.step(at=[following + self.draw.randint(-8, 2) for following in self.following])
+
+    def stopped(self) -> None:
+        """Run a forward pass that stops before or after its first layer, and roll it back."""
+        self.step(layers=self.draw.choice([0, 1]))
+        self.cache.rollback()
+
+    def reset(self, rows: list[int] | None = None) -> None:
+        rows = [self.draw.randrange(len(self.tokens))] if rows is None else rows
+        self.cache.reset(rows)
+        for row in rows:
+            self.tokens[row], self.following[row] = [], 0
+
+    def reorder(self) -> None:
+        parents = [self.draw.randrange(len(self.tokens)) for _ in self.tokens]
+        self.cache.reorder(torch.tensor(parents))
+        self.tokens = [self.tokens[parent] for parent in parents]
+        self.following = [self.following[parent] for parent in parents]
+
+    def shift(self) -> None:
+        rope, rotary = ROPES["YaRN, partial"]
+        assert rope is not None
+        assert rotary is not None
+        deltas = [self.draw.choice([0, 5, -300]) for _ in self.tokens]
+        self.cache.shift(rope, torch.tensor(deltas))
+        for row, delta in enumerate(deltas):
+            self.following[row] += delta
+            self.tokens[row] = [token.moved(rotary, delta, self.rounding) for token in self.tokens[row]]
+
+    def move(self) -> None:
+        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.randrange(len(self.tokens))
+        assert rope is not None
+        assert rotary is not None
+        first = max(0, len(self.tokens[row]) - self.size.get("window", 10**9))
+        evicted, held = self.tokens[row][:first], self.tokens[row][first:]
+        if held:
+            places = draw_moves(self.draw, held)
+            self.cache.move(rope, row, torch.tensor(list(places)), torch.tensor(list(places.values())))
+            held = [token.moved_to(places, rotary, self.rounding) for token in held]
+            self.tokens[row], self.following[row] = evicted + held, max(token.position for token in held) + 1
+
+    def check_row(self, row: int, layer: int, order: list[int], keys: Tensor, values: Tensor, seen: set[int]) -> None:
+        """Check keys and values of a row whose tokens have these orders. It must have the tokens `seen`."""
+        tokens, index = self.tokens[row], {n: i for i, n in enumerate(order) if n in seen}
+        assert set(index) == seen
+        for n, i in index.items():
+            assert ((keys[i] - tokens[n].k[layer]).abs() <= tokens[n].k_error[layer]).all()
+            assert ((values[i] - tokens[n].v[layer]).abs() <= tokens[n].v_error[layer]).all()
+
+    def check_everything(self) -> None:
+        """Check that every row has the tokens to which its next token attends."""
+        cache = self.cache
+        assert cache.length.tolist() == [len(tokens) for tokens in self.tokens]
+        assert cache.position.tolist() == self.following
+        order = cache._ring.order(cache.length).tolist()
+        for i, store in enumerate(cache._stores):
+            keys, values = store.read(None, cache._ring.count)
+            assert keys.isfinite().all()
+            assert values.isfinite().all()
+            for row in range(len(self.tokens)):
+                self.check_row(row, i, order[row], keys[row], values[row], self.visible(row))

@@ -26,6 +26,7 @@ SLOW = (
     "attention/test_paged_attention.py::TestCompiled",
     "attention/test_paged_attention.py::TestFlexAttention",
     "attention/test_paged_cache.py::test_thousands_of_random_requests",
+    "attention/test_random_requests.py::test_hundreds_of_random_requests",
     "attention/test_fused_step.py::TestOtherUses::test_compiled",
     "conformance/test_check.py::test_graph_breaks",
     "conformance/test_right.py::test_transformers",

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_oracle import Rotary
-from cache_model import ROPES, StoppedError
+from cache_model import ROPES, ROUNDING, StoppedError, Token, draw_moves
 from ropewalk import PagedKVCache, PagedStep, RopeError
 
 LAYERS, HEADS, WIDTH = 2, 2, 6
@@ -25,34 +23,6 @@ def blocks_of(cache: PagedKVCache) -> dict[int, tuple[list[int], int]]:
     counts = zip(table.blocks.tolist(), table.counts.tolist(), table.skipped.tolist(), strict=True)
     rows = [(blocks[:count], skipped) for blocks, count, skipped in counts]
     return {number: rows[i] for number, i in cache._rows.index.items()}
-
-
-@dataclass
-class Token:
-    """Keys and values [layers, heads, width] of one token, its position, and bounds of their errors in the cache."""
-
-    k: Tensor
-    v: Tensor
-    position: int
-    k_error: Tensor  # [layers, heads, 1]
-    v_error: Tensor
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, position: int, rounding: float) -> Token:
-        return cls(k, v, position, rounding * _largest(k), rounding * _largest(v))
-
-    def moved(self, k: Tensor, delta: int, rounding: float) -> Token:
-        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again."""
-        error = 2**0.5 * self.k_error
-        return Token(k, self.v, self.position + delta, error + rounding * (_largest(k) + error) + 1e-14, self.v_error)
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.abs().amax(-1, keepdim=True)
-
-
-ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
-"""The largest error of a store in a number, as a part of the largest number of its head."""
 
 
 class Requests:
@@ -102,7 +72,17 @@ class Requests:
         self.asked += 1
         ways = ["admit"] * 2 if len(rows) < 6 else ["free"]
         if rows:
-            ways += ["step"] * 8 + ["fork", "reorder", "shift", "free", "reset", "stopped", "dropped", "poisoned"]
+            ways += ["step"] * 8 + [
+                "fork",
+                "reorder",
+                "shift",
+                "move",
+                "free",
+                "reset",
+                "stopped",
+                "dropped",
+                "poisoned",
+            ]
             ways += [] if self.window else ["truncate"]
         getattr(self, draw.choice(ways))(rows)
         self.check_everything()
@@ -153,12 +133,26 @@ class Requests:
         if self.is_refused(self.cache.shift, rope, torch.tensor(deltas) if each else deltas[0], rows=chosen):
             assert unheld < sum(-(-len(self.tokens[row]) // self.size) for row in chosen)  # copies of all would not fit
             return
-        around = Rotary(rotary.speeds, rotary.pairing, rotary.offset)  # the attention factor is not applied again
         for row, delta in zip(chosen, deltas, strict=True):
             self.following[row] += delta
-            at = torch.tensor(delta).expand(LAYERS)
-            if delta:
-                self.tokens[row] = [t.moved(around(t.k, at), delta, self.rounding) for t in self.tokens[row]]
+            self.tokens[row] = [token.moved(rotary, delta, self.rounding) for token in self.tokens[row]]
+
+    def move(self, rows: list[int]) -> None:
+        """Move some of the cached tokens of a row. Tokens at one position move together."""
+        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.choice(rows)
+        assert rope is not None
+        assert rotary is not None
+        blocks, skipped = blocks_of(self.cache)[row]
+        evicted, held = self.tokens[row][: skipped * self.size], self.tokens[row][skipped * self.size :]
+        if not held:
+            return
+        places = draw_moves(self.draw, held)
+        unheld, pair = self.count_unheld(), (torch.tensor(list(places)), torch.tensor(list(places.values())))
+        if self.is_refused(self.cache.move, rope, row, *pair):
+            assert unheld < len(blocks)  # copies of all would not fit
+            return
+        held = [token.moved_to(places, rotary, self.rounding) for token in held]
+        self.tokens[row], self.following[row] = evicted + held, max(token.position for token in held) + 1
 
     def step(self, rows: list[int], *, layers: int = LAYERS, at: bool = False) -> None:
         """Append new tokens to some rows, with padding anywhere, at consecutive or explicit positions.

@@ -471,7 +471,7 @@ class KVCache:
         moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
         by = (moved - self._key_positions)[row : row + 1].to(torch.int64)
         self._move(who, ropes, by, moved, torch.tensor([row], device=by.device))
-        self.position[row] = places.masked_fill(places == EMPTY, -1).amax() + 1
+        self.position[row] = places.masked_fill(places == EMPTY, new.amin().to(places.device)).amax() + 1
 
     def _move(
         self,

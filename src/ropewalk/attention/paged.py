@@ -636,7 +636,7 @@ class PagedKVCache:
         places = np.where(is_token, places, EMPTY)
         old, new = (x.cpu() if isinstance(x, Tensor) else x for x in (old, new))
         moved = tokens.moved_positions(who, torch.from_numpy(places), old, new).numpy()
-        position = np.where(is_token, moved, -1).max(1) + 1
+        position = np.where(is_token, moved, new.numpy().min()).max(1) + 1
         self._move(who, chosen, held, moved - places, position, ropes, None)
 
     def _move(
