@@ -8,7 +8,7 @@ the parameters over `data` and `context`. The size of `data` is the number of ra
 two axes. Up to rounding, the losses do not depend on the mesh. Without a GPU, the script runs on the CPU with gloo.
 
 If the script is stopped, the same command resumes from the last checkpoint, also with another number of processes or
-another mesh. The model learns the bytes of any file (`--text`).
+another mesh. Several machines need a `--checkpoint` that they share. The model learns the bytes of any file (`--text`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import math
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 import torch
@@ -67,10 +67,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, device: torch.device) -> None:
-        """Initialise the sharded parameters with values that do not depend on the mesh.
-
-        Every rank draws each whole parameter from the same generator, one after another, and keeps its shard.
-        """
+        """Draw each whole parameter on every rank, from equal generators, and keep this rank's shard of it."""
         generator = torch.Generator(device).manual_seed(0)
         for parameter in self.parameters():
             whole = torch.ones(parameter.shape, device=device)
@@ -132,8 +129,7 @@ class Training(Stateful):
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), **progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        model, optimizer = state["model"], state["optimizer"]
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step, self.rows_seen = state["step"], state["rows_seen"]
 
@@ -177,11 +173,15 @@ def train(options: argparse.Namespace) -> None:
     model.to_empty(device=device)
     model.init_weights(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-    schedule = LambdaLR(optimizer, partial(learning_rate_factor, steps=options.steps))
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
     training = Training(model, optimizer, schedule)
     saving, saving_group = None, dist.new_group(backend="gloo")  # a thread saves, beside the collectives of training
-    if options.checkpoint and (last := last_checkpoint(options.checkpoint)):
-        dcp.load({"training": training}, checkpoint_id=last, process_group=saving_group)
+    last = [last_checkpoint(options.checkpoint) if options.checkpoint else None]
+    dist.broadcast_object_list(last, group=saving_group)  # every rank loads what rank 0 found
+    if last[0]:
+        dcp.load({"training": training}, checkpoint_id=last[0], process_group=saving_group)
+        if dist.get_rank() == 0:
+            print(f"resumed from {last[0]}", flush=True)
 
     rope = ropewalk.Rope(head_dim=options.hidden // options.heads, base=10_000.0, pairing="half")
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8)
@@ -229,8 +229,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--tensor {options.tensor} times --context {options.context} must divide the {ranks} processes"
     if options.rows % (parts := ranks // shared * options.accumulate):
         return f"--rows {options.rows} must be a multiple of {parts}, the processes along `data` times --accumulate"
-    if options.hidden % (2 * options.heads):
-        return f"--hidden {options.hidden} must be a multiple of {2 * options.heads}, which is 2 times --heads"
+    if options.hidden % (8 * options.heads):  # flash attention on GPUs needs a head size that is a multiple of 8
+        return f"--hidden {options.hidden} must be a multiple of {8 * options.heads}, which is 8 times --heads"
     for name, divisor in (("--kv-heads", options.kv_heads), ("--tensor", options.tensor)):
         if options.heads % divisor:
             return f"--heads {options.heads} must be a multiple of {name} {divisor}"
@@ -243,12 +243,13 @@ def find_problem(options: argparse.Namespace) -> str | None:
     try:
         with options.text.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
+        if options.checkpoint:
+            options.checkpoint.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=options.checkpoint).close()
     except OSError as error:
-        return f"--text must be a file: {error.strerror}: {options.text}"
+        return f"--text must be a file, and --checkpoint a folder in which files can be written, got {error}"
     if size <= options.seq:
         return f"--text must have more bytes than --seq {options.seq}, got {size} in {options.text}"
-    if options.checkpoint and options.checkpoint.exists() and not options.checkpoint.is_dir():
-        return f"--checkpoint must be a folder, got {options.checkpoint}"
     gpus, on_machine = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and on_machine > gpus:
         return f"each process needs its own GPU, got {on_machine} processes for {gpus} GPUs"
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="after the warm-up")
     parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
-    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints, from which the script also resumes")
+    parser.add_argument("--checkpoint", type=Path, help="folder to resume from and save to; all are kept")
     parser.add_argument("--save-every", type=positive, default=50, help="steps from one checkpoint to the next")
     options = parser.parse_args()
     if (problem := find_problem(options)) is not None:

@@ -22,6 +22,8 @@ PAGE = (ROOT / "docs" / "many-machines.md").read_text("utf-8").replace("\\\n", "
 SIZE = LINE.split()
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
+FILES = "--text must be a file, and --checkpoint a folder in which files can be written"
+
 Steps = dict[int, tuple[float, float]]
 """The loss and the norm of the gradient of each step. AdamW hides a wrong factor of the gradient; the norm shows it."""
 
@@ -135,18 +137,19 @@ def test_each_rank_holds_its_share_of_the_parameters(sizes: tuple[int, int, int]
         ("4", ["--context", "4", "--seq", "12"], "--seq 12 must be a multiple of 8, which is 2 times"),
         ("2", ["--tensor", "0"], "argument --tensor: must be at least 1, got 0"),
         ("1", ["--seq", "0"], "argument --seq: must be at least 1, got 0"),
-        ("1", ["--hidden", "60", "--heads", "4"], "--hidden 60 must be a multiple of 8, which is 2 times --heads"),
+        ("1", ["--hidden", "60", "--heads", "4"], "--hidden 60 must be a multiple of 32, which is 8 times --heads"),
         ("1", ["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
         ("3", ["--tensor", "3"], "--heads 4 must be a multiple of --tensor 3"),
         (
             "6",
-            ["--heads", "12", "--kv-heads", "4", "--hidden", "48", "--tensor", "6"],
+            ["--heads", "12", "--kv-heads", "4", "--hidden", "96", "--tensor", "6"],
             "--tensor 6 must divide --kv-heads",
         ),
         ("1", ["--learning-rate", "nan"], "--learning-rate must be positive and finite, got nan"),
-        ("1", ["--checkpoint", "short.txt"], "--checkpoint must be a folder, got short.txt"),
-        ("1", ["--text", "missing.txt"], "--text must be a file: No such file or directory: missing.txt"),
-        ("1", ["--text", "."], "--text must be a file: Is a directory: ."),
+        ("1", ["--checkpoint", "short.txt"], f"{FILES}, got [Errno 17] File exists: 'short.txt'"),
+        ("1", ["--checkpoint", "/proc"], f"{FILES}, got [Errno 2] No such file or directory: '/proc/"),
+        ("1", ["--text", "missing.txt"], f"{FILES}, got [Errno 2] No such file or directory: 'missing.txt'"),
+        ("1", ["--text", "."], f"{FILES}, got [Errno 21] Is a directory: '.'"),
         ("1", ["--text", "short.txt"], "--text must have more bytes than --seq 32, got 9 in short.txt"),
     ],
 )
