@@ -414,7 +414,8 @@ class LayerCache:
         if step._concatenates:
             visible = step._mask_within(window, mask)
             append = self._append_filled
-            return rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+            out = rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
+            return out[..., : step._latent]
         flex = (
             compiling and step.block_mask is not None and mask is None and one_pass and window in (None, step._window)
         )
@@ -431,8 +432,8 @@ class LayerCache:
         if flex:
             return attend(q, *self._all_blocks(), mask=step.block_mask, scale=scale)
         by = attend if rotation is None or rotation.passes == 1 else rotation.attend
-        kept = step._read(self._store, every=compiling)
-        return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
+        kept = self._same_width(step._read(self._store, every=compiling))
+        return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)[..., : step._latent]
 
     def _rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | TwoPass | None, norm: QKNorm | None
@@ -503,7 +504,11 @@ class LayerCache:
         return kept
 
     def _append_filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self._append(k, v, every=torch.compiler.is_compiling())
+        return self._same_width(self._append(k, v, every=torch.compiler.is_compiling()))
+
+    def _same_width(self, kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of equal width: PyTorch's fused attention on a CPU supports no other."""
+        return kept if self.step._latent is None else (kept[0], kept[0])
 
     def _all_blocks(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all blocks as one row, `[1, tokens, kv_heads, head_dim]`."""
