@@ -131,9 +131,11 @@ def test_latent_rows() -> None:
     assert np.abs(moved - fresh(in_row, raw, new)[:, 0]).max() < 1e-14
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_slots_that_are_exchanged_skipped_and_read_twice(seed: int) -> None:
+def test_slots_that_are_exchanged_skipped_and_read_twice(seed: int, compiled: bool) -> None:
     """A permutation in place with −1 on both sides: every token is read before one is written."""
+    move = torch.compile(move_keys, fullgraph=True, backend="eager") if compiled else move_keys
     draw, rope = np.random.default_rng(seed), ROPES["default"]
     raw = draw.standard_normal((SLOTS, HEADS, DIM))
     positions = torch.from_numpy(draw.integers(0, 5000, SLOTS))
@@ -143,14 +145,14 @@ def test_slots_that_are_exchanged_skipped_and_read_twice(seed: int) -> None:
     target, new = torch.from_numpy(draw.permutation(SLOTS)), torch.from_numpy(draw.integers(0, 5000, SLOTS))
     source[draw.random(SLOTS) < 0.2], target[draw.random(SLOTS) < 0.2] = -1, -1
     before, moves = by_slot(pool).clone(), (source >= 0) & (target >= 0)
-    move_keys(pool, source, target, rope, positions[source], new)
+    move(pool, source, target, rope, positions[source], new)
     wanted = before.clone()
     wanted[target[moves]] = torch.from_numpy(fresh(rope, raw[source[moves]], new[moves]))
     untouched = torch.ones(SLOTS, dtype=torch.bool).index_fill(0, target[moves], False)
     assert (by_slot(pool) - wanted).abs().max() < 1e-14
     assert torch.equal(by_slot(pool)[untouched], before[untouched])
     kept = pool.clone()
-    move_keys(pool, source, torch.full_like(target, -1), rope, positions[source], new)
+    move(pool, source, torch.full_like(target, -1), rope, positions[source], new)
     assert torch.equal(pool, kept)
 
 
