@@ -238,7 +238,7 @@ BUDGET = {
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 650,
-    "positions": 1350,
+    "positions": 1550,
     "rope": 800,
     "rotation": 1800,
     "schemes": 1900,

@@ -94,6 +94,9 @@ def test_tokens_of_one_glm_video_are_found_by_its_markers() -> None:
 QWEN = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}, "image_token_id": 7}
 OMNI = {"model_type": "qwen2_5_omni", "thinker_config": QWEN | {"model_type": "qwen2_5_omni_thinker"}}
 TIMED = QWEN | {"model_type": "qwen2_5_vl", "vision_config": {"spatial_merge_size": 2, "tokens_per_second": 2}}
+MARKERS = {"image_start_id": 20, "image_end_id": 21, "slice_start_id": 22, "slice_end_id": 23, "newline_id": 24}
+CANVAS = {"model_type": "minicpmv4_7", "image_token_id": 7, **MARKERS}
+SLICED = {"input_ids": [[20, 7, 7, 21]], "target_sizes": [[4, 8]]}
 BATCH = {"input_ids": [[3, 7, 7, 3]], "image_grid_thw": [[1, 2, 4]]}
 FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
 
@@ -125,6 +128,12 @@ FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
         (OMNI, BATCH, "position_id_per_seconds must be a finite number greater than 0, got None. Pass model.config"),
         (QWEN | {"model_type": "hunyuan_vl"}, {"input_ids": [[3]]}, "number of mrope_section (xdrope_section) in con"),
         (QWEN | {"model_type": "glm_image"}, BATCH, "batch must have images_per_sample"),
+        (CANVAS, {"mm_token_type_ids": [[0, 1, 1]], "target_sizes": [[4, 8]]}, "batch must have input_ids"),
+        (CANVAS | {"newline_id": None}, SLICED, "newline_id must be a finite number greater than 0, got None"),
+        (CANVAS | {"downsample_mode": "8x"}, SLICED, "downsample_mode must be one of '4x', '16x', got '8x'"),
+        (CANVAS, SLICED | {"target_sizes": [[8, 8]]}, "row 0: each run of tokens of an image or video must f"),
+        (CANVAS, SLICED | {"input_ids": [[7, 7]]}, "the size of the next crop, got 2 tokens from 0 on, and"),
+        (CANVAS, SLICED | {"target_sizes": [[4, 8]] * 2}, "every image of target_sizes must have tokens in the batch"),
     ],
 )  # fmt: skip
 def test_refusals(config: Any, batch: Any, message: str) -> None:

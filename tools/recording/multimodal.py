@@ -16,13 +16,15 @@ from . import files
 
 TEXT, PAD, IMAGE, VIDEO, AUDIO = 10, 0, 1, 2, 3
 VISION_START, VISION_END, AUDIO_START, AUDIO_END, VIDEO_START, VIDEO_END = 11, 12, 13, 14, 15, 16
+SLICE_START, SLICE_END, NEWLINE = 17, 18, 19
 GLM = ("glm4v", "glm46v", "glm4v_moe", "glm_ocr")
 TIMESTAMPS = (*GLM, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass", "cosmos3_edge",
               "cosmos3_omni")  # fmt: skip
 WHOLE = ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl_moe", "paddleocr_vl")
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
-MODELS = (*WHOLE, *TIMESTAMPS, *OMNI, "hunyuan_vl", "glm_image")
-RECORDED = (*WHOLE[:3], "glm4v", "qwen3_vl", *OMNI, "hunyuan_vl", "glm_image")  # one model of each function
+CANVAS = "minicpmv4_7"
+MODELS = (*WHOLE, *TIMESTAMPS, *OMNI, "hunyuan_vl", "glm_image", CANVAS)
+RECORDED = (*WHOLE[:3], "glm4v", "qwen3_vl", *OMNI, "hunyuan_vl", "glm_image", CANVAS)  # one model of each function
 
 
 @dataclass
@@ -59,6 +61,11 @@ def config_of(model: str, draw: random.Random) -> dict[str, Any]:
     elif model == "glm_image":
         vision["spatial_merge_size"] = 1
         config |= {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
+    elif model == CANVAS:
+        del config["vision_config"]
+        config |= {"downsample_mode": draw.choice(["4x", "16x"]), "newline_id": NEWLINE}
+        config |= {"image_start_id": VISION_START, "image_end_id": VISION_END}
+        config |= {"slice_start_id": SLICE_START, "slice_end_id": SLICE_END}
     elif model in OMNI:
         config |= {"model_type": f"{model}_thinker", "audio_token_id": AUDIO, "audio_start_token_id": AUDIO_START}
         config |= {"vision_start_token_id": VISION_START, "audio_config": {"n_window": 50}}
@@ -105,6 +112,32 @@ def add_media(row: Row, model: str, config: dict[str, Any], draw: random.Random,
             row.add((VISION_END, 1))
 
 
+def add_on_canvas(row: Row, config: dict[str, Any], draw: random.Random) -> None:
+    """Add an image, or the frames of a video, as thumbnails with slices. Some markers and slices are missing."""
+    merge = 2 if config["downsample_mode"] == "4x" else 4
+    kind = draw.choice([IMAGE, VIDEO])
+
+    def crop(size: tuple[int, int] | None = None) -> None:
+        h, w = size or (draw.randint(1, 5), draw.randint(1, 5))
+        patches = [h * merge + draw.randrange(merge), w * merge + draw.randrange(merge)]
+        (row.images if kind == IMAGE else row.videos).append(patches)
+        row.add((kind, h * w), kind=kind)
+
+    for _ in range(1 if kind == IMAGE else draw.randint(1, 3)):
+        row.add((VISION_START, 1))
+        crop()
+        row.add((VISION_END, draw.random() < 0.9))
+        down, across = draw.choice([(0, 0), (draw.randint(1, 3), draw.randint(1, 3))])
+        size = draw.choice([None, (draw.randint(1, 4), draw.randint(1, 4))])
+        for i in range(down * across):
+            row.add((NEWLINE, draw.randint(1, 2) if i and i % across == 0 else 0))
+            if draw.random() < 0.97:
+                row.add((SLICE_START, 1))
+                crop(size)
+                row.add((SLICE_END, 1))
+        row.add((draw.choice([NEWLINE, TEXT]), draw.randint(0, 2)))
+
+
 def random_rows(model: str, draw: random.Random) -> tuple[dict[str, Any], list[Row], bool]:
     """Return a config, rows, and whether videos have audio."""
     config = config_of(model, draw)
@@ -113,7 +146,10 @@ def random_rows(model: str, draw: random.Random) -> tuple[dict[str, Any], list[R
         row = Row()
         row.add((TEXT, draw.randint(0, 9)))
         for _ in range(draw.randint(0, 3)):
-            add_media(row, model, config.get("thinker_config", config), draw, sound=sound)
+            if model == CANVAS:
+                add_on_canvas(row, config, draw)
+            else:
+                add_media(row, model, config.get("thinker_config", config), draw, sound=sound)
             row.add((TEXT, draw.randint(0, 9)))
         row.add((TEXT, 2))  # in Qwen-Omni, a row of one token in a batch without images has another delta
         rows.append(row)
@@ -142,6 +178,9 @@ def batch_of(rows: list[Row], model: str, draw: random.Random, *, multiple: int 
     for key, grids in (("image", "images"), ("video", "videos")):
         if every := [grid for row in rows for grid in getattr(row, grids)]:
             batch[f"{key}_grid_thw"] = every
+    if model == CANVAS:
+        names = {"image_grid_thw": "target_sizes", "video_grid_thw": "target_sizes_videos"}
+        batch = {names.get(key, key): value for key, value in batch.items()}
     seconds = torch.tensor([one for row in rows for one in row.seconds]).tolist()
     if seconds and model in ("qwen2_5_vl", *OMNI):
         batch["second_per_grid_ts" if model == "qwen2_5_vl" else "video_second_per_grid"] = seconds
@@ -164,8 +203,13 @@ def rope_index(model: str, config: dict[str, Any], batch: dict[str, Any], *, sou
     settings = as_object(config.get("thinker_config", config))
     if model == "hunyuan_vl":
         settings.text_config.rope_parameters = config["text_config"]["rope_parameters"]
-    them = SimpleNamespace(config=settings, spatial_merge_size=settings.vision_config.spatial_merge_size)
-    for method in ("get_vision_position_ids", "get_llm_pos_ids_for_vision", "get_chunked_index", "get_rope_index"):
+    them = SimpleNamespace(config=settings)
+    if model == CANVAS:
+        them._frame_end_idx = owner._frame_end_idx
+    else:
+        them.spatial_merge_size = settings.vision_config.spatial_merge_size
+    for method in ("get_vision_position_ids", "get_llm_pos_ids_for_vision", "get_chunked_index", "get_rope_index",
+                   "_group_visual_frames"):  # fmt: skip
         if method in vars(owner):
             setattr(them, method, functools.partial(getattr(owner, method), them))
     given = {key: torch.tensor(value) for key, value in batch.items()}

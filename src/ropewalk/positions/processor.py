@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.positions.canvas import canvas
 from ropewalk.positions.multimodal import Placed, RuleName, mrope, xdrope
 from ropewalk.positions.segments import Image, Markers, Segment, Text, Video
 
@@ -30,6 +31,8 @@ class _Family:
     """Whether the grids of a row also list the images to generate, which have no tokens yet."""
     audio: bool = False
     """Whether there may be audio, also between the frames of a video."""
+    on_canvas: bool = False
+    """Whether images are cut into slices, whose places depend on `input_ids`."""
     time_merge: str | None = None
     per_second: str | None = None
     chunk: str | None = None
@@ -50,6 +53,7 @@ _FAMILIES = {
     "qwen3_omni_moe": _Family("qwen3_omni", audio=True, per_second="position_id_per_seconds"),
     "hunyuan_vl": _Family(None),
     "glm_image": _Family(generates=True),
+    "minicpmv4_7": _Family(on_canvas=True, text_between_frames=True),
 }
 
 
@@ -67,7 +71,8 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             `attention_mask` `[batch, seq]`, 0 for padding on any side;
             `image_grid_thw`, `video_grid_thw` `[n, 3]`, for all rows in order;
             `second_per_grid_ts` (Qwen2.5-VL) or `video_second_per_grid` (Omni) `[videos]`, in seconds;
-            `images_per_sample` `[batch]` (GLM-Image). Other keys are not read.
+            `images_per_sample` `[batch]` (GLM-Image). MiniCPM-V 4.7 has `target_sizes` and `target_sizes_videos`
+            `[n, 2]` instead of grids, and always needs `input_ids`. Other keys are not read.
         device: device of the result. None means that of the tokens.
 
     Returns:
@@ -114,19 +119,24 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
         of_rows = [iter(list(islice(images, count))) for count in counts]
     keys = {"per_second": family.per_second, "seconds_per_chunk": family.chunk}
     options: dict[str, Any] = {name: _number(values, key) for name, key in keys.items() if key is not None}
+    ids = _read(batch, "input_ids", (*kinds.shape,)).cpu() if family.on_canvas else kinds
     placed, before = [], 0
     for row, (types, kept, in_row) in enumerate(zip(kinds, real, of_rows, strict=True)):
-        segments = _segments(f"{_WHO}: row {row}", types[kept].tolist(), family, in_row, videos)
+        who, of_row = f"{_WHO}: row {row}", types[kept].tolist()
+        if family.on_canvas:
+            placed.append(_on_canvas(who, values, ids[row][kept].tolist(), of_row, in_row, videos))
+            continue
+        segments = _segments(who, of_row, family, in_row, videos)
         if family.rule is None:
             placed.append(xdrope(segments, _axes(values), images_before=before))  # type: ignore[arg-type]
             before += sum(isinstance(segment, Image) for segment in segments)
         else:
             placed.append(mrope(segments, family.rule, **options))
-    for name, left in (("image", list(images)), ("video", list(videos))):
+    for name, key, left in zip(("image", "video"), _grids(family), (len([*images]), len([*videos])), strict=True):
         if left:
-            must = f"every {name} of {name}_grid_thw must have tokens in the batch"
+            must = f"every {name} of {key} must have tokens in the batch"
             fix = f"Pass the grids of this batch only, and mm_token_type_ids or the config with {name}_token_id."
-            raise _checks.error(_WHO, must, f"{len(left)} without tokens", fix)
+            raise _checks.error(_WHO, must, f"{left} without tokens", fix)
     positions = placed[0].positions.new_zeros(len(placed[0].positions), *kinds.shape)
     for row, one in enumerate(placed):
         positions[:, row, real[row]] = one.positions
@@ -152,11 +162,19 @@ def _sizes(
     config: Mapping[str, Any], family: _Family, batch: Mapping[str, Any]
 ) -> tuple[Iterator[Image], Iterator[Video | Image]]:
     """Return the images and the videos of all rows, in tokens. A frame between texts is an image."""
-    keys = ("image_grid_thw", "video_grid_thw")
-    image, video = ([] if batch.get(key) is None else _read(batch, key, (None, 3)).tolist() for key in keys)
+    one = [1] if family.on_canvas else []  # its sizes are those of single frames
+    image, video = (
+        [] if batch.get(key) is None else [one + size for size in _read(batch, key, (None, 3 - len(one))).tolist()]
+        for key in _grids(family)
+    )
     if not image and not video:
         return iter(()), iter(())
-    merge = int(_number(config, "vision_config.spatial_merge_size"))
+    if family.on_canvas:
+        mode = config.get("downsample_mode", "16x")
+        _checks.choice(_WHO, "downsample_mode", mode, ("4x", "16x"))
+        merge = 2 if mode == "4x" else 4
+    else:
+        merge = int(_number(config, "vision_config.spatial_merge_size"))
     images = [Image(h // merge, w // merge + (family.rule is None)) for _, h, w in image]
     if family.text_between_frames:
         return iter(images), iter([Image(h // merge, w // merge) for t, h, w in video for _ in range(t)])
@@ -169,14 +187,35 @@ def _sizes(
     return iter(images), iter([Video(t // time_merge, h // merge, w // merge, s) for (t, h, w), s in sizes])
 
 
+def _grids(family: _Family) -> tuple[str, str]:
+    """Return the keys of a batch that have the sizes of images and of videos, in patches."""
+    return ("target_sizes", "target_sizes_videos") if family.on_canvas else ("image_grid_thw", "video_grid_thw")
+
+
+def _on_canvas(
+    who: str, config: Mapping[str, Any], ids: list[int], types: list[int], images: Iterator[Image], videos: Any
+) -> Placed:
+    """Place a row of MiniCPM-V 4.7."""
+    _check_types(who, types, 2)
+    names = ("slice_start_id", "slice_end_id", "image_start_id", "image_end_id", "newline_id")
+    markers = [int(_number(config, name)) for name in names] if any(types) else [-1]
+    with torch.device("cpu"):
+        positions = canvas(who, ids, types, {_IMAGE: images, _VIDEO: videos}, markers[0], markers)
+    return Placed(positions, positions.max() + 1)
+
+
+def _check_types(who: str, types: list[int], most: int) -> None:
+    if not set(types) <= set(range(most + 1)) or not types:
+        must = f"types of tokens must be 0 to {most}, and a row must have a token"
+        fix = "Pass mm_token_type_ids and attention_mask as the processor returns them."
+        raise _checks.error(who, must, _checks.shown(sorted(set(types))), fix)
+
+
 def _segments(
     who: str, types: list[int], family: _Family, images: Iterator[Image], videos: Iterator[Video | Image]
 ) -> list[Segment]:
     """Return the segments of a row. Take as many images and videos as it has."""
-    if not set(types) <= set(range(4 if family.audio else 3)) or not types:
-        must = f"types of tokens must be 0 to {3 if family.audio else 2}, and a row must have a token"
-        fix = "Pass mm_token_type_ids and attention_mask as the processor returns them."
-        raise _checks.error(who, must, _checks.shown(sorted(set(types))), fix)
+    _check_types(who, types, _AUDIO if family.audio else _VIDEO)
     runs = [list(run) for _, run in groupby(types, key=lambda kind: min(kind, _VIDEO))]
     # In the Omni models, the markers around an image, a video or audio are separate segments.
     markers = [len(set(run)) if family.audio and run[0] else 0 for run in runs]
