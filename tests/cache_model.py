@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Rotary
-from ropewalk import KVCache, Rope, RotaryAttention, SelfExtend, YaRN
+from ropewalk import CacheStep, KVCache, PagedStep, Rope, RotaryAttention, SelfExtend, TwoPass, YaRN
+from ropewalk.attention.on_read import OnRead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
 YARN_FACTOR = 0.1 * 1.3862943611198906 + 1
@@ -140,15 +141,18 @@ class Token:
     def of(cls, k: Tensor, v: Tensor, position: int, rounding: float) -> Token:
         return cls(k, v, position, rounding * _largest(k), rounding * _largest(v))
 
-    def moved(self, rotary: Rotary, delta: int, rounding: float) -> Token:
-        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again."""
-        if not delta:
-            return self
+    def moved(self, rotary: Rotary | None, delta: int, rounding: float) -> Token:
+        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again.
+
+        Keys that are rotated on read (rotary None) stay as they are.
+        """
+        if rotary is None or not delta:
+            return replace(self, position=self.position + delta)
         around = Rotary(rotary.speeds, rotary.pairing, rotary.offset)  # the attention factor is not applied again
         k, error = around(self.k, torch.tensor(delta).expand(len(self.k))), 2**0.5 * self.k_error
         return Token(k, self.v, self.position + delta, error + rounding * (_largest(k) + error) + 1e-14, self.v_error)
 
-    def moved_to(self, places: dict[int, int], rotary: Rotary, rounding: float) -> Token:
+    def moved_to(self, places: dict[int, int], rotary: Rotary | None, rounding: float) -> Token:
         """Return the token at the new position that `places` has for its position, if any."""
         return self.moved(rotary, places.get(self.position, self.position) - self.position, rounding)
 
@@ -159,6 +163,30 @@ def _largest(x: Tensor) -> Tensor:
 
 ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
 """The largest error of a store in a number, as a part of the largest number of its head."""
+
+
+def check_rotated(
+    step: CacheStep | PagedStep, keys: Tensor, rotation: TwoPass, tokens: list[list[Token]], seen: list[set[int]]
+) -> None:
+    """Check keys [rows, keys, heads, width] of the last layer, as attention rotates them when it reads them.
+
+    Args:
+        rotation: from `step.rotation`, in a cache with rotate="on_read".
+        seen: orders of the tokens of each row that must be there.
+    """
+    assert isinstance(rotation, OnRead)
+    _, rotary = ROPES["YaRN, partial"]
+    assert rotary is not None
+    rotated, order = rotation.keys(keys[:, step._filled], layout="bshd"), step.key_order[:, step._filled].tolist()
+    for row, orders in enumerate(order):
+        there = {n: i for i, n in enumerate(orders) if n in seen[row]}
+        assert set(there) == seen[row]
+        of_row = [tokens[row][n] for n in there]
+        if of_row:
+            places = torch.tensor([token.position for token in of_row])
+            k = rotary(torch.stack([token.k[-1] for token in of_row]), places)
+            error = torch.stack([token.k_error[-1] for token in of_row])  # that of a pair rotates
+            assert ((rotated[row, list(there.values())] - k).abs() <= 2**0.5 * rotary.factor * error + 1e-13).all()
 
 
 def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
@@ -173,10 +201,17 @@ class RowRequests:
     Keys and values are random, in float64. A row of the list also has the tokens that the cache has evicted.
     """
 
-    def __init__(self, seed: int, *, batch: int = 3, store: str | None = None, **size: int) -> None:
+    def __init__(
+        self, seed: int, *, batch: int = 3, store: str | None = None, rotate: str = "on_write", **size: int
+    ) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.size, self.rounding, self.cache = size, ROUNDING[store], cache_of(batch, store=store, **size)
+        self.size, self.rounding, self.cache = (
+            size,
+            ROUNDING[store],
+            cache_of(batch, store=store, rotate=rotate, **size),
+        )
+        self.moves_by = (None, None) if rotate == "on_read" else ROPES["YaRN, partial"]
         self.tokens: list[list[Token]] = [[] for _ in range(batch)]
         self.following = [0] * batch
         self.served = dict.fromkeys(["step", "reorder", "shift", "reset", "stopped", "move", "truncate"], 0)
@@ -222,10 +257,12 @@ class RowRequests:
         if layers < LAYERS:
             k, v = k.fill_(torch.nan), v.fill_(torch.nan)
         order = [x.tolist() for x in step.key_order]
+        rotation = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64)
         for i in range(layers):
             keys, values = step.layer(i).append(k[i], v[i])
         if layers < LAYERS:
             return
+        everything_seen = []
         for row, kept in enumerate(real):
             seen, count = self.visible(row), len(self.tokens[row])
             chosen = kept.nonzero()[:, 0].tolist()
@@ -235,6 +272,9 @@ class RowRequests:
                 self.following[row] = int(places[row, kept].max()) + 1
             seen |= set(range(count, count + len(new)))
             self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
+            everything_seen.append(seen)
+        if self.moves_by == (None, None):
+            check_rotated(step, keys, rotation, self.tokens, everything_seen)
 
     def truncate(self) -> None:
         self.step(at=[following + self.draw.randint(-8, 2) for following in self.following])
@@ -257,9 +297,7 @@ class RowRequests:
         self.following = [self.following[parent] for parent in parents]
 
     def shift(self) -> None:
-        rope, rotary = ROPES["YaRN, partial"]
-        assert rope is not None
-        assert rotary is not None
+        rope, rotary = self.moves_by
         deltas = [self.draw.choice([0, 5, -300]) for _ in self.tokens]
         self.cache.shift(rope, torch.tensor(deltas))
         for row, delta in enumerate(deltas):
@@ -267,9 +305,7 @@ class RowRequests:
             self.tokens[row] = [token.moved(rotary, delta, self.rounding) for token in self.tokens[row]]
 
     def move(self) -> None:
-        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.randrange(len(self.tokens))
-        assert rope is not None
-        assert rotary is not None
+        (rope, rotary), row = self.moves_by, self.draw.randrange(len(self.tokens))
         first = max(0, len(self.tokens[row]) - self.size.get("window", 10**9))
         evicted, held = self.tokens[row][:first], self.tokens[row][first:]
         if held:

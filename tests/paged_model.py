@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_model import ROPES, ROUNDING, StoppedError, Token, draw_moves
+from cache_model import ROPES, ROUNDING, StoppedError, Token, check_rotated, draw_moves
 from ropewalk import PagedKVCache, PagedStep, RopeError
 
 LAYERS, HEADS, WIDTH = 2, 2, 6
@@ -39,6 +39,7 @@ class Requests:
             LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, window=window, dtype=torch.float64, **options
         )
         self.rounding = ROUNDING[options.get("store")]
+        self.moves_by = (None, None) if options.get("rotate") == "on_read" else ROPES["YaRN, partial"]
         for store in self.cache._stores:  # slots that were never written must not be read
             for pool in vars(store).values():
                 if isinstance(pool, Tensor) and pool.is_floating_point():
@@ -124,9 +125,7 @@ class Requests:
         self.following |= dict(zip(chosen, [self.following[parent] for parent in parents], strict=True))
 
     def shift(self, rows: list[int]) -> None:
-        (rope, rotary), chosen = ROPES["YaRN, partial"], self.choose_rows(rows)
-        assert rope is not None
-        assert rotary is not None
+        (rope, rotary), chosen = self.moves_by, self.choose_rows(rows)
         each = self.draw.random() < 0.5
         deltas = [self.draw.choice([0, 5, -300]) if each else 7 for _ in chosen]
         unheld = self.count_unheld()
@@ -139,9 +138,7 @@ class Requests:
 
     def move(self, rows: list[int]) -> None:
         """Move some of the cached tokens of a row. Tokens at one position move together."""
-        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.choice(rows)
-        assert rope is not None
-        assert rotary is not None
+        (rope, rotary), row = self.moves_by, self.draw.choice(rows)
         blocks, skipped = blocks_of(self.cache)[row]
         evicted, held = self.tokens[row][: skipped * self.size], self.tokens[row][skipped * self.size :]
         if not held:
@@ -195,6 +192,7 @@ class Requests:
                 self.tokens[row], self.following[row] = kept[row], starts[row]
         self.check_everything()
         assert torch.equal(step.positions, places)
+        rotation, everything_seen = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64), []
         for i in range(layers):
             keys, values = step.layer(i).append(k[i], v[i])
         if layers < LAYERS:
@@ -207,9 +205,12 @@ class Requests:
             # The first new token does not attend to these tokens.
             unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
+            everything_seen.append(set(range(unseen, len(self.tokens[row]))))
             if new:  # otherwise, a block that another row shares may hold NaN after the last token
                 assert keys[i].isfinite().all()
                 assert values[i].isfinite().all()
+        if self.moves_by == (None, None):
+            check_rotated(step, keys, rotation, [self.tokens[row] for row in chosen], everything_seen)
         self.served += 1
 
     def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:

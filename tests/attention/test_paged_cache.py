@@ -16,6 +16,9 @@ SIZES: list[dict[str, Any]] = [
     {"blocks": 12, "block_size": 4, "window": 1},
     {"blocks": 12, "block_size": 4, "store": "int8"},
     {"blocks": 16, "block_size": 3, "window": 5, "store": "fp8"},
+    {"blocks": 12, "block_size": 4, "rotate": "on_read"},
+    {"blocks": 12, "block_size": 4, "store": "int8", "rotate": "on_read"},
+    {"blocks": 16, "block_size": 3, "window": 5, "store": "fp8", "rotate": "on_read"},
 ]
 
 

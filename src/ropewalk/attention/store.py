@@ -47,7 +47,8 @@ class Store(Protocol):
 
         Args:
             slots: a slot for each token, of shape `tokens`.
-            k, v: rotated keys, and values, `[*tokens, kv_heads, head_dim]` in `dtype`.
+            k, v: keys, rotated unless the cache has `rotate="on_read"`, and values, `[*tokens, kv_heads, head_dim]` in
+                `dtype`.
         """
 
     def rotate_and_write(
