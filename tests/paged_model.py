@@ -31,13 +31,14 @@ class Requests:
     Keys and values are random, in float64. A shift rotates the keys of the list by the formula.
     """
 
-    def __init__(self, seed: int, *, blocks: int, block_size: int, window: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, seed: int, *, blocks: int, block_size: int, window: int | None = None, sinks: int = 0, **options: Any
+    ) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.total, self.size, self.window = blocks, block_size, window
-        self.cache = PagedKVCache(
-            LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, window=window, dtype=torch.float64, **options
-        )
+        self.total, self.size, self.window, self.sinks = blocks, block_size, window, sinks
+        options = {"window": window, "sinks": sinks, "dtype": torch.float64, **options}
+        self.cache = PagedKVCache(LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, **options)
         self.rounding = ROUNDING[options.get("store")]
         self.moves_by = (None, None) if options.get("rotate") == "on_read" else ROPES["YaRN, partial"]
         for store in self.cache._stores:  # slots that were never written must not be read
@@ -85,6 +86,7 @@ class Requests:
                 "poisoned",
             ]
             ways += [] if self.window else ["truncate"]
+            ways = [way for way in ways if not (self.sinks and way == "move")]
         getattr(self, draw.choice(ways))(rows)
         self.check_everything()
 
@@ -169,7 +171,7 @@ class Requests:
                 kept[row] = kept[row][: min(later, default=len(kept[row]))]
             options["at"] = torch.tensor([starts[row] for row in chosen])
         places = torch.tensor([[starts[row]] for row in chosen]) + (real.cumsum(1) - 1).clamp(min=0)
-        if self.draw.random() < 0.2:
+        if not self.sinks and self.draw.random() < 0.2:
             options["positions"] = places = torch.randint(-9, 9, (len(chosen), seq))
         ends = {row: -(-len(kept[row]) // self.size) for row in chosen} if at else {}
         held = {row: blocks for row, (blocks, _) in blocks_of(self.cache).items()}
@@ -205,7 +207,7 @@ class Requests:
             # The first new token does not attend to these tokens.
             unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
-            everything_seen.append(set(range(unseen, len(self.tokens[row]))))
+            everything_seen.append({*range(unseen, len(self.tokens[row])), *range(min(unseen, self.sinks))})
             if new:  # otherwise, a block that another row shares may hold NaN after the last token
                 assert keys[i].isfinite().all()
                 assert values[i].isfinite().all()
@@ -216,9 +218,10 @@ class Requests:
     def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:
         """Check that the last layer got the tokens of the row. It may omit the first tokens outside of the window."""
         tokens, there = self.tokens[row], order < 2**62
-        first = len(tokens) - int(there.sum())
-        assert 0 <= first <= unseen
-        assert order[there].tolist() == list(range(first, len(tokens)))
+        front = min(len(tokens), -(-self.sinks // self.size) * self.size)  # tokens in the blocks of the sinks
+        first = len(tokens) - int(there.sum()) + front
+        assert front <= first <= max(front, unseen)
+        assert order[there].tolist() == [*range(front), *range(first, len(tokens))]
         for n, k, v, place in zip(order[there], keys[there], values[there], places[there], strict=True):
             assert ((k - tokens[n].k[-1]).abs() <= tokens[n].k_error[-1]).all()
             assert ((v - tokens[n].v[-1]).abs() <= tokens[n].v_error[-1]).all()
@@ -281,12 +284,11 @@ class Requests:
         for row, tokens in self.tokens.items():
             blocks, skipped = blocks_of(cache)[row]
             assert len(set(blocks)) == len(blocks)
-            assert (
-                skipped == max(0, len(tokens) - within + 1) // self.size
-            )  # tokens to which the next token does not attend
+            front = -(-self.sinks // self.size)  # blocks of the sinks, and behind them those that no token attends to
+            assert skipped == max(0, max(0, len(tokens) - within + 1) // self.size - front)
             assert len(blocks) == -(-len(tokens) // self.size) - skipped
             held |= set(blocks)
-            wanted = tokens[skipped * self.size :]
+            wanted = tokens[: front * self.size] + tokens[(front + skipped) * self.size :]
             for i in range(LAYERS if wanted else 0):
                 k, v = (x[0] for x in cache._stores[i].read(torch.tensor([blocks]), len(wanted)))
                 errors = torch.stack([k, v]) - torch.stack([torch.stack([t.k[i], t.v[i]]) for t in wanted], 1)

@@ -518,7 +518,7 @@ def test_refuses_arguments() -> None:
     ):
         with pytest.raises(RopeError, match=rf"KVCache\.step: {shape} {got}"):
             cache.step(3, positions=wrong)  # type: ignore[arg-type]
-    message = r"positions must be None in a cache with sinks, .* Build the cache with sinks=0, or with capacity\."
+    message = r"positions must be None in a cache with sinks, .* Build the cache with sinks=0, or without a window\."
     with pytest.raises(RopeError, match=message):
         KVCache(1, 2, 1, 2, window=8, sinks=1).step(1, positions=torch.tensor([0]))
     rope = Rope(2, 1e4, "half")

@@ -153,6 +153,8 @@ def test_refusals_of_ropes_and_rows(kind: str) -> None:
         cache.move(Rope(8, 1e4, "half"), 0, place, place)
     with pytest.raises(RopeError, match="row"):
         cache.move(ROPE, 2, place, place)
-    sinks = KVCache(1, 1, 1, 2, window=2, sinks=1)
-    with pytest.raises(RopeError, match="no sinks"):
-        sinks.move(Rope(2, 1e4, "half"), 0, place, place)
+    for sinks in (KVCache(1, 1, 1, 2, window=2, sinks=1), PagedKVCache(1, 1, 2, blocks=2, window=2, sinks=1)):
+        with pytest.raises(
+            RopeError, match=r"Cache\.move: move must not be called in a cache with sinks, .* got sinks=1"
+        ):
+            sinks.move(Rope(2, 1e4, "half"), 0, place, place)

@@ -34,6 +34,8 @@ SIZES: list[dict[str, Any]] = [
     PAGES,
     {**PAGES, "window": 4},
     {**PAGES, "layout": "HND"},
+    {**PAGES, "window": 3, "sinks": 2},
+    {**PAGES, "window": 2, "sinks": 4},
 ]
 
 

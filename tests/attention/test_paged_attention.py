@@ -48,7 +48,10 @@ def paged(rows: int, **options: Any) -> PagedKVCache:
     data=st.data(),
     batch=st.integers(1, 3),
     block_size=st.integers(1, 6),
-    size=st.one_of(st.just({"capacity": 30}), st.builds(lambda w: {"window": w}, st.integers(1, 8))),
+    size=st.one_of(
+        st.just({"capacity": 30}),
+        st.builds(lambda w, s: {"window": w} | ({"sinks": s} if s else {}), st.integers(1, 8), st.integers(0, 5)),
+    ),
     name=st.sampled_from(sorted(ROPES)),
 )
 @settings(max_examples=40)
@@ -58,12 +61,15 @@ def test_equals_a_contiguous_cache(
     """Rows of different lengths, with padding anywhere, explicit positions, shifts, restarts and rejected drafts."""
     rope, _ = ROPES[name]
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    whole, pages = cache_of(batch, **size), paged(batch, blocks=90, block_size=block_size, window=size.get("window"))
+    whole, pages = (
+        cache_of(batch, **size),
+        paged(batch, blocks=90, block_size=block_size, window=size.get("window"), sinks=size.get("sinks", 0)),
+    )
     for seq in data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), min_size=1, max_size=5)):
         x, options = torch.randn(batch, seq, HIDDEN, dtype=torch.float64), {}
         if data.draw(st.booleans()):
             options["attention_mask"] = torch.rand(batch, seq) < 0.6
-        if data.draw(st.integers(0, 3)) == 0:
+        if "sinks" not in size and data.draw(st.integers(0, 3)) == 0:
             options["positions"] = torch.randint(-9, 9, (batch, seq))
         if "capacity" in size and data.draw(st.integers(0, 3)) == 0:
             options["at"] = whole.position - torch.randint(0, 4, (batch,))
@@ -314,12 +320,13 @@ def test_tables_for_kernels(window: int | None) -> None:
     assert cache.length.tolist() == [len(row) for row in tokens]
 
 
-def test_a_window_frees_blocks() -> None:
-    """The number of blocks in use stays bounded by the window and a step, however long the text."""
-    cache = paged(1, blocks=4, window=7)
+@pytest.mark.parametrize("size", [{"window": 7}, {"window": 7, "sinks": 2}])
+def test_a_window_frees_blocks(size: dict[str, int]) -> None:
+    """The number of blocks in use stays bounded by sinks, window and a step, however long the text."""
+    cache = paged(1, blocks=5 if "sinks" in size else 4, **size)
     x = torch.randn(1, 60, HIDDEN, dtype=torch.float64)
     out = torch.cat([run(cache, x[:, i : i + 3], ROPE) for i in range(0, 60, 3)], dim=1)
-    torch.testing.assert_close(out[0], run_whole_row(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
+    torch.testing.assert_close(out[0], run_whole_row(x[0], TURN, *distances(60, size)), **EXACT)
     assert cache.length.tolist() == [60]
 
 

@@ -80,8 +80,9 @@ def paged(store: Any = HalfKeys, **size: Any) -> PagedKVCache:
         (contiguous, {"window": 3, "sinks": 2}),
         (paged, {}),
         (paged, {"window": 4}),
+        (paged, {"window": 3, "sinks": 2}),
     ],
-    ids=["whole", "window", "sinks", "pages", "pages, window"],
+    ids=["whole", "window", "sinks", "pages", "pages, window", "pages, sinks"],
 )
 @pytest.mark.parametrize("name", ["default", "YaRN, partial"])
 @pytest.mark.parametrize("store", list(ROUNDING))

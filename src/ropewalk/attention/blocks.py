@@ -73,7 +73,8 @@ class Table(NamedTuple):
         blocks: numbers of the blocks with the tokens of each row, in order, int32 `[rows, width]`. After its blocks, a
             row repeats the last one, so that a kernel that reads them reads no block of another row.
         counts: number of blocks of each row, int64 `[rows]`.
-        skipped: number of blocks at the start of the row that were freed because they left the window, int64 `[rows]`.
+        skipped: number of blocks behind those of the sinks that were freed because they left the window, int64
+            `[rows]`.
         length: number of tokens so far, including those of skipped blocks, int64 `[rows]`.
         position: position of the next token, int64 `[rows]`.
         written: number of tokens whose slots may hold anything, at least length: NaN of tokens that were dropped may be
@@ -190,16 +191,18 @@ class Rows:
         stores: keys and values of each layer.
         count, block_size: number of blocks, and of slots in a block.
         window: number of tokens that each token attends to. None means no limit.
+        sinks: with window, tokens at the start of a row to which every token attends.
 
     Attributes:
+        front: number of blocks at the start of a row that are never freed, because sinks are in them.
         blocks: the allocator of blocks.
         next_number: number of the next row.
         key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including tokens of the newest
             step.
     """
 
-    def __init__(self, stores: Sequence[Store], count: int, block_size: int, window: int | None) -> None:
-        self.block_size, self.window = block_size, window
+    def __init__(self, stores: Sequence[Store], count: int, block_size: int, window: int | None, sinks: int) -> None:
+        self.block_size, self.window, self.front = block_size, window, -(-sinks // block_size)
         self.blocks = Blocks(count)
         self.next_number = 0
         self.key_positions = np.zeros((count, self.block_size), np.int64)
@@ -396,12 +399,13 @@ class Rows:
             return
         rows, released = plan.table, plan.replaced
         if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
-            unseen = np.maximum(rows.length - self.window + 1, 0) // size - rows.skipped
+            unseen = np.maximum((rows.length - self.window + 1) // size - self.front, 0) - rows.skipped
             if unseen.any():
                 width = rows.blocks.shape[1]
-                column = np.arange(width)
-                released = np.concatenate([released, rows.blocks[column < unseen[:, None]]])
-                blocks = np.take_along_axis(rows.blocks, np.minimum(column + unseen[:, None], width - 1), 1)
+                column, by = np.arange(width), unseen[:, None]
+                is_behind = column >= self.front
+                released = np.concatenate([released, rows.blocks[is_behind & (column < self.front + by)]])
+                blocks = np.take_along_axis(rows.blocks, np.minimum(column + is_behind * by, width - 1), 1)
                 rows = rows._replace(blocks=blocks, counts=rows.counts - unseen, skipped=rows.skipped + unseen)
         self._changing = True
         self._state = self.index, self.table.put(plan.chosen, rows), plan, True

@@ -31,13 +31,11 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import tokens
-from ropewalk.attention.step import Step, on_axes
+from ropewalk.attention.step import Step
 from ropewalk.attention.store import Store, create_stores
 from ropewalk.attention.tokens import EMPTY, ROTATES, NewTokens, read_range
-from ropewalk.attention.two_pass import TwoPass
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
-from ropewalk.rotation.api import Rotation
 
 
 class Ring:
@@ -182,13 +180,10 @@ class CacheStep(Step):
     def _find_key_positions(self) -> Tensor:
         return self._state[0].scatter(1, self._slots[1], self._new.place)[:, : self._ring.count]
 
-    def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
-        # How far each query moves back when positions are counted inside the cache.
-        excess = (self.order - (self._ring.count - 1)).clamp(min=0)
-        far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
-        slot = torch.arange(self._keys, device=excess.device)[None]
+    def _find_sinks(self) -> tuple[Tensor, int]:
+        slot = torch.arange(self._keys, device=self.order.device)[None]
         is_sink = slot < self._sinks if self._key_order is None else self._key_order < self._sinks
-        return TwoPass(near, far_queries, None, is_sink[:, None, None], 0 if self._concatenates else self._sinks)
+        return is_sink, 0 if self._concatenates else self._sinks
 
     def _build_mask(self, *, every: bool) -> Tensor:
         ring, order = self._ring, self.order[:, :, None]
@@ -390,13 +385,8 @@ class KVCache:
         previous = self._check_finished(who)
         real = tokens.real_tokens(who, seq, attention_mask, self.length)
         added = seq if real is None else real.sum(1)
-        if positions is not None and self.sinks:
-            raise _checks.error(
-                who,
-                "positions must be None in a cache with sinks, whose distances are counted in tokens",
-                _checks.describe(positions),
-                "Build the cache with sinks=0, or with capacity.",
-            )
+        if positions is not None:
+            tokens.check_no_sinks(who, "positions must be None", self.sinks)
         given = tokens.check_given_positions(who, positions, seq, self.length, on_read=self._on_read, fractions=True)
         if given is not None and given.is_floating_point() and not self.position.is_floating_point():
             exact = torch.float32 if given.device.type == "mps" else torch.float64  # MPS has no float64
@@ -478,9 +468,7 @@ class KVCache:
         self._check_finished(who)
         ropes = tokens.rope_of_each_layer(who, rope, *self._kept_keys)
         row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
-        if self.sinks:
-            must = "the cache must have no sinks, whose distances are counted in tokens"
-            raise _checks.error(who, must, f"sinks={self.sinks}", "Build the cache with sinks=0, or with capacity.")
+        tokens.check_no_sinks(who, "move must not be called", self.sinks)
         moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
         moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
         by = (moved - self._key_positions)[row : row + 1].to(torch.int64)

@@ -75,8 +75,8 @@ class PagedStep(Step):
         slot_mapping: slot of each new token, block · block_size + offset in the block, and −1 for padding: int64
             `[batch · seq]`, row by row.
         block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
-            row. With a window, it omits blocks that no token of this step attends to. Do not change it: on a CPU, its
-            memory is that of the cache.
+            row. With a window, it omits blocks that no token of this step attends to; those of sinks come first. Do not
+            change it: on a CPU, its memory is that of the cache.
         block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
@@ -95,6 +95,7 @@ class PagedStep(Step):
         device, size, window, table = cache._device, cache.block_size, cache.window, plan.table
         skipped, most = table.skipped * size, table.blocks.shape[1]
         counts = cache._rows.in_blocks(table)
+        self._sinks, self._front = cache.sinks, cache._rows.front * size
         shortest, longest = max(1, int(counts.min())), max(1, int(counts.max()))
         index, place = np.divmod(new.order.numpy() - skipped[:, None], size)
         slots = place + np.take_along_axis(table.blocks, np.minimum(index, most - 1), 1) * np.int64(size)
@@ -134,7 +135,8 @@ class PagedStep(Step):
     @property
     def key_order(self) -> Tensor:
         index = torch.arange(self._keys, device=self.order.device)  # index of each key in the blocks of its row
-        return torch.where(index < self._counts[:, None], self._skipped[:, None] + index, EMPTY)
+        order = index + self._skipped[:, None] * (index >= self._front)
+        return torch.where(index < self._counts[:, None], order, EMPTY)
 
     @property
     def seq_lens(self) -> Tensor:
@@ -191,10 +193,11 @@ class PagedStep(Step):
         return torch.where(self.key_order == EMPTY, EMPTY, places)
 
     def _build_mask(self, *, every: bool) -> Tensor:
-        distance = self.order[:, :, None] - self.key_order[:, None, slice(None) if every else self._filled]
+        key_order = self.key_order[:, None, slice(None) if every else self._filled]
+        distance = self.order[:, :, None] - key_order
         visible = distance >= 0
         if self._window is not None:
-            visible = visible & (distance < self._window)
+            visible = visible & ((distance < self._window) | (key_order < self._sinks))
         return (visible if self._real is None else visible | ~self._real[:, :, None])[:, None]
 
     def _build_block_mask(self, blocks: int) -> BlockMask:
@@ -225,7 +228,12 @@ class PagedStep(Step):
             compute_q_blocks=False,
         )
 
+    def _find_sinks(self) -> tuple[Tensor, int]:
+        return self.key_order < self._sinks, 0
+
     def _visible_keys(self, window: int | None) -> VisibleKeys | None:
+        if self._sinks:  # the orders of the keys have a gap behind the sinks, which kernels do not know
+            return None
         return VisibleKeys(
             self.order,
             self._keys,
@@ -277,7 +285,9 @@ class PagedKVCache:
         layout: memory layout of a block: "NHD" (tokens before heads) or "HND". The axes of `keys` and `values`
             are the same in both layouts.
         window: each token attends to itself and the previous window − 1 tokens. A block becomes free when no later
-            token can attend to it. Attention sinks need a `KVCache`.
+            token can attend to it.
+        sinks: with window, tokens at the start of a row that every token attends to, as in `KVCache`. Their blocks are
+            not freed. Layers attend in PyTorch, without the kernel for few tokens, and there is no `flex`.
         flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers, and all layers
             if flex is False, first gather the blocks of the rows. flex requires the layout "NHD".
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
@@ -328,6 +338,7 @@ class PagedKVCache:
         block_size: int = 16,
         layout: str = "NHD",
         window: int | None = None,
+        sinks: int = 0,
         flex: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -345,6 +356,10 @@ class PagedKVCache:
             raise _checks.error(_NAME, must, f"layout={layout!r} and flex={flex}", fix)
         if latent is not None and flex:
             raise _checks.error(_NAME, "flex must be False with latent rows", f"flex={flex}", "Omit flex.")
+        sinks = _checks.integer(_NAME, "sinks", sinks, at_least=0)
+        if sinks and (window is None or flex):
+            must, fix = "sinks must be 0 without a window, and with flex", "Pass sinks with window, and omit flex."
+            raise _checks.error(_NAME, must, f"sinks={sinks}, window={window}, flex={flex}", fix)
         _checks.choice(_NAME, "rotate", rotate, ROTATES)
         if rotate == "on_read" and flex:
             must = (
@@ -353,7 +368,7 @@ class PagedKVCache:
             raise _checks.error(_NAME, must, f"flex={flex}", "Omit flex, or pass rotate='on_write'.")
         shape, first = (blocks, block_size, heads[0], heads[1]), layout == "HND"
         stores = create_stores(_NAME, store, num_layers, shape, dtype, device, heads_first=first, latent=latent)
-        self._initialize(_NAME, stores, shape, window, flex, latent, on_read=rotate == "on_read")
+        self._initialize(_NAME, stores, shape, window, flex, latent, sinks=sinks, on_read=rotate == "on_read")
 
     @classmethod
     def from_pools(
@@ -388,8 +403,10 @@ class PagedKVCache:
         flex: bool,
         latent: int | None = None,
         *,
+        sinks: int = 0,
         on_read: bool = False,
     ) -> None:
+        self.sinks = sinks
         self._latent, self._on_read = latent, on_read
         self._stores, self.num_layers = stores, len(stores)
         self.window = None if window is None else _checks.length(who, "window", window)
@@ -405,7 +422,7 @@ class PagedKVCache:
         blocks, self.block_size, *heads = shape
         self._heads, self._device = (heads[0], heads[1]), stores[0].keys.device
         self._kept_keys = (self.num_layers, heads[1], latent, self._on_read)
-        self._rows = Rows(stores, blocks, self.block_size, self.window)
+        self._rows = Rows(stores, blocks, self.block_size, self.window, sinks)
         self._scratch = Scratch((self.block_size, *self._heads), stores[0].dtype, self._device)
 
     @property
@@ -560,8 +577,8 @@ class PagedKVCache:
             at: as in `KVCache.step`. Not supported with a window, which has evicted keys that would become visible.
 
         Raises:
-            RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, or at is
-                combined with a window; only some layers appended in the previous step (see `rollback`); or there are
+            RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, at is combined
+                with a window, or positions with sinks; only some layers appended in the previous step (see `rollback`); or there are
                 not enough free blocks. Nothing has changed then. All of these are detected on every device.
         """
         who = f"{_NAME}.step"
@@ -577,6 +594,8 @@ class PagedKVCache:
         real = tokens.real_tokens(who, seq, attention_mask, length)
         if real is not None and real.all():
             real = None
+        if positions is not None:
+            tokens.check_no_sinks(who, "positions must be None", self.sinks)
         given = tokens.check_given_positions(who, positions, seq, length, on_read=self._on_read)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
@@ -634,11 +653,12 @@ class PagedKVCache:
         A block that is shared with other rows is copied first. Read `KVCache.move` for the arguments.
 
         Raises:
-            RopeError: an argument has a wrong type, shape or value; no token is at a position of `old`; there are not
-                enough free blocks for the copies; or only some layers appended in the previous step (see `rollback`).
+            RopeError: an argument has a wrong type, shape or value; no token is at a position of `old`; the cache has
+                sinks; there are not enough free blocks for the copies; or only some layers appended in the previous step (see `rollback`).
                 Nothing has changed then.
         """
         who = f"{_NAME}.move"
+        tokens.check_no_sinks(who, "move must not be called", self.sinks)
         _, chosen = self._rows.select(who, [row])
         self._rows.check_finished(who)
         ropes = tokens.rope_of_each_layer(who, rope, *self._kept_keys)

@@ -179,7 +179,7 @@ class Step(ABC):
         """
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
-        """Compute `rope.at(positions)`. In a `KVCache` with sinks, distances to the sinks are counted inside the cache.
+        """Compute `rope.at(positions)`. In a cache with sinks, distances to the sinks are counted inside the cache.
 
         The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
         as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
@@ -228,7 +228,15 @@ class Step(ABC):
         )
 
     def _with_sinks(self, near: Rotation, rope: Rope, dtype: torch.dtype | None) -> TwoPass:
-        raise NotImplementedError  # only a KVCache has sinks
+        # How far each query moves back when positions are counted inside the cache.
+        excess = (self.order - (self._sinks + (self._window or 0) - 1)).clamp(min=0)
+        far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
+        is_sink, in_front = self._find_sinks()
+        return TwoPass(near, far_queries, None, is_sink[:, None, None], in_front)
+
+    @abstractmethod
+    def _find_sinks(self) -> tuple[Tensor, int]:
+        """Return which keys are sinks, bool `[batch or 1, keys]`, and their number if they are the first keys."""
 
     @abstractmethod
     def _find_key_positions(self) -> Tensor: ...

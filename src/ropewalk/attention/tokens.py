@@ -137,6 +137,13 @@ def check_no_window(who: str, name: str, window: int | None, got: str, fix: str)
         raise _checks.error(who, must, got, fix)
 
 
+def check_no_sinks(who: str, must: str, sinks: int) -> None:
+    """Raise if a cache with sinks is given positions."""
+    if sinks:
+        must = f"{must} in a cache with sinks, whose distances are counted in tokens"
+        raise _checks.error(who, must, f"sinks={sinks}", "Build the cache with sinks=0, or without a window.")
+
+
 def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor | None:
     """Check `seq` and `attention_mask` of `step`. Return which tokens are not padding, bool `[batch, seq]`, or None."""
     shape = (length.shape[0], seq)
