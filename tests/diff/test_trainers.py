@@ -1,4 +1,4 @@
-"""What trainers say about configs with which they are known to differ. The numbers are literal."""
+"""What trainers, and engines without recorded rules, say about configs. The numbers are literal."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ CASES = [
     ("automodel", "qwen3_moe", LINEAR, {}, (4, M)),
     ("automodel", "deepseek_v3", YARN, MLA, (1, 1)),
     ("automodel", "deepseek_v3", BETAS, MLA, (4, 1)),
+    # TensorRT-LLM agrees with transformers about these,
+    ("tensorrt-llm", "llama", None, {}, (1, 1)),
+    ("tensorrt-llm", "llama", LINEAR, {}, (4, 1)),
+    ("tensorrt-llm", "qwen3", YARN, {}, (4, M)),
+    # and differs in an attention factor, in mscale alone, and in dynamic NTK, which it scales by alpha.
+    ("tensorrt-llm", "qwen3", {**YARN, "attention_factor": 1.0}, {}, (4, M)),
+    ("tensorrt-llm", "qwen3", {**YARN, "mscale": 0.5}, {}, (4, 0.05 * math.log(4) + 1)),
+    ("tensorrt-llm", "llama", {"rope_type": "dynamic", "factor": 4.0}, {}, (1, 1)),
+    ("tensorrt-llm", "llama", {"rope_type": "dynamic", "factor": 4.0, "alpha": 8.0}, {}, (8, 1)),
 ]
 
 
@@ -70,6 +79,8 @@ def test_known_differences(trainer: str, model_type: str, scaling: Any, more: di
         ("megatron", "qwen3", YARN, "refused", "it needs beta_fast and beta_slow in the scaling"),
         ("megatron", "mistral", BETAS, "refused", "unexpected keyword argument 'scale_factor'"),
         ("megatron", "phi3", None, "absent", "has no model phi3"),
+        ("tensorrt-llm", "llama", YARN, "unknown", "how the kernel of this model reads it was not looked up"),
+        ("tensorrt-llm", "llama", {"rope_type": "default"}, "refused", "Unsupported rotary scaling type: default"),
         ("megatron", "glm4", None, "absent", "has no model glm4"),
     ],
 )

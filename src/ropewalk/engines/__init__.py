@@ -27,6 +27,7 @@ from ropewalk.engines.megatron import MEGATRON
 from ropewalk.engines.mlx_lm import MLX_LM
 from ropewalk.engines.onnxruntime_genai import ONNXRUNTIME_GENAI
 from ropewalk.engines.sglang import SGLANG
+from ropewalk.engines.tensorrt_llm import TENSORRT_LLM
 from ropewalk.engines.torchtitan import TORCHTITAN
 from ropewalk.engines.torchtune import TORCHTUNE
 from ropewalk.engines.transformers import TRANSFORMERS
@@ -35,7 +36,7 @@ from ropewalk.engines.vllm import VLLM
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
 
-MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY)}
+MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY, TENSORRT_LLM)}
 """Inference engines of which fewer models were looked up. They are compared only if they are named."""
 
 TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
