@@ -482,9 +482,10 @@ class TestSubject:
         subject = found(SGLang.apply_rope_inplace_with_kvcache)
         assert subject.takes == frozenset({"v", "slots"})
         assert subject.in_place
+        assert subject.fused is not None
         q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 2, 16)
         slots, positions = torch.tensor([[7, -1, 0, 40]]), torch.arange(4)[None]
-        stored = subject.stored(q, k, 2 * k, positions, slots)
+        stored = subject.fused(q, k, positions, v=2 * k, slots=slots).stored
         assert stored is not None
         assert stored.values is not None
         right = turn(k, *at_positions(cos_sin_cache(16, 4), positions))

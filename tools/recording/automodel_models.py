@@ -10,7 +10,6 @@ import functools
 import importlib
 import json
 import logging
-import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from .engines import replaced
+from .measure import pairs_of
 from .mlx_models import rope_of
 from .model import CannotRecordError
 from .model_files import TOKENS, AbsentError, BorrowedError, Engine, Rope
@@ -145,7 +145,7 @@ def _deepseek(frequencies: torch.Tensor) -> Rope:
     table = functions.freqs_cis_from_position_ids(POSITIONS, frequencies.cpu())
     channels = 2 * table.shape[-1]
     rotated = functions.apply_rotary_emb(torch.eye(channels).repeat(1, 2, 1, 1), table)
-    return _rope(rotated[0])
+    return rope_of(pairs_of(rotated[0]), rotated.shape[-1])
 
 
 def _gpt_oss(rotary: Any) -> Rope:
@@ -154,7 +154,8 @@ def _gpt_oss(rotary: Any) -> Rope:
     rotary.device = None
     table = functions.position_ids_to_freqs_cis(rotary, POSITIONS, for_fused_rope=False)
     one_hot = torch.eye(rotary.head_dim).repeat(1, 2, 1, 1)
-    return _rope(functions._apply_rotary_emb_qk(one_hot, one_hot, table)[0][0])
+    rotated = functions._apply_rotary_emb_qk(one_hot, one_hot, table)[0][0]
+    return rope_of(pairs_of(rotated), rotary.head_dim)
 
 
 def _tables(rotary: Any, tokens: int) -> Rope:
@@ -164,20 +165,6 @@ def _tables(rotary: Any, tokens: int) -> Rope:
     half = cos.shape[-1] // 2
     angles = torch.atan2(sin[1].double(), cos[1].double()).tolist()
     return rope_of([(i, i + half, angles[i], cos[0, i].item()) for i in range(half)], cos.shape[-1])
-
-
-def _rope(rotated: torch.Tensor) -> Rope:
-    """Return the rope of one-hot channels [2, channels, channels], rotated to positions 0 and 1."""
-    pairs = []
-    channels = rotated.shape[-1]
-    for i in range(channels):
-        start, turned = rotated[0, i], rotated[1, i]
-        partners = [j for j in turned.nonzero().flatten().tolist() if j != i]
-        if len(partners) > 1:
-            raise CannotRecordError("a channel rotates with several others")
-        if partners and partners[0] > i:
-            pairs.append((i, partners[0], math.atan2(turned[partners[0]].item(), turned[i].item()), start[i].item()))
-    return rope_of(pairs, channels)
 
 
 # With these betas, the small lengths of the recordings pass the assertion in the function of gpt-oss.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,23 @@ class Pairs:
     @property
     def distances(self) -> set[int]:
         return {b - a for a, b in self.pairs}
+
+
+def pairs_of(rotated: Tensor) -> list[tuple[int, int, float, float]]:
+    """Return the two channels of each pair, its angle at position 1 in radians, and its scale.
+
+    Args:
+        rotated: each channel alone, in a head of its own, at positions 0, 1 and any others, [seq, channels, channels].
+    """
+    pairs = []
+    for i, (start, turned) in enumerate(zip(rotated[0], rotated[1], strict=True)):
+        partners = [j for j in turned.nonzero().flatten().tolist() if j != i]
+        if len(partners) > 1:
+            raise CannotRecordError("a channel rotates with several others")
+        if partners and partners[0] > i:
+            angle = math.atan2(turned[partners[0]].item(), turned[i].item())
+            pairs.append((i, partners[0], angle, start[i].item()))
+    return pairs
 
 
 def labels(number: int, channels: int) -> Tensor:

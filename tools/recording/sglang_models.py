@@ -11,7 +11,6 @@ import copy
 import functools
 import importlib
 import json
-import math
 import pkgutil
 import re
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from .engines import replaced
+from .measure import pairs_of
 from .mlx_models import rope_of
 from .model import CannotRecordError
 from .model_files import TOKENS, AbsentError, BorrowedError, Engine, Rope
@@ -220,15 +220,7 @@ def measure(rotary: Any, module: Recorded, positions: torch.Tensor) -> Rope:
     x = one_hot.flatten(1) if flat else one_hot
     rotate = getattr(rotary, "forward_native", rotary.forward)
     rotated = rotate(positions, x.clone(), x.clone())[0].reshape(len(positions), channels, channels)
-    pairs = []
-    for i in range(channels):
-        start, turned = rotated[0, i], rotated[1, i]
-        partners = [j for j in turned.nonzero().flatten().tolist() if j != i]
-        if len(partners) > 1:
-            raise CannotRecordError("a channel rotates with several others")
-        if partners and partners[0] > i:
-            angle = math.atan2(turned[partners[0]].item(), turned[i].item())
-            pairs.append((i, partners[0], angle, start[i].item()))
+    pairs = pairs_of(rotated)
     rope = rope_of(pairs, channels)
     if getattr(rotary, "mrope_section", None):
         turned = [rotate(places, x.clone(), x.clone())[0].reshape(3, channels, channels)[1] for places in _one_axis()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,32 +87,19 @@ def check(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = targets.load(target)
-            if torch.get_default_device().type != "cpu":
-                got, fix = (
-                    str(torch.get_default_device()),
-                    "Drop torch.set_default_device or torch.device around check.",
-                )
-                raise _checks.error("check", "the default device must be the CPU", got, fix)
+            if (default := torch.get_default_device()).type != "cpu":
+                fix = "Drop torch.set_default_device or torch.device around check."
+                raise _checks.error("check", "the default device must be the CPU", str(default), fix)
+            reading: dict[str, Any] = {"pairing": pairing, "base": base, "factor": factor}
+            reading |= {"ignore": keys or None, "download": download or None}
             loaded, expectation = expected.read(
-                loaded,
-                config,
-                rope,
-                arguments or {},
-                {
-                    "pairing": pairing,
-                    "base": base,
-                    "factor": factor,
-                    "ignore": keys or None,
-                    "download": download or None,
-                },
-                head_dim=head_dim,
-                layer=layer,
+                loaded, config, rope, arguments or {}, reading, head_dim=head_dim, layer=layer
             )
             report = Report(loaded.name, ignored=frozenset(codes))
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad(), used.used():
-                _run(loaded, expectation, report, call, layout, compiled)
+                _run(partial(_find, loaded, expectation, report, call, layout), report, compiled=compiled)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -120,19 +108,12 @@ def check(
     return report
 
 
-def _run(
-    target: targets.Target,
-    expectation: expected.Expected,
-    report: Report,
-    call: str | None,
-    layout: str | None,
-    compiled: bool,
-) -> None:
+def _run(find: Callable[[], tuple[Subject, expected.Expected]], report: Report, *, compiled: bool) -> None:
     """Find the call of a loaded target, and run all steps. The caller may slice out the channels that it rotates."""
     try:
-        subject, expectation = _find(target, expectation, report, call, layout)
+        subject, expectation = find()
     except _checks.RopeError:
-        if (says := _stays_on_the_cpu(target, expectation, report, call, layout)) is None:
+        if (says := _stays_on_the_cpu(find)) is None:
             raise
         report.add("wrong-device", says)
         return
@@ -140,7 +121,7 @@ def _run(
         steps.run(subject, expectation, report, compiled=compiled)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
-        raise _checks.error_from(f"check: {target.name} accepts one call but fails in another", e, fix) from e
+        raise _checks.error_from(f"check: {report.target} accepts one call but fails in another", e, fix) from e
 
 
 def _find(
@@ -157,16 +138,14 @@ def _find(
         return subject, sliced
 
 
-def _stays_on_the_cpu(
-    target: targets.Target, expectation: expected.Expected, report: Report, call: str | None, layout: str | None
-) -> str | None:
+def _stays_on_the_cpu(find: Callable[[], tuple[Subject, expected.Expected]]) -> str | None:
     """Return what a call raises that works on the CPU, if the reason is a tensor that stays there. Otherwise None."""
     used = memory.current()
     if used.device.type == "cpu":
         return None
     try:
         with Memory().used():
-            subject, _ = _find(target, expectation, report, call, layout)
+            subject, _ = find()
         if subject.module is not None:
             subject.module.to(used.device)
         subject(*usual(subject).tensors(), torch.arange(TOKENS)[None])

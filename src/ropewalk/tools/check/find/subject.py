@@ -119,14 +119,6 @@ class Subject:
     key_first: bool = False
     fused: Callable[..., Results] | None = None
 
-    def stored(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor) -> Stored | None:
-        """Return what a call with these tensors stores, or None if the target has no cache.
-
-        Raises:
-            CallError: as for `call_native`.
-        """
-        return None if self.fused is None else self.fused(q, k, positions, v=v, slots=slots).stored
-
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
         return to_layout(self.layout, x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import groupby, permutations
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ def judge(
         report.add(
             "mixed-pairings",
             f"{says}{names[of]}, its length changes by a factor of {float(sizes[of, :, pair].min()):.3g}.",
-            f"pair {pair}, position 1 on axis {of} ({names[of]}) and 0 on the others",
+            _place(pair, of, names) + _AND_0,
         )
         return expected, None
     turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
@@ -130,10 +130,13 @@ def _measure(subject: Subject, structure: Structure, axis: int) -> Tensor:
 
 def describe(axis: Sequence[int], names: Sequence[str]) -> str:
     """Describe the axis of each pair: "pairs 0 to 15 time, 16 to 39 height, 40 to 63 width"."""
-    runs = [*_runs(axis)]
+    runs = _runs(axis)
     if len(runs) <= len(names) + 1:
-        return "pairs " + ", ".join(f"{_range(first, size)} {_name_of(a, names)}" for a, first, size in runs)
-    listed = {a: [i for i, of in enumerate(axis) if of == a] for a in sorted({*axis}, key=[*axis].index)}
+        ends = [f"{run[0]} to {run[-1]}" if run[1:] else f"{run[0]}" for run in runs]
+        return "pairs " + ", ".join(
+            f"{end} {_name_of(axis[run[0]], names)}" for end, run in zip(ends, runs, strict=True)
+        )
+    listed = {a: [i for i, of in enumerate(axis) if of == a] for a in dict.fromkeys(axis)}
     return ", ".join(
         f"{_name_of(a, names)} {len(pairs)} pairs ({', '.join(map(str, pairs[:3]))}{', …' if pairs[3:] else ''})"
         for a, pairs in listed.items()
@@ -144,19 +147,17 @@ def _name_of(axis: int, names: Sequence[str]) -> str:
     return {_NONE: "no axis", _SEVERAL: "several axes"}.get(axis) or names[axis]
 
 
-def _range(first: int, size: int) -> str:
-    return f"{first} to {first + size - 1}" if size > 1 else f"{first}"
+def _place(pair: int, axis: int, names: Sequence[str]) -> str:
+    """Return the smallest case at which the angle of a pair on one axis shows."""
+    return f"pair {pair}, position 1 on axis {axis} ({names[axis]})"
 
 
-def _runs(axis: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the axis, the first pair and the number of pairs of each run of pairs with one axis."""
-    starts = [i for i, a in enumerate(axis) if i == 0 or a != axis[i - 1]]
-    for start, end in zip(starts, [*starts[1:], len(axis)], strict=True):
-        yield axis[start], start, end - start
+_AND_0 = " and 0 on the others"
 
 
-def _is_contiguous(axis: Sequence[int]) -> bool:
-    return len([*_runs(axis)]) == len({*axis})
+def _runs(axis: Sequence[int]) -> list[list[int]]:
+    """Return the pairs of each run of pairs with one axis."""
+    return [[*run] for _, run in groupby(range(len(axis)), key=axis.__getitem__)]
 
 
 def _name(right: tuple[int, ...], axis: tuple[int, ...], names: Sequence[str], report: Report) -> None:
@@ -164,13 +165,13 @@ def _name(right: tuple[int, ...], axis: tuple[int, ...], names: Sequence[str], r
     pair = next(i for i, (a, b) in enumerate(zip(axis, right, strict=True)) if a != b)
     says = f"Pair {pair} is turned by {_name_of(axis[pair], names)} instead of {names[right[pair]]}."
     by = right[pair] if axis[pair] < 0 else axis[pair]
-    case = f"pair {pair}, position 1 on axis {by} ({names[by]}) and 0 on the others"
+    case = _place(pair, by, names) + _AND_0
     ignored = [a for a in sorted({*right}) if a not in axis]
     if _SEVERAL in axis:
         report.add("section-layout", says, case)
     elif ignored:
         listed = " and ".join(names[a] for a in ignored)
-        case = f"pair {right.index(ignored[0])}, position 1 on axis {ignored[0]} ({names[ignored[0]]})"
+        case = _place(right.index(ignored[0]), ignored[0], names)
         report.add("axis-ignored", f"Positions on {listed} turn no pair. {says}", case)
     else:
         report.add(_code(right, axis, len(names)), f"{says} In all, {describe(axis, names)}.", case)
@@ -181,7 +182,7 @@ def _code(right: tuple[int, ...], axis: tuple[int, ...], count: int) -> str:
         if axis == tuple(order[a] for a in right):
             return "axes-exchanged" if order[:-2] == (*range(count - 2),) else "sections-permuted"
     sizes = [right.count(a) for a in range(count)]
-    contiguous = [_is_contiguous(of) for of in (right, axis)]
+    contiguous = [len(_runs(of)) == len({*of}) for of in (right, axis)]
     others = [Axes.interleaved(order).axis for order in permutations(sizes)]
     return "sections-permuted" if all(contiguous) or (not any(contiguous) and axis in others) else "section-layout"
 
@@ -222,7 +223,13 @@ def _judge_frequencies(
     if axes is None or not {identified.code} & {"wrong-frequencies", "wrong-base", "wrong-exponent"}:
         return rope
     factor = float(multipliers.abs().median())
-    is_own = [(says, of) for says, of in _progressions(axes.axis, axes.count) if of == axes]
+    own = next((says for says, of in _progressions(axes.axis, axes.count) if of == axes), None)
+
+    def add(pair: int, inv_freq: float, why: str) -> None:
+        rotates = f"Pair {pair} ({names[axis[pair]]}) rotates by {inv_freq:.4g} radians per position"
+        says = f"{rotates} instead of {rope.inv_freq[pair]:.4g}{why}"
+        report.add("axis-frequencies", says, _place(pair, axis[pair], names))
+
     for says, found in _progressions(axis, axes.count):
         try:
             other = replace(rope, axes=found)
@@ -230,28 +237,17 @@ def _judge_frequencies(
         except _checks.RopeError:  # the scheme does not apply to such axes
             continue
         if fits:
-            if is_own and is_own[0][0] != says:
-                off = np.abs(other.inv_freq / rope.inv_freq - 1) > 1e-3
-                pair = int(off.argmax())
-                report.add(
-                    "axis-frequencies",
-                    f"Pair {pair} ({names[axis[pair]]}) rotates by {other.inv_freq[pair]:.4g} radians per position "
-                    f"instead of {rope.inv_freq[pair]:.4g}: {says}, but {is_own[0][0]} is expected.",
-                    f"pair {pair}, position 1 on axis {axis[pair]} ({names[axis[pair]]})",
-                )
+            if own not in (None, says):
+                pair = int((np.abs(other.inv_freq / rope.inv_freq - 1) > 1e-3).argmax())
+                add(pair, other.inv_freq[pair], f": {says}, but {own} is expected.")
             return other
     if axis == axes.axis and identified.code == "wrong-frequencies":
         off = ((multipliers - law.Law(law.moving(rope.inv_freq), factor).at(SMALL)).abs() / factor).amax(0) > law.CLOSE
         wrong = {axis[i] for i in off.nonzero().flatten().tolist()}
         if wrong < {*axis}:
             pair = _first(off)[0]
-            inv_freq = law.measure_frequencies(multipliers, SMALL)[pair]
-            report.add(
-                "axis-frequencies",
-                f"Pair {pair} ({names[axis[pair]]}) rotates by {inv_freq:.4g} radians per position instead of "
-                f"{rope.inv_freq[pair]:.4g}. The pairs of {' and '.join(names[a] for a in {*axis} - wrong)} are right.",
-                f"pair {pair}, position 1 on axis {axis[pair]} ({names[axis[pair]]})",
-            )
+            right = " and ".join(names[a] for a in {*axis} - wrong)
+            add(pair, float(law.measure_frequencies(multipliers, SMALL)[pair]), f". The pairs of {right} are right.")
     return rope
 
 
@@ -277,30 +273,24 @@ def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
     image = (_PLACES[1:3] if count == 2 else _PLACES[:count])[:, None]
     rows = torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1)
     tests = {"an image between text": image, "one token": _ONE_TOKEN[:count, None], "rows": rows}
-    grade = True
-    for name, positions in tests.items():
-        if not baseline.subject.accepts(positions):
-            continue
-        try:
-            found = _compare(baseline, on_axes, name, positions)
-        except CallError as e:
-            report.add(e.code, f"In the test of several axes with {name}: {e}.")
-            found = True
-        if found:
-            grade = False
-            break
-    report.grade("several axes", "as expected" if grade else report.findings[0].says, grade)
-    if grade:
-        _judge_gradients(baseline, on_axes, image)
-        _judge_far(baseline, on_axes)
+    accepted = {name: positions for name, positions in tests.items() if baseline.subject.accepts(positions)}
+    if any(_compare(baseline, on_axes, name, positions) for name, positions in accepted.items()):
+        report.grade("several axes", report.findings[0].says, False)
+        return
+    report.grade("several axes", "as expected", True)
+    _judge_gradients(baseline, on_axes, image)
+    _judge_far(baseline, on_axes)
 
 
 def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) -> bool:
     """Compare q and k with the prediction at positions `[axes, batch, seq]`, and return whether a bug was reported."""
     report, tokens = baseline.report, positions.shape[-1]
     q = baseline.tensor(positions.shape[1], tokens, HEADS, 1)
-    passed = positions.clone()
-    results = baseline.subject(q, q.clone(), passed)
+    try:
+        results = baseline.subject(q, q, positions)
+    except CallError as e:
+        report.add(e.code, f"In the test of several axes with {name}: {e}.")
+        return True
     for of, out, at_0 in zip("qk", results, (baseline.multipliers[0], baseline.k_multipliers[0]), strict=True):
         if out is None:
             continue
@@ -325,17 +315,14 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             *_, rows, columns = (positions.amax((1, 2)) + 1).tolist()
             cells = positions[-2] * columns + positions[-1]
             how = "is where the index of its cell, divided by the rows of the grid and not by its columns, puts it."
-            explanations.append(
-                ("axes-exchanged", how, torch.cat((positions[:-2], torch.stack((cells % rows, cells // rows)))))
-            )
+            exchanged = torch.cat((positions[:-2], torch.stack((cells % rows, cells // rows))))
+            explanations.append(("axes-exchanged", how, exchanged))
         if tokens == len(_COUNTED_ON):
             how = f"counts on from the last position on {on_axes.names[0]}, not from the largest on any axis."
             explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
         for code, how, places in explanations:
-            if (
-                bool((places[:, row, token] != positions[:, row, token]).any())
-                and float(off(places)[row, token]) < CLOSE
-            ):
+            moves = bool((places[:, row, token] != positions[:, row, token]).any())
+            if moves and float(off(places)[row, token]) < CLOSE:
                 report.add("key-unlike-query" if of == "k" else code, says + how, case)
                 return True
         unlike = "axis-ignored" if len({*on_axes.axis}) < len(on_axes.names) else "rows-mixed-up"
@@ -361,12 +348,12 @@ def _judge_gradients(baseline: Baseline, on_axes: OnAxes, positions: Tensor) -> 
             report.grade("gradients on several axes", f"{type(e).__name__}: {_checks.message_of(e)[:150]}")
             return
     right = baseline.structure.predict_gradient(weight, on_axes.at(positions, baseline.multipliers[0]))
-    off = (subject.from_native(grad) - right).abs().amax((0, 2, 3))
-    if bool((off >= CLOSE).any()):
-        token = _first(off >= CLOSE)[0]
+    wrong = (subject.from_native(grad) - right).abs().amax((0, 2, 3)) >= CLOSE
+    if bool(wrong.any()):
+        token = _first(wrong)[0]
         says = "With an image between text, the gradient is not the output gradient rotated by minus the angle."
         report.add("wrong-gradient", says, f"token {token}, at {positions[:, 0, token].tolist()} on the axes")
-    report.grade("gradients on several axes", "as expected", not bool((off >= CLOSE).any()))
+    report.grade("gradients on several axes", "as expected", not bool(wrong.any()))
 
 
 def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
@@ -376,23 +363,19 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
         return
     if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given_tables:
         return
-    axis = torch.tensor(on_axes.axis)
-    length = baseline.expected.length
+    axis, length = torch.tensor(on_axes.axis), baseline.expected.length
     for far in (200, FAR, 4_095, 32_767):
-        for name, index in zip(on_axes.names, range(len(on_axes.names)), strict=True):
+        for index, name in enumerate(on_axes.names if length is None or far + 5 <= length else ()):
             positions = torch.arange(5).repeat(len(on_axes.names), 1, 1)
             positions[index] += far
-            if length is not None and far + 5 > length:
-                continue
             try:
                 z = measure(subject, baseline.structure, positions)[0]
             except CallError:
                 return
             off = (z - of.of(positions[axis, 0].T * of.inv_freq)).abs().amax(1) / of.factor
             if not bool((off <= law.float32_error(far + 5)).all()):
-                says = (
-                    f"At position {far:,} on {name} and 0 on the others, cos and sin are off by {float(off.max()):.2g}."
-                )
+                at, worst = f"At position {far:,} on {name} and 0 on the others", float(off.max())
+                says = f"{at}, cos and sin are off by {worst:.2g}."
                 report.add("wrong-far-positions", says, f"one token, position {far:,} on axis {index} ({name})")
                 return
     report.grade("far positions on each axis", "as expected", True)

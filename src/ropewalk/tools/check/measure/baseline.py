@@ -19,6 +19,7 @@ from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
 TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
+POSITIONS_IGNORED = {"positions-ignored", "offset-ignored"}  # then only calls from position 0 on are judged
 SMALL = torch.arange(KNOWN)  # the positions of the plain call
 
 

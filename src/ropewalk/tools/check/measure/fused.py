@@ -68,12 +68,7 @@ def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any
     v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
     slots = torch.tensor(_SLOTS[: case.tokens])[None]
     slots = torch.where(torch.arange(case.tokens) % 2 == 1, -1, slots) if padding else slots
-    return subject.fused(q, k, _positions(subject, case), v=v, slots=slots, **options)  # type: ignore[misc]
-
-
-def _positions(subject: Subject, case: Case) -> Tensor:
-    positions = case.positions(subject)
-    return positions if subject.accepts(positions) else torch.arange(case.tokens)[None]
+    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)  # type: ignore[misc]
 
 
 def _passed_fault(subject: Subject, case: Case) -> tuple[str, str] | None:
@@ -111,12 +106,9 @@ def _slots_fault(stored: Stored, v: Tensor) -> tuple[str, str] | None:
             return "cache-not-written", f"No slot of the {name} is changed."
         others, missing = written - expected, expected - written
         if others and not missing:
-            parts = {slot for slot in others if not bool(changed[slot].all())}
-            if parts == others or parts:
-                says = (
-                    f"The {name} of slots {_list(parts)} are changed in part, and slots {_list(expected)} are written."
-                )
-                return "memory-overwritten", says
+            if parts := {slot for slot in others if not bool(changed[slot].all())}:
+                says = f"The {name} of slots {_list(parts)} are changed in part"
+                return "memory-overwritten", f"{says}, and slots {_list(expected)} are written."
             if not bool(is_token.all()):
                 return "padding-stored", f"With slots {all_slots.tolist()}, {name} are stored in slots {_list(others)}."
         if others or missing:
@@ -126,13 +118,21 @@ def _slots_fault(stored: Stored, v: Tensor) -> tuple[str, str] | None:
     if stored.values is not None and expected:
         there = stored.values[all_slots[is_token]]
         if bool(((there - rows[is_token]).abs() > CLOSE).any()):
-            mixed = all(bool(((row - rows).abs() < CLOSE).flatten(1).all(1).any()) for row in there)
-            if mixed:
+            if _are_of_other_tokens(there, rows):
                 return "wrong-slot", f"With slots {all_slots.tolist()}, the values of other tokens are in these slots."
             if bool(((there - rows[is_token]).abs().flatten(1).amax(1) < CLOSE).any()):
                 return "memory-overwritten", f"Values in slots {_list(expected)} are overwritten by those of others."
             return "value-changed", "The values that are stored are not those that are passed."
     return None
+
+
+def _are_of_other_tokens(there: Tensor, rows: Tensor) -> bool:
+    """Return whether each of the stored rows is that of some token."""
+    return all(bool(((row - rows).abs() < CLOSE).flatten(1).all(1).any()) for row in there)
+
+
+def _fits(out: Tensor, right: Tensor) -> bool:
+    return bool(((out - right).abs() < CLOSE).all())
 
 
 def _list(slots: set[int]) -> str:
@@ -144,7 +144,7 @@ def _weights(channels: int) -> tuple[Tensor, Tensor]:
     return w[0], w[1]
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
+def normed(x: Tensor, weight: Tensor | float) -> Tensor:
     """Return the norm of each head in float64."""
     x = x.double()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
@@ -152,7 +152,7 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 
 def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare with the norm of each head by its own weight, then the rotation, and find what explains the result."""
-    weights, positions = _weights(case.channels), _positions(baseline.subject, case)
+    weights, positions = _weights(case.channels), case.positions(baseline.subject)
     results = _call(baseline.subject, case, weights=weights)
     for name, x, out, weight, other in zip(
         "qk", case.tensors(), (results.q, results.k), weights, weights[::-1], strict=True
@@ -163,34 +163,27 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         def rotate(x: Tensor, key: bool = name == "k") -> Tensor:
             return baseline.predict(x, positions, key=key)
 
-        def fits(right: Tensor, out: Tensor = out) -> bool:
-            return bool(((out - right).abs() < CLOSE).all())
-
-        if fits(rotate(normed(x, weight))):
+        if _fits(out, rotate(normed(x, weight))):
             continue
-        one = torch.ones_like(weight)
-        rotated = baseline.structure.ins.flatten()
         part = torch.zeros(case.channels, dtype=torch.float64)
-        part[rotated] = 1
+        part[baseline.structure.ins.flatten()] = 1
         scale = torch.rsqrt((x.double().square() * part).sum(-1, keepdim=True) / part.sum() + EPS)
         mistakes = {
             "is missing": rotate(x),
             "comes after the rotation": normed(rotate(x), weight),
             "uses the weight of the other": rotate(normed(x, other)),
-            "has no weight": rotate(normed(x, one)),
-            "is taken over all heads together": rotate(
-                normed(x.flatten(2), one.repeat(x.shape[2])).view_as(x) * weight
-            ),
+            "has no weight": rotate(normed(x, 1.0)),
+            "is taken over all heads together": rotate(normed(x.flatten(2), 1.0).view_as(x) * weight),
             "is taken over the rotated channels alone": rotate(x * scale * weight),
         }
-        explained = next((says for says, wrong in mistakes.items() if fits(wrong)), "is not that of each head")
+        explained = next((says for says, wrong in mistakes.items() if _fits(out, wrong)), "is not that of each head")
         return "wrong-norm", f"The norm of {name} {explained}."
     return None
 
 
 def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare the stored keys with the rotated keys, and find what is stored instead."""
-    subject, positions = baseline.subject, _positions(baseline.subject, case)
+    subject, positions = baseline.subject, case.positions(baseline.subject)
     weights = _weights(case.channels) if "weights" in subject.takes else None
     results = _call(subject, case, weights=weights)
     if results.stored is None:
@@ -202,14 +195,10 @@ def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         return baseline.predict(x, positions, key=True).flatten(0, 1)
 
     there = results.stored.keys[results.stored.slots.flatten()]
-
-    def fits(right: Tensor) -> bool:
-        return bool(((there - right).abs() < CLOSE).all())
-
     right = rotate(key)
-    if fits(right):
+    if _fits(there, right):
         return None
-    if all(bool(((row - right).abs() < CLOSE).flatten(1).all(1).any()) for row in there):
+    if _are_of_other_tokens(there, right):
         slots = results.stored.slots.flatten().tolist()
         return "wrong-slot", f"With slots {slots}, the keys of other tokens are in these slots."
     mistakes = {
@@ -218,5 +207,5 @@ def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         "neither normed nor rotated": k.flatten(0, 1),
         "rotated, and not normed": rotate(k),
     }
-    explained = next((says for says, wrong in mistakes.items() if fits(wrong)), "not the rotated key")
+    explained = next((says for says, wrong in mistakes.items() if _fits(there, wrong)), "not the rotated key")
     return "stored-key-unlike-key", f"What is stored for k is {explained}."

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError
-from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, where
 
 _TIMES = 4
@@ -36,10 +36,9 @@ def check(baseline: Baseline, *, odd: bool = False) -> bool:
             if e.code == "raises":
                 continue
             found = (e.code, f"{e}.")
-        if found is None:
-            continue
-        baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
-        break
+        if found is not None:
+            baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
+            break
     return True
 
 
@@ -111,11 +110,9 @@ def _is_claimed(out: Tensor) -> bool:
 
 def _positions(baseline: Baseline, case: Case) -> Tensor:
     """Return the positions of the call: from 0 on, if others were found to be ignored."""
-    positions = case.positions(baseline.subject)
-    is_free = baseline.subject.accepts(positions) and not {"positions-ignored", "offset-ignored"} & {
-        *baseline.report.codes
-    }
-    return positions if is_free else torch.arange(case.tokens)[None]
+    if POSITIONS_IGNORED & {*baseline.report.codes}:
+        return torch.arange(case.tokens)[None]
+    return case.positions(baseline.subject)
 
 
 def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
