@@ -578,8 +578,9 @@ class PagedKVCache:
 
         Raises:
             RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, at is combined
-                with a window, or positions with sinks; only some layers appended in the previous step (see `rollback`); or there are
-                not enough free blocks. Nothing has changed then. All of these are detected on every device.
+                with a window, or positions with sinks; only some layers appended in the previous step (see `rollback`);
+                or there are not enough free blocks. Nothing has changed then. All of these are detected on every
+                device.
         """
         who = f"{_NAME}.step"
         numbers, chosen = self._rows.select(who, rows)
@@ -654,8 +655,8 @@ class PagedKVCache:
 
         Raises:
             RopeError: an argument has a wrong type, shape or value; no token is at a position of `old`; the cache has
-                sinks; there are not enough free blocks for the copies; or only some layers appended in the previous step (see `rollback`).
-                Nothing has changed then.
+                sinks; there are not enough free blocks for the copies; or only some layers appended in the previous
+                step (see `rollback`). Nothing has changed then.
         """
         who = f"{_NAME}.move"
         tokens.check_no_sinks(who, "move must not be called", self.sinks)
