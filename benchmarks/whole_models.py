@@ -84,14 +84,16 @@ def prefill(model: Any, ids: torch.Tensor) -> Callable[[], float]:
 
 def decode(model: Any, ids: torch.Tensor, count: int) -> Callable[[], float]:
     """Return a function that decodes `count` tokens after a prompt, which is not timed, and returns the seconds."""
+    import transformers
 
     def run() -> float:
         with torch.no_grad():
-            step = model(ids, use_cache=True, logits_to_keep=1)
+            cache = transformers.DynamicCache(config=model.config)
+            step = model(ids, None, None, cache, use_cache=True, logits_to_keep=1)
             begin = time.perf_counter()
             for _ in range(count):
                 token = step.logits[:, -1:].argmax(-1)
-                step = model(token, past_key_values=step.past_key_values, use_cache=True)
+                step = model(token, None, None, cache, use_cache=True)  # by position: 5.24 renamed it
             return time.perf_counter() - begin
 
     return run

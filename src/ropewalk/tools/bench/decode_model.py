@@ -76,7 +76,8 @@ def build_steps(
 
     def with_transformers(cache: Any) -> Step:
         def step(tokens: Tensor) -> Tensor:
-            logits: Tensor = reference(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+            # By position: transformers 5.24 renamed this argument.
+            logits: Tensor = reference(tokens, None, None, cache, use_cache=True).logits[:, -1]
             return logits
 
         return step

@@ -175,7 +175,7 @@ def _from_transformers(target: str, model: str) -> Target:
         n: v for n, v in vars(modeling).items() if is_tower or not any(part in n.lower() for part in _OF_OTHER_PARTS)
     }
     classes = [v for v in own.values() if isinstance(v, type) and v.__module__ == modeling.__name__]
-    methods = [method for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
+    methods = [inspect.unwrap(method) for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
     called = {name for method in methods for name in method.__code__.co_names}
     statics = {n: v.__func__ for cls in classes for n, v in vars(cls).items() if isinstance(v, staticmethod)}
     functions = [n for n, v in {**own, **statics}.items() if n in called and "rotary" in n and inspect.isfunction(v)]
