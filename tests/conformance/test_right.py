@@ -67,7 +67,16 @@ def test_transformers(model: str) -> None:
     assert set(report.codes) == {"lost-by-half", "lost-on-meta"}
 
 
-@pytest.mark.parametrize("model", ["gptj", "roformer", "bamba"])
+def test_transformers_with_tables_of_sin_and_cos() -> None:
+    """The class of GPT-J returns sin first, as its function takes them, for the positions of the config."""
+    if not hasattr(pytest.importorskip("transformers.models.gptj.modeling_gptj"), "GPTJRotaryEmbedding"):
+        pytest.skip("before transformers 5.24, the attention of GPT-J computes its tables")
+    report = conformance.check("transformers:gptj")
+    assert (report.verdict, report.codes) == ("right", ["lost-on-meta"])
+    assert report.found["frequencies"] == "base 10000"
+
+
+@pytest.mark.parametrize("model", ["roformer", "bamba"])
 def test_transformers_whose_tables_are_not_judged(model: str) -> None:
     """The tables are computed in other code, or the default config does not rotate, so only the function is judged."""
     report = conformance.check(f"transformers:{model}")

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any, cast
 from unittest import mock
 
@@ -607,9 +607,12 @@ def _with_tables(
     fit a layout with tokens before heads merely by broadcasting.
     """
     roles = call.parameter_of
-    names = [roles[role] for role in ("table", "cos_sin_cache") if role in roles] or [roles["cos"], roles["sin"]]
+    one = [roles[role] for role in ("table", "cos_sin_cache") if role in roles]
+    orders = [one] if one else [[roles["cos"], roles["sin"]]]
+    if not one and given is None and [*roles].index("sin") < [*roles].index("cos"):  # GPT-J's class returns sin first
+        orders.append([roles["sin"], roles["cos"]])
 
-    def subject(form: Form, way: str, axes: str, axis: int | None, source: _Source) -> Subject:
+    def subject(form: Form, way: str, axes: str, axis: int | None, source: _Source, names: list[str]) -> Subject:
         def angles(q: Tensor, positions: Tensor) -> dict[str, Any]:
             rows = torch.arange(max(int(positions.max()) + 1, positions.shape[-1]))[None]
             rows = positions if way == "given" else rows
@@ -638,9 +641,9 @@ def _with_tables(
     for way in _modes(call, tables=True) if mode is None else _other_mode(call, mode):
         for name, axes in [*(by_row if way == "given" and "tensor_layout" not in roles else []), *shared]:
             for axis in (1, 2) if "axis" in roles else (None,):
-                for source in sources:
+                for source, names in product(sources, orders):
                     for form in forms(call, name, function, **form_fixed) if _fits(way, name) else ():
-                        yield subject(form, way, axes, axis, source)
+                        yield subject(form, way, axes, axis, source, names)
 
 
 _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin

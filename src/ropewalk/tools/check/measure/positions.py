@@ -246,8 +246,17 @@ def _find_largest_error(
 
 
 def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
+    """Return the positions to measure in 16 bits, `[tokens]` each: those that the target accepts in float32."""
     subject = baseline.subject
+
+    def is_accepted(positions: Tensor) -> bool:
+        try:
+            baseline.measure(positions)
+        except CallError:
+            return False
+        return True
+
     if subject.given_tables or subject.positions in ("none", "packed"):
         return [torch.arange(64 if subject.given_tables else 512)]
-    last = min(n for n in (baseline.expected.length, *_table_length(subject), 10**9) if n)
-    return [torch.arange(p, p + 4) for p in _PROBES_16 if p + 4 <= last]
+    last = baseline.expected.length or 10**9
+    return [positions for p in _PROBES_16 if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]
