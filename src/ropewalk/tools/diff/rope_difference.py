@@ -42,9 +42,9 @@ def compare_ropes(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
         A dict of JSON values. `same` is whether the ropes are equal, except for the last bits of float64. `inv_freq`
         has the `pair` whose frequencies differ most; `times`, the ratio of the larger to the smaller of these two, or
         None if one is 0; `slower`, whether the pair rotates slower in b; and `pairs_that_differ`, their number.
-        `attention_factor_ratio` is that of b to a. `scores` has the `largest_change` of an attention score of q and k
-        if all their pairs have the same norm, and the distance `at_distance` between q and k at which it occurs. A
-        score of 1 is that of q with itself, without an attention factor.
+        `attention_factor_ratio` is that of b to a. `scores` has the `largest_change` of an attention score, over all q
+        and k whose pairs have the same norm, and the distance `at_distance` between q and k at which it occurs. A score
+        of 1 is that of q with itself, without an attention factor.
     """
     first, second = a.inv_freq, b.inv_freq
     with np.errstate(divide="ignore", invalid="ignore"):
