@@ -19,9 +19,8 @@ _OWN_CACHE = (
 )
 _SHARED_CACHE = "A draft that reads the KV cache of the target must rotate like it, and does not."
 _SHORT = (
-    "Beyond its length, a draft may be accepted less often, or fail: at least up to version 0.24, vLLM reads outside of "
-    "the draft's table of cos and sin (vllm#48894). Increase max_position_embeddings of the draft if it was trained for "
-    "more."
+    "Beyond its length, a draft may be accepted less often, or fail: vLLM reads outside the draft's table of cos and "
+    "sin (vllm#48894, seen in 0.24). Increase max_position_embeddings of the draft if it was trained for more."
 )
 
 
