@@ -29,6 +29,7 @@ class ModelFile:
         evidence: "run" if the keys were found by building the model of the engine, "read" if only in its source.
         as_transformers: whether the engine runs the model with the code of transformers. The config is then read as it
             is, because the ropes that ropewalk reads from it are compared with transformers.
+        by_transformers: whether the file computes frequencies with the functions of transformers.
         rotates: whether the engine's model rotates at all.
         base: the keys of the base. The first one that the config has counts.
         otherwise: the base of a config without these keys, or the error of the engine. None if it was not recorded.
@@ -51,6 +52,7 @@ class ModelFile:
     file: str
     evidence: Evidence = "run"
     as_transformers: bool = False
+    by_transformers: bool = False
     rotates: bool = True
     base: tuple[str, ...] = ()
     otherwise: float | str | None = None
