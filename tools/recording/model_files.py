@@ -596,9 +596,10 @@ class Trace:
 
         Schemes that give the same rope are marked. If the slowest pair is slowed by the factor and the fastest is not,
         this scheme is YaRN. Linear scaling slows every pair by the factor. LongRoPE with the short list for a sequence
-        above the trained length is another scheme.
+        above the trained length is another scheme, unless the reference states a trained length of its own.
         """
-        short = {round(1 / _lists(1, 8.0)["short_factor"][0], 4)}
+        states = "original_max_position_embeddings" in self.reference.text(self.reference.whole)
+        short = None if states else {round(1 / _lists(1, 8.0)["short_factor"][0], 4)}
         for section in SECTIONS:
             same: dict[str, list[str]] = {}
             for scheme in ("linear", "llama3", "yarn", "longrope"):
