@@ -63,10 +63,10 @@ def test_an_attention_factor_alone() -> None:
     assert found.facts["kv_cache"] == {
         "fit": False,
         "rescale": pytest.approx(ratio, rel=1e-12),
-        "why": "only the attention factor differs",
+        "why": "of the rotation, only the attention factor differs",
     }
     assert "KV cache  fits after the rotated channels of its keys are multiplied by 0.878249" in found.text()
-    assert "weights   fit unchanged: only the attention factor differs." in found.text()
+    assert "weights   fit unchanged: of the rotation, only the attention factor differs." in found.text()
 
 
 def test_another_pairing() -> None:

@@ -263,7 +263,7 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]], con
     if any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
         return {"fit": True, "permute": False, "why": "the same channels are rotated, at other frequencies"}
     if rows:
-        return {"fit": True, "permute": False, "why": "only the attention factor differs"}
+        return {"fit": True, "permute": False, "why": "of the rotation, only the attention factor differs"}
     return {"fit": True, "permute": False, "why": "the rotation is the same"}
 
 
@@ -287,7 +287,7 @@ def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) ->
         same = "the keys are rotated identically"
         return {"fit": True, "rescale": None, "why": same if fixed else f"{same}, if both run at the same length"}
     elif (ratio := _factor_ratio(rows)) is not None:
-        return {"fit": False, "rescale": ratio, "why": "only the attention factor differs"}
+        return {"fit": False, "rescale": ratio, "why": "of the rotation, only the attention factor differs"}
     else:
         why = "the stored keys were rotated by other angles"
     return {"fit": False, "rescale": None, "why": why}
