@@ -247,7 +247,7 @@ BUDGET = {
     "tools/check": 5950,
     "tools/commands": 1350,
     "tools/convert": 2100,
-    "tools/diff": 1468,
+    "tools/diff": 1476,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }

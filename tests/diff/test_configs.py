@@ -217,6 +217,15 @@ def test_a_faithful_conversion_is_the_same(tmp_path: Path) -> None:
             assert found.same is same
             assert found.facts["weights"]["permute"]
             assert not found.facts["kv_cache"]["fit"]
+    lists = {"short_factor": [1.1] * 64, "long_factor": [1.3] * 64}
+    longrope = {"type": "longrope", **lists, "attention_factor": 1.19}
+    phi = {**LLAMA, "model_type": "phi3", "rope_scaling": longrope, "original_max_position_embeddings": 2048}
+    keys = {**shape, "context_length": 4096, "rope.freq_base": 1e4, "rope.scaling.attn_factor": 1.19}
+    tensors = {f"rope_factors_{name}.weight": lists[f"{name}_factor"] for name in ("short", "long")}
+    for trained, same in ((2048, True), (2049, False)):
+        keys["rope.scaling.original_context_length"] = trained
+        file = write(tmp_path / f"{trained}.gguf", keys, tensors, architecture="phi3")
+        assert diff.configs(phi, file).same is same
     found = diff.configs(params, config, factor=8.0)
     assert found.same
     text = "must be permuted (q and k): the pairings of these formats differ, and converters permute the weights."

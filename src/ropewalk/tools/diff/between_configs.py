@@ -208,12 +208,20 @@ def compare_layers(
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
     at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n, tolerance)} for n in lengths]
-    # Schemes that switch between lists can differ at a length in between, even if both ends are the same.
-    same = all(found["same"] for found in at) and a.is_static and b.is_static
+    # Schemes that depend on the length can differ at a length in between, even if both ends are the same.
+    switch_alike = _switch(a) == _switch(b) and lengths[0] <= (_switch(a) or 0) < lengths[-1]
+    fixed = (a.is_static and b.is_static) or switch_alike
+    same = fixed and all(found["same"] for found in at)
     if same and channels and a.pairing == b.pairing:
         return None, {}
     ropes = {"first": a.at_length(lengths[-1]), "second": b.at_length(lengths[-1])}
     return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
+
+
+def _switch(rope: Rope) -> int | None:
+    """Return the length in tokens at which LongRoPE switches from one list to the other. None for other schemes."""
+    scheme = rope.scaling
+    return scheme.trained_length(None) if scheme is not None and scheme.rope_type == "longrope" else None
 
 
 def _fact(rope: Rope, name: str) -> Any:
