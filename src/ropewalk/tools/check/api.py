@@ -14,8 +14,9 @@ from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
+from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
-from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Subject
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import steps
 from ropewalk.tools.check.measure.baseline import TOKENS, usual
 from ropewalk.tools.check.report import Report

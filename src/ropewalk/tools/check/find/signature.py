@@ -134,7 +134,7 @@ class Call:
     def key_first(self) -> bool:
         """Whether k comes before q, so that the results may be in this order, too."""
         names = [*self.parameter_of]
-        return self.results is None and {"q", "k"} <= {*names} and names.index("k") < names.index("q")
+        return {"q", "k"} <= {*names} and names.index("k") < names.index("q")
 
 
 def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -265,6 +265,11 @@ def describe(function: Any) -> str:
         f"returns: {_checks.argument('call', example)}, or "
         f"{_checks.argument('call', 'qkv,cos_sin_cache,positions -> none')}."
     )
+
+
+def named(function: Any) -> str:
+    """Return the parameters of a function in words."""
+    return f"parameters {', '.join(parameters(function) or {}) or 'none'}"
 
 
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}

@@ -63,7 +63,7 @@ def judge(
         measured. None if the target has one axis, or if the two channels of a pair have different axes.
     """
     if subject.axes is None:
-        if expected.axes is not None and not subject.given_tables:
+        if expected.axes is not None and subject.given is None:
             report.found["axes"] = "not judged: one position is passed for each token, as for text"
         return expected, None
     names = _names(subject.axes, expected)
@@ -98,7 +98,7 @@ def judge(
     explained = rope
     if bool(moving.all()) and min(axis) >= 0:
         explained = _judge_frequencies(rope, axis, multipliers, names, report)
-    expected = expected if subject.given_tables else replace(expected, rope=explained)
+    expected = expected if subject.given is not None else replace(expected, rope=explained)
     return expected, OnAxes(alone, axis, explained.axes, names)
 
 
@@ -361,7 +361,7 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
     of, subject, report = baseline.law, baseline.subject, baseline.report
     if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
         return
-    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given_tables:
+    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given is not None:
         return
     axis, length = torch.tensor(on_axes.axis), baseline.expected.length
     for far in (200, FAR, 4_095, 32_767):

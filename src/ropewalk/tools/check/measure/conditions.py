@@ -215,22 +215,21 @@ def _check_views(baseline: Baseline) -> bool:
         for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
             if out is not None and _differ((subject.from_native(out) - right).abs()):
                 baseline.report.add("strided-input", f"The results for {name} are wrong.")
-    if subject.given_tables and subject.fused is None:
-        halves = replace(baseline, subject=replace(subject, prepare=partial(_prepare_halves, subject)))
+    if subject.given is not None and not subject.form.is_fused:
+        halves = replace(baseline, subject=replace(subject, angles=partial(_halves, subject)))
         with contextlib.suppress(CallError):  # it refuses such tables
             if _differ(*halves.errors(FIRST)):
                 baseline.report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
     return True
 
 
-def _prepare_halves(subject: Subject, q: Tensor, k: Tensor | None, positions: Tensor) -> Any:
-    """Return the same call with tables that are halves of wider ones, as if cos and sin were in one."""
-    function, arguments = subject.prepare(q, k, positions)
-    return function, {
+def _halves(subject: Subject, q: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Return the arguments for positions and tables, which are halves of wider ones, as if cos and sin were in one."""
+    return {
         name: torch.cat((value, -value), dim=-1)[..., : value.shape[-1]]
-        if isinstance(value, Tensor) and value.is_floating_point() and value is not q and value is not k
+        if isinstance(value, Tensor) and value.is_floating_point()
         else value
-        for name, value in arguments.items()
+        for name, value in subject.angles(q, positions).items()
     }
 
 

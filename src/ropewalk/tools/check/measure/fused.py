@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.find.form import EPS
-from ropewalk.tools.check.find.subject import CallError, Results, Stored, Subject
+from ropewalk.tools.check.find.form import EPS, Results, Stored
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, usual
 from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, waves, where
 from ropewalk.tools.check.report import Report
@@ -22,7 +22,7 @@ _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
 
 def judge_passed(subject: Subject, report: Report) -> bool:
     """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
-    if subject.fused is None:
+    if not {"v", "slots"} & subject.takes:
         return False
     for case in _cases(subject):
         with contextlib.suppress(CallError):
@@ -41,8 +41,6 @@ def judge_passed(subject: Subject, report: Report) -> bool:
 def judge(baseline: Baseline) -> None:
     """Test the norms, and that what is stored is the rotated key."""
     subject, report = baseline.subject, baseline.report
-    if subject.fused is None:
-        return
     tests = {"weights": ("norm", _norm_fault), "slots": ("stored keys", _stored_fault)}
     for name, fault in (test for takes, test in tests.items() if takes in subject.takes):
         found = None
@@ -68,7 +66,7 @@ def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any
     v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
     slots = torch.tensor(_SLOTS[: case.tokens])[None]
     slots = torch.where(torch.arange(case.tokens) % 2 == 1, -1, slots) if padding else slots
-    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)  # type: ignore[misc]
+    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)
 
 
 def _passed_fault(subject: Subject, case: Case) -> tuple[str, str] | None:

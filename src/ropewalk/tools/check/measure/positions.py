@@ -194,7 +194,7 @@ def judge_16_bits(baseline: Baseline) -> None:
         loss, rounding = (_relative_rms(t.to(torch.float64), exact) for t in (out, exact.to(dtype)))
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
         report.grade(f"{name} tensors", says, right)
-    if report.verdict == "right" and not subject.given_tables:
+    if report.verdict == "right" and subject.given is None:
         with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
             _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
 
@@ -256,7 +256,7 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
             return False
         return True
 
-    if subject.given_tables or subject.positions in ("none", "packed"):
-        return [torch.arange(64 if subject.given_tables else 512)]
+    if subject.given is not None or subject.positions in ("none", "packed"):
+        return [torch.arange(64 if subject.given is not None else 512)]
     last = baseline.expected.length or 10**9
     return [positions for p in _PROBES_16 if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]

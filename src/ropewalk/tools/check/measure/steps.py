@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ropewalk.tools.check.report import Report
 
 def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
-    report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given_tables else "")
+    report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given is not None else "")
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
@@ -46,7 +46,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         conditions.judge(baseline)
         if on_axes is not None:
             axes.judge_calls(baseline, on_axes)
-    if not subject.given_tables and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
+    if subject.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
             positions.judge_far(baseline)
         else:
@@ -241,7 +241,7 @@ def _judge_structure(structure: Structure, expected: Expected, subject: Subject,
     rope = expected.rope
     if (
         rope is not None
-        and not subject.given_tables
+        and subject.given is None
         and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
     ):
         if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
@@ -262,7 +262,7 @@ def _judge_law(
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     rope = expected.rope
-    if subject.given_tables:
+    if subject.given is not None:
         rope = subject.given
     elif rope is None:
         rope = _fitting_rope(subject, structure, multipliers, expected, None if on_axes is None else on_axes.axes)
@@ -271,11 +271,11 @@ def _judge_law(
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
             long_law = law.identify(multipliers, SMALL, expected.unresolved.at_length(n), subject.channels)
-            if long_law.code is None and not subject.given_tables:
+            if long_law.code is None and subject.given is None:
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
-    stated = subject.given_tables or expected.rope is not None or expected.base is not None
+    stated = subject.given is not None or expected.rope is not None or expected.base is not None
     if not stated and measured.code in _FREQUENCIES:
         fastest = float(measured.inv_freq.abs().max())
         if fastest > 1.001:
@@ -289,7 +289,7 @@ def _judge_law(
     explained = {"wrong-slice", "axis-frequencies"} & {*report.codes}
     if measured.code is not None and not (measured.code == "wrong-frequencies" and explained):
         report.add(measured.code, measured.says)
-    describe = "not judged: check passes the tables" if subject.given_tables else None
+    describe = "not judged: check passes the tables" if subject.given is not None else None
     report.found["frequencies"] = describe or _describe_frequencies(measured, structure, rope)
     expected_factor = 1.0 if rope is None else rope.attention_factor
     if stated and abs(measured.factor / expected_factor - 1) > 2e-3 and measured.code != "not-finite":
@@ -383,17 +383,22 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
 def _count_graph_breaks(baseline: Baseline) -> None:
     """Count the graph breaks of one call under torch.compile: of two functions, of the one that rotates."""
     subject, report = baseline.new_subject(), baseline.report
-    q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
-    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, torch.arange(5)[None])
+    explanations: list[Any] = []
+
+    def explained(**arguments: Any) -> Any:
+        explanations.append(torch._dynamo.explain(subject.form.function)(**arguments))
+        return subject.form.function(**arguments)
+
     torch.compiler.reset()
     try:
-        explanation = torch._dynamo.explain(function)(**arguments)
-    except Exception as e:  # Dynamo may raise anything on code that it cannot trace
-        says = f"The function cannot be traced: {type(e).__name__}: {_checks.message_of(e)[:150]}"
-        report.add("graph-break", says)
+        compiled = replace(subject, form=replace(subject.form, function=explained))
+        compiled(*usual(subject).tensors(), SMALL[None, :TOKENS])
+    except CallError as e:
+        report.add("graph-break", f"The function cannot be traced: {e}")
         return
     finally:
         torch.compiler.reset()
+    explanation = explanations[0]
     breaks, reasons = explanation.graph_break_count, explanation.break_reasons
     if breaks:
         reason = str(reasons[0].reason).splitlines()[0] if reasons else "Dynamo gives no reason"
