@@ -98,8 +98,10 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     if way.positions == "given" and "tensor_layout" not in roles:
         places[:0] = [(layout, axes) for layout in layouts if "b" in layout for axes in ("bs", "b1s", "bs1", "sb1")]
     unsqueezed = [{roles["axis"]: axis} for axis in (1, 2)] if "axis" in roles else [{}]
-    for (layout, axes), fixed, source, order in product(places, unsqueezed, sources, orders):
-        yield layout, _passed(source, way, order, axes, fixed)
+    groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
+    for group in groups:
+        for (layout, axes), fixed, source, order in product(places, unsqueezed, group, orders):
+            yield layout, _passed(source, way, order, axes, fixed)
 
 
 def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, int]) -> Passed:
