@@ -18,7 +18,7 @@ from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import steps
-from ropewalk.tools.check.measure.baseline import TOKENS, usual
+from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
 
 

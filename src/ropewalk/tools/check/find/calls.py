@@ -113,16 +113,16 @@ class _Finder:
         def candidates(expected: Expected, given: Rope) -> Iterator[Subject]:
             return self.candidates(expected, given, count, layout, key_head=key_head)
 
-        best: tuple[int, int, Subject] | None = None
-        for index, subject in enumerate(candidates(self.expected, self.given)):
-            score = _score(subject, self.errors)
-            if score is not None and (best is None or score > best[0]):
-                best = score, index, subject
-            if score == _PERFECT:
-                break
+        best = self._best(candidates(self.expected, GIVEN))  # small tables first: all channels are rotated
+        if best is None and self.given != GIVEN:
+            best = self._best(candidates(self.expected, self.given))
         if best is None:
             return None
         score, index, chosen = best
+        if count is None and chosen.given not in (None, self.given):
+            chosen = next(islice(candidates(self.expected, self.given), index, None))
+            if _score(chosen, self.errors) is None:
+                return None
 
         def same(expected: Expected, given: Rope = self.given) -> Subject:
             return next(islice(candidates(expected, given), index, None))
@@ -145,6 +145,17 @@ class _Finder:
 
         chosen = replace(chosen, rebuild=None if chosen.arguments is None else rebuild)
         return score, replace(chosen, resize=resize if count is None else None)
+
+    def _best(self, candidates: Iterable[Subject]) -> tuple[int, int, Subject] | None:
+        """Return the largest score of the candidates, with the index and the candidate, or None if none works."""
+        best: tuple[int, int, Subject] | None = None
+        for index, subject in enumerate(candidates):
+            score = _score(subject, self.errors)
+            if score is not None and (best is None or score > best[0]):
+                best = score, index, subject
+            if score == _PERFECT:
+                break
+        return best
 
     def candidates(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, permutations
 
 import numpy as np
@@ -14,38 +14,15 @@ from torch import Tensor
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import law
-from ropewalk.tools.check.measure.baseline import HEADS, SMALL, Baseline, measure
-from ropewalk.tools.check.measure.case import CLOSE
+from ropewalk.tools.check.measure import gradients, law
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
+from ropewalk.tools.check.measure.case import CLOSE, usual
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
 FAR = 1023  # a position at which slow pairs have turned visibly
 _MOVED = 3e-6  # of cos and sin: a pair that is not turned is copied without any rounding
 _NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
-
-
-@dataclass(frozen=True)
-class OnAxes:
-    """The angles that positions on each axis cause.
-
-    Args:
-        alone: the multiplier of each pair at positions 0 to 63 on one axis and 0 on the others, complex128 `[axes,
-            positions, pairs]`.
-        axis: the axis that turns each pair, or a negative number if none or several do.
-        axes: the axes and progressions that explain the angles, or None.
-        names: the name of each axis.
-    """
-
-    alone: Tensor
-    axis: tuple[int, ...]
-    axes: Axes | None
-    names: tuple[str, ...]
-
-    def at(self, positions: Tensor, at_0: Tensor) -> Tensor:
-        """Predict the multipliers at positions `[axes, batch, seq]` below 64 from those at position 0."""
-        turns = [alone[p] / alone[0] for alone, p in zip(self.alone, positions, strict=True)]
-        return at_0 * torch.stack(turns).prod(0)
 
 
 def judge(
@@ -264,12 +241,15 @@ _COUNTED_ON = torch.tensor([0] * 10 + [2] * 2)  # how much less each position is
 _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
-def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
+def judge_calls(baseline: Baseline) -> None:
     """Test calls with other positions on each axis: an image between text, one token, a batch, gradients, far tokens.
 
     Calls with equal positions on all axes are tested elsewhere.
     """
-    count, report = len(on_axes.alone), baseline.report
+    on_axes, report = baseline.on_axes, baseline.report
+    if on_axes is None:
+        return
+    count = len(on_axes.names)
     image = (_PLACES[1:3] if count == 2 else _PLACES[:count])[:, None]
     rows = torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1)
     tests = {"an image between text": image, "one token": _ONE_TOKEN[:count, None], "rows": rows}
@@ -278,32 +258,31 @@ def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
         report.grade("several axes", report.findings[0].says, False)
         return
     report.grade("several axes", "as expected", True)
-    _judge_gradients(baseline, on_axes, image)
+    _judge_gradients(baseline, image)
     _judge_far(baseline, on_axes)
 
 
 def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) -> bool:
     """Compare q and k with the prediction at positions `[axes, batch, seq]`, and return whether a bug was reported."""
     report, tokens = baseline.report, positions.shape[-1]
-    q = baseline.tensor(positions.shape[1], tokens, HEADS, 1)
+    case = usual(baseline.subject, rows=positions.shape[1], tokens=tokens)
+
+    def right(places: Tensor) -> list[Tensor]:
+        """Return at which tokens of q and k the results are those at other positions, bool `[batch, seq]`."""
+        compared = baseline.compare(case, positions, places)
+        return [((out - predicted).abs() < CLOSE).flatten(2).all(2) for _, _, out, predicted in compared]
+
     try:
-        results = baseline.subject(q, q, positions)
+        found = right(positions)
     except CallError as e:
         report.add(e.code, f"In the test of several axes with {name}: {e}.")
         return True
-    for of, out, at_0 in zip("qk", results, (baseline.multipliers[0], baseline.k_multipliers[0]), strict=True):
-        if out is None:
+    for i, (of, are_right) in enumerate(zip("qk", found, strict=False)):
+        if bool(are_right.all()):
             continue
-
-        def off(places: Tensor, out: Tensor = out, at_0: Tensor = at_0) -> Tensor:
-            return (out - baseline.structure.predict(q, on_axes.at(places, at_0))).abs().amax((2, 3))
-
-        errors = off(positions)
-        if not bool((errors >= CLOSE).any()) and bool(errors.isfinite().all()):
-            continue
-        row, token = _first(~(errors < CLOSE))
+        row, token = _first(~are_right)
         here = ", ".join(f"{p} of {n}" for p, n in zip(positions[:, row, token].tolist(), on_axes.names, strict=True))
-        case = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
+        place = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
         says = f"With {name}, token {token} of row {row} of {of}, at {here}, "
         first, index = positions[:1].expand_as(positions), torch.arange(tokens).expand_as(positions)
         explanations = [
@@ -322,38 +301,29 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
         for code, how, places in explanations:
             moves = bool((places[:, row, token] != positions[:, row, token]).any())
-            if moves and float(off(places)[row, token]) < CLOSE:
-                report.add("key-unlike-query" if of == "k" else code, says + how, case)
+            if moves and bool(right(places)[i][row, token]):
+                report.add("key-unlike-query" if of == "k" else code, says + how, place)
                 return True
         unlike = "axis-ignored" if len({*on_axes.axis}) < len(on_axes.names) else "rows-mixed-up"
         code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else unlike)
-        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", case)
+        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", place)
         return True
     return False
 
 
-def _judge_gradients(baseline: Baseline, on_axes: OnAxes, positions: Tensor) -> None:
-    """Compare the gradient of q at other positions on each axis with the one that is rotated backwards."""
-    subject, report = baseline.subject, baseline.report
-    if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes} or "weights" in subject.takes:
-        return  # the gradient of a norm is not that of a rotation
-    x = baseline.tensor(1, positions.shape[-1], HEADS, 1)
-    weight = baseline.tensor(1, positions.shape[-1], HEADS, 3)
-    q = subject.to_native(x).contiguous().requires_grad_()
-    with torch.enable_grad():
-        try:
-            out, _ = subject.call_native(q, q.detach().clone(), positions.clone())
-            (grad,) = torch.autograd.grad((subject.from_native(out) * weight).sum(), q)
-        except (CallError, RuntimeError) as e:
-            report.grade("gradients on several axes", f"{type(e).__name__}: {_checks.message_of(e)[:150]}")
-            return
-    right = baseline.structure.predict_gradient(weight, on_axes.at(positions, baseline.multipliers[0]))
-    wrong = (subject.from_native(grad) - right).abs().amax((0, 2, 3)) >= CLOSE
-    if bool(wrong.any()):
-        token = _first(wrong)[0]
-        says = "With an image between text, the gradient is not the output gradient rotated by minus the angle."
-        report.add("wrong-gradient", says, f"token {token}, at {positions[:, 0, token].tolist()} on the axes")
-    report.grade("gradients on several axes", "as expected", not bool(wrong.any()))
+def _judge_gradients(baseline: Baseline, positions: Tensor) -> None:
+    """Compare the gradients at other positions on each axis with those that are rotated backwards."""
+    report, name = baseline.report, "gradients on several axes"
+    if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes}:
+        return
+    try:
+        found = gradients.find_fault(baseline, usual(baseline.subject, tokens=positions.shape[-1]), positions)
+    except CallError as e:
+        report.grade(name, f"{e}")
+        return
+    if found is not None:
+        report.add(found[0], f"With an image between text: {found[1]}")
+    report.grade(name, "as expected", found is None)
 
 
 def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from ropewalk.tools.check.find.form import EPS, Results, Stored
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure.baseline import Baseline, usual
-from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, waves, where
+from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.case import CLOSE, Case, first_fault, usual, waves, where
 from ropewalk.tools.check.report import Report
 
 _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
@@ -24,15 +23,12 @@ def judge_passed(subject: Subject, report: Report) -> bool:
     """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
     if not {"v", "slots"} & subject.takes:
         return False
-    for case in _cases(subject):
-        with contextlib.suppress(CallError):
-            if (found := _passed_fault(subject, case)) is None:
-                continue
-            report.add(*smallest_fault(case, partial(_passed_fault, subject), found))
-            if found[0] != "value-changed":
-                report.grade("slots", found[1], False)
-                return True
-            break
+    found, _ = first_fault(_cases(subject), partial(_passed_fault, subject))
+    if found is not None:
+        report.add(*found)
+        if found[0] != "value-changed":
+            report.grade("slots", found[1], False)
+            return True
     if "slots" in subject.takes:
         report.grade("slots", "as expected", True)
     return False
@@ -43,21 +39,16 @@ def judge(baseline: Baseline) -> None:
     subject, report = baseline.subject, baseline.report
     tests = {"weights": ("norm", _norm_fault), "slots": ("stored keys", _stored_fault)}
     for name, fault in (test for takes, test in tests.items() if takes in subject.takes):
-        found = None
-        for case in _cases(subject):
-            with contextlib.suppress(CallError):
-                if found := fault(baseline, case):
-                    report.add(*smallest_fault(case, partial(fault, baseline), found))
-                    break
+        found, _ = first_fault(_cases(subject), partial(fault, baseline))
+        if found is not None:
+            report.add(*found)
         report.grade(name, found[1] if found else "as expected", not found)
 
 
 def _cases(subject: Subject) -> Iterator[Case]:
     """Yield the sizes to try: heads whose numbers are no powers of two, and one token, after the usual ones."""
-    case = usual(subject)
-    yield case
-    for tokens, heads, k_heads in ((5, 3, 3), (5, 6, 3), (5, 5, 1), (1, 12, 4), (1, 1, 1), (7, 6, 2)):
-        yield replace(case, tokens=tokens, heads=heads, k_heads=k_heads if subject.has_k else heads)
+    for tokens, heads, k_heads in ((5, 8, 8), (5, 3, 3), (5, 6, 3), (5, 5, 1), (1, 12, 4), (1, 1, 1), (7, 6, 2)):
+        yield usual(subject, tokens=tokens, heads=heads, k_heads=k_heads)
 
 
 def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any) -> Results:

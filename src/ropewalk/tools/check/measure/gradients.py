@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,50 +10,56 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, where
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
 
 _TIMES = 4
 
 
-def check(baseline: Baseline, *, odd: bool = False) -> bool:
+_USUAL = ((TOKENS, HEADS, HEADS),)  # tokens, heads of q, heads of k
+ODD = ((33, 3, 1), (1, 12, 4), (7, 5, 5))
+
+
+def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int]] = _USUAL) -> bool:
     """Report the first case with a wrong gradient, as the smallest one. Return whether gradients are judged.
 
     Args:
         baseline: the first measurement.
-        odd: whether to try odd sizes, at which the results are known to be right, instead of the usual ones.
+        sizes: the numbers of tokens, of heads of q and of heads of k to try.
+
+    Raises:
+        CallError: the call with the usual sizes fails.
     """
     if {"wrong-norm", "no-gradient"} & {*baseline.report.codes}:
         return False
-    for case in _odd_cases(baseline) if odd else [baseline.usual()]:
-        try:
-            found = _fault(baseline, case)
-        except CallError as e:
-            if not odd:
-                raise
-            if e.code == "raises":
-                continue
-            found = (e.code, f"{e}.")
-        if found is not None:
-            baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
-            break
+    cases = [usual(baseline.subject, tokens=tokens, heads=q, k_heads=k) for tokens, q, k in sizes]
+    found, raised = first_fault(cases, partial(find_fault, baseline))
+    if found is not None:
+        baseline.report.add(*found)
+    elif raised and sizes == _USUAL:
+        raise CallError("raises", raised)
     return True
 
 
-def _odd_cases(baseline: Baseline) -> Iterator[Case]:
-    for tokens, heads, k_heads in ((33, 3, 1), (1, 12, 4), (7, 5, 5)):
-        k_heads = k_heads if baseline.subject.has_k else heads
-        yield replace(baseline.usual(), tokens=tokens, heads=heads, k_heads=k_heads)
-
-
-def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of one call, and a description, or None.
 
     The output gradients are those of the first channels of all pairs, and then those of the second. Each element of
     such a gradient is a single term, so an element that is zero is a term without a gradient.
+
+    Args:
+        baseline: the first measurement.
+        case: the sizes of the call.
+        positions: those of the call. None means those of the case, or from 0 on, if others were found to be ignored.
+
+    Raises:
+        CallError: the call fails.
     """
-    subject, positions = baseline.subject, _positions(baseline, case)
+    subject = baseline.subject
+    if positions is None:
+        is_ignored = POSITIONS_IGNORED & {*baseline.report.codes}
+        positions = torch.arange(case.tokens)[None] if is_ignored else case.positions(subject)
     inputs = [subject.to_native(x).contiguous().requires_grad_() for x in case.tensors()]
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.in_place]
     with torch.enable_grad():
@@ -91,7 +96,7 @@ def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
                 if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
                     says = f"The gradient of {name} is that of a function that changes nothing{where(wrong)}."
                     return "no-gradient" if subject.in_place and not _is_claimed(out) else in_place, says
-                if subject.in_place and _depends_on_values(baseline, case, name, weight, grads[0]):
+                if subject.in_place and _depends_on_values(subject, case, positions, name == "k", weight, grads[0]):
                     return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
                 return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
     return None
@@ -106,13 +111,6 @@ def _is_claimed(out: Tensor) -> bool:
             seen.add(node)
             nodes += [before for before, _ in node.next_functions]
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
-
-
-def _positions(baseline: Baseline, case: Case) -> Tensor:
-    """Return the positions of the call: from 0 on, if others were found to be ignored."""
-    if POSITIONS_IGNORED & {*baseline.report.codes}:
-        return torch.arange(case.tokens)[None]
-    return case.positions(baseline.subject)
 
 
 def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
@@ -132,14 +130,14 @@ def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key
     return right - unit * (unit * right).mean(-1, keepdim=True)
 
 
-def _depends_on_values(baseline: Baseline, case: Case, name: str, weight: Tensor, grad: Tensor) -> bool:
-    """Return whether the gradient changes with the values of q and k, which that of a rotation does not."""
-    subject = baseline.subject
+def _depends_on_values(
+    subject: Subject, case: Case, positions: Tensor, key: bool, weight: Tensor, grad: Tensor
+) -> bool:
+    """Return whether the gradient of q or k changes with their values, which that of a rotation does not."""
     if "weights" in subject.takes:
         return True
     inputs = [(2 * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
-    results = subject.call_native(inputs[0].clone(), inputs[1].clone(), _positions(baseline, case))
-    out, x = next((out, x) for n, out, x in zip("qk", results, inputs, strict=True) if n == name)
+    out = subject.call_native(inputs[0].clone(), inputs[1].clone(), positions.clone())[key]
     product = (subject.from_native(out, case.rows) * weight).sum()  # type: ignore[arg-type]
-    other = torch.autograd.grad(product, x, materialize_grads=True)[0]
+    other = torch.autograd.grad(product, inputs[key], materialize_grads=True)[0]
     return bool(((other - grad).abs() > CLOSE).any())

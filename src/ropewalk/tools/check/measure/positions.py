@@ -11,6 +11,7 @@ from torch import Tensor
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.case import usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, float32_error, largest_error, moving
 
 REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
@@ -175,9 +176,9 @@ def judge_16_bits(baseline: Baseline) -> None:
     subject, report = baseline.subject, baseline.report
     for dtype, name in NAMES.items():
         positions = torch.arange(5)[None]
-        q = baseline.tensor(1, 5, 6, 1).to(dtype)
+        q = usual(subject, heads=6).tensors()[0].to(dtype)
         try:
-            out, _ = subject(q, q.clone(), positions)
+            out, _ = subject(q, q, positions)
             worst, at = _find_largest_error(baseline, subject, dtype)
         except CallError as e:
             report.add(e.code, f"With {name} tensors: {e}.")

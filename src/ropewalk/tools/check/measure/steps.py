@@ -14,7 +14,8 @@ from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
-from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
+from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
@@ -35,17 +36,15 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
     }[subject.positions]
     if repeats.judge_written(subject, report) or repeats.judge(subject, report):
         return
-    if (found := _measure(subject, expected, report)) is None:
+    if (baseline := _measure(subject, expected, report)) is None:
         return
-    baseline, on_axes = found
     multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
     if is_comparable:
         fused.judge(baseline)
         conditions.judge(baseline)
-        if on_axes is not None:
-            axes.judge_calls(baseline, on_axes)
+        axes.judge_calls(baseline)
     if subject.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
             positions.judge_far(baseline)
@@ -56,7 +55,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
     if is_comparable:
         sizes.judge(baseline, sure)
     if report.verdict == "right":
-        gradients.check(baseline, odd=True)
+        gradients.check(baseline, gradients.ODD)
         _judge_head_sizes(baseline, expected)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
@@ -67,7 +66,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         _count_graph_breaks(baseline)
 
 
-def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Baseline, axes.OnAxes | None] | None:
+def _measure(subject: Subject, expected: Expected, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
     if fused.judge_passed(subject, report) or _judge_heads(subject, report):
         return None
@@ -94,7 +93,7 @@ def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Base
     expected, on_axes = axes.judge(subject, structure, multipliers, expected, report)
     measured = _judge_law(subject, structure, multipliers, expected, report, on_axes)
     k_multipliers = _judge_k(subject, structure, multipliers, report)
-    return Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report), on_axes
+    return Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report, on_axes)
 
 
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
@@ -144,10 +143,9 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             unwritten = repeats.judge_written(resized, there)
             found = None if unwritten else _measure(resized, wanted, there)
             if found is not None and there.verdict == "right":
-                baseline, _ = found
-                fused.judge(baseline)
-                gradients.check(baseline)
-                sizes.judge(baseline, (), few=True)
+                fused.judge(found)
+                gradients.check(found)
+                sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size, or always has the same
         tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
@@ -179,9 +177,10 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
     What is wrong only with an unusual number of heads is left to `sizes`. With 5 heads of 5 tokens, nothing but the
     order of the axes tells a head from a token.
     """
-    right, _ = subject(*2 * (_equal_heads(subject, HEADS),), SMALL[None, :TOKENS])
+    x = subject.equal_heads(TOKENS, HEADS)
+    right, _ = subject(x, x, SMALL[None, :TOKENS])
     for heads in (HEADS, 4, subject.channels, TOKENS):
-        x = _equal_heads(subject, heads)
+        x = subject.equal_heads(TOKENS, heads)
         try:
             out, _ = subject(x, x, SMALL[None, :TOKENS])
         except CallError:
@@ -192,7 +191,7 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
             report.add("heads-taken-for-tokens", says)
         elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
-            case = str(replace(usual(subject), heads=heads, k_heads=heads))
+            case = str(usual(subject, heads=heads))
             report.add("heads-differ", f"Of {heads} heads, numbers {listed} differ. No more was judged.", case)
         else:
             continue
@@ -200,12 +199,8 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
     return False
 
 
-def _equal_heads(subject: Subject, heads: int) -> Tensor:
-    return torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(1, TOKENS, heads, -1)
-
-
 def _report_no_pairs(subject: Subject, report: Report) -> None:
-    x = _equal_heads(subject, HEADS)
+    x = subject.equal_heads(TOKENS, HEADS)
     if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :TOKENS])[0].abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If q is all zeros, the first result is not zero.")
         return
@@ -258,7 +253,7 @@ def _judge_law(
     multipliers: Tensor,
     expected: Expected,
     report: Report,
-    on_axes: axes.OnAxes | None,
+    on_axes: OnAxes | None,
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     rope = expected.rope
@@ -356,7 +351,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
     if not subject.has_k:
         return multipliers
     k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
-    x = _equal_heads(subject, HEADS)
+    x = subject.equal_heads(TOKENS, HEADS)
     _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :TOKENS])
     if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
