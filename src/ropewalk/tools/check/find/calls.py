@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ropewalk import Axes, Rope, _checks
-from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import memory, signature, tables
 from ropewalk.tools.check.find.form import LAYOUTS, Form, forms
 from ropewalk.tools.check.find.signature import Arguments, Call
@@ -39,6 +39,8 @@ Found = tuple[int, Subject]  # a call, and its score
 def find(target: Target, expected: Expected, call: str | None, layout: str | None) -> Subject:
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
+    If no call takes whole heads, the target is expected to take their rotated channels, which its caller slices out.
+
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised.
     """
@@ -47,7 +49,9 @@ def find(target: Target, expected: Expected, call: str | None, layout: str | Non
     except _checks.RopeError as e:
         if (wrap := _how_to_wrap(target)) is not None:
             raise _checks.error("check", f"{target.name} must take tensors of torch", *wrap) from e
-        raise
+        if (sliced := for_slice(expected)) is None:
+            raise
+    return find(target, sliced, call, layout)
 
 
 class _Finder:
@@ -79,14 +83,14 @@ class _Finder:
         if best is None:
             raise failure or self._no_call()
         chosen = best[1]
-        in_place = chosen.in_place or _returns_its_input(chosen, is_told="->" in (self.call or ""))
-        if "stack" in chosen.takes and _takes_fewer_key_heads(chosen):
-            chosen = replace(chosen, takes=chosen.takes - {"stack"})
+        if _returns_its_input(chosen, is_told="->" in (self.call or "")):
+            chosen = replace(chosen, form=replace(chosen.form, in_place=True))
         modes = [
             self.candidates(self.expected, self.given, chosen.axes, layout, mode) for mode in ("offsets", "packed")
         ]
         others = [other for of_mode in modes if (other := _like(chosen, of_mode)) is not None]
-        return replace(chosen, in_place=in_place, others=tuple(others))
+        needs_equal_heads = chosen.form.packing == "stacked" and not _takes_fewer_key_heads(chosen)
+        return replace(chosen, needs_equal_heads=needs_equal_heads, others=tuple(others))
 
     def _find_axes(self, best: Found | None, layout: str | None) -> Found | None:
         """Return the best call with positions on several axes if all of them matter, or if no other call works."""
@@ -119,7 +123,7 @@ class _Finder:
         if best is None:
             return None
         score, index, chosen = best
-        if count is None and chosen.given not in (None, self.given):
+        if count is None and chosen.way.given not in (None, self.given):
             chosen = next(islice(candidates(self.expected, self.given), index, None))
             if _score(chosen, self.errors) is None:
                 return None
@@ -132,7 +136,7 @@ class _Finder:
 
         def resize(channels: int, rotary_dim: int) -> Subject | None:
             expected = self.expected
-            if chosen.given is not None:
+            if chosen.way.given is not None:
                 return same(expected, replace(GIVEN, head_dim=channels, rotary_dim=rotary_dim))
             if chosen.arguments is not None and not chosen.arguments.takes(channels, rotary_dim):
                 return None
@@ -224,18 +228,13 @@ class _Finder:
                     for form in forms(each, name, rotate, known=known, required=required, key_head=key_head):
                         yield Subject(
                             form=form,
-                            angles=passed.arguments,
-                            positions=passed.positions,
+                            way=passed,
                             signature=f"{'' if second is None else 'tables, then '}{_signature(function, form, way)}",
-                            in_place=form.in_place,
-                            takes=form.takes,
-                            given=passed.given,
-                            tables=passed.tables,
+                            expected=expected,
                             module=module,
                             channels=channels,
                             arguments=arguments,
                             axes=count,
-                            side=passed.side,
                         )
 
 
@@ -250,7 +249,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     try:
         out, _ = subject(x[:1], x[:1], positions)
         maps = subject.linear_maps(positions)
-        if subject.in_place and not subject.form.is_fused and torch.equal(out, x[:1]):
+        if subject.form.in_place and not subject.form.is_fused and torch.equal(out, x[:1]):
             raise CallError("wrong-shape", "it returns no tensor, and changes none")
         score = _score_of_fused(subject, positions)
         if subject.form.call.key_first or subject.form.call.results == ("k", "q"):
@@ -262,7 +261,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
     score += _ROTATES * (differs_by_token and not differs_by_head)
     many = torch.arange(_MANY)[None]
-    if subject.given is not None and subject.accepts(many):
+    if subject.way.given is not None and subject.accepts(many):
         try:  # tables of fewer tokens than channels also fit other axes
             subject(*2 * (subject.equal_heads(_MANY, _HEADS),), many)
         except CallError:
@@ -274,14 +273,14 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
-            - 1 * (subject.given is not None and not _has_frequencies(subject.given, found, maps[1]))
+            - 1 * (subject.way.given is not None and not _has_frequencies(subject.way.given, found, maps[1]))
         )
     if subject.layout == "thd":
         return score + 1
     if subject.accepts(positions.expand(3, -1)):
         with contextlib.suppress(CallError):
             every, _ = subject(x, x, positions.expand(3, -1))
-            score += subject.given is None or torch.allclose(every, every[:1])
+            score += subject.way.given is None or torch.allclose(every, every[:1])
     return score
 
 
@@ -294,7 +293,7 @@ def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor) -> bo
 
 def _score_of_fused(subject: Subject, positions: Tensor) -> int:
     """Return 0 if a fused call leaves v unchanged and stores k at its slots, or else a negative number."""
-    if not subject.takes & {"v", "slots"}:
+    if not subject.form.takes & {"v", "slots"}:
         return 0
     x = _tokens(subject)
     slots = torch.tensor([[9, 3, 4, 11, 6]])
@@ -338,7 +337,7 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
     right, _ = chosen(x, x, positions)
     working = None
     for other in others:
-        if other.layout in (chosen.layout, "thd") and other.tables == chosen.tables:
+        if other.layout in (chosen.layout, "thd") and other.way.tables == chosen.way.tables:
             with contextlib.suppress(CallError):
                 out, _ = other(x, x, positions)
                 if torch.allclose(out, right, atol=1e-5):

@@ -113,11 +113,10 @@ class Form:
 
     @property
     def takes(self) -> frozenset[str]:
-        """What can be passed besides q, k and positions: "v", "slots", "weights", and "stack" of q, k and v."""
+        """What a fused call takes besides q, k and positions: "v", "slots", "weights" (of its norm)."""
         roles = {*self.call.parameter_of}
         named = {"v": {"v", "qkv", "kv"}, "slots": {"key_cache"}, "weights": {"q_weight"}}
-        stack = {"stack"} if self.packing == "stacked" else set()
-        return frozenset({name for name, of in named.items() if of & roles and not self.key_head} | stack)
+        return frozenset(name for name, of in named.items() if of & roles and not self.key_head)
 
     @property
     def packed(self) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, _checks
+from ropewalk import _checks
+from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.form import Form, Results, from_layout, to_layout
 from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
-from ropewalk.tools.check.find.ways import run_starts
+from ropewalk.tools.check.find.ways import Way, run_starts
 
 _CELLS = 1 << 15  # of the largest grid that is tried after the plain call
 
@@ -27,20 +28,9 @@ class Subject:
 
     Args:
         form: how q and k are passed, and where the results are read.
-        angles: returns the arguments for positions and tables, from q in the target's layout and positions `[batch,
-            seq]` or `[axes, batch, seq]`.
-        positions: which positions the target accepts. "rows" is a separate list for each row of the batch, and "shared"
-            one list for the whole batch. With "offset", the target accepts the position of the first token and counts
-            from there, with "offsets" from one position for each row. With "none", it counts from 0. With "packed", one
-            row contains several documents, and the target counts from 0 in each, with "runs" from one position for each
-            document.
+        way: how positions and tables are passed.
         signature: the call as text, for the report.
-        in_place: whether the target writes its results into q and k, or into the qkv that it is passed.
-        takes: what a fused target takes besides q, k and positions: "v", "slots", "weights" (of its norm). With
-            "stack", q, k and v are stacked in one tensor, so that all have as many heads.
-        given: the rope of the tables that `check` passes, with which the target computes no angles. None if it passes
-            none.
-        tables: the format of cos and sin that the target accepts or computes, or None.
+        expected: what the target should compute.
         rebuild: constructs a new subject that has not been called yet. A base can be passed. None if the target is a
             function, which needs no construction.
         module: the torch.nn.Module that stores the angles, or None.
@@ -48,26 +38,22 @@ class Subject:
         arguments: the arguments of the target's constructor, or None.
         axes: the number of axes of positions, which may then be `[axes, batch, seq]`. Positions `[batch, seq]` stand
             for the same position on each axis. None means that a token has one position.
-        side: the rows and columns of the largest square grid that is passed instead of positions, or None.
+        needs_equal_heads: whether q, k and v must have as many heads.
         resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
             does not take these. None if the sizes of the target are fixed.
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
     """
 
     form: Form
-    angles: Callable[[Tensor, Tensor], dict[str, Any]]
-    positions: str
+    way: Way
     signature: str
-    in_place: bool
-    takes: frozenset[str]
-    given: Rope | None = None
-    tables: str | None = None
+    expected: Expected
     rebuild: Callable[..., Subject] | None = None
     module: torch.nn.Module | None = None
     channels: int = 64
     arguments: Arguments | None = field(default=None, repr=False)
     axes: int | None = None
-    side: int | None = None
+    needs_equal_heads: bool = False
     resize: Callable[[int, int], Subject | None] | None = None
     others: tuple[Subject, ...] = ()
 
@@ -105,9 +91,9 @@ class Subject:
         try:
             if q.dtype in (torch.float16, torch.bfloat16) and "cos_sin_cache" in self.form.call.parameter_of:
                 with contextlib.suppress(Exception):  # the cache has the dtype of q in some engines, float32 in others
-                    return self.form.run(q, k, self.angles(q, positions), positions.shape[-2], **passed)
-                return self.form.run(q, k, self.angles(q.float(), positions), positions.shape[-2], **passed)
-            return self.form.run(q, k, self.angles(q, positions), positions.shape[-2], **passed)
+                    return self.form.run(q, k, self.way.arguments(positions, q), positions.shape[-2], **passed)
+                return self.form.run(q, k, self.way.arguments(positions, q.float()), positions.shape[-2], **passed)
+            return self.form.run(q, k, self.way.arguments(positions, q), positions.shape[-2], **passed)
         except (CallError, KeyboardInterrupt):
             raise
         except BaseException as e:  # a function that computes tables may raise anything
@@ -176,24 +162,24 @@ class Subject:
 
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]` or `[axes, batch, seq]`."""
-        if self.side is not None:  # all cells of a grid are rotated, even for one token
+        if self.way.side is not None:  # all cells of a grid are rotated, even for one token
             sizes = positions.amax((-2, -1)) + 1
             if int(sizes.expand(self.axes or 1).prod()) > _CELLS:
                 return False
         rows_are_equal = bool((positions == positions[..., :1, :]).all())
         if self.layout == "thd" and positions.shape[-2] != 1:
             return False
-        if self.positions == "rows":
+        if self.way.positions == "rows":
             return True
-        if self.positions == "shared":
+        if self.way.positions == "shared":
             return rows_are_equal
         consecutive = bool((positions == positions[..., :1] + torch.arange(positions.shape[-1])).all())
-        if self.positions == "offsets":
+        if self.way.positions == "offsets":
             return consecutive
-        if self.positions in ("runs", "packed"):
+        if self.way.positions in ("runs", "packed"):
             starts = positions[0][run_starts(positions[0])]
-            return len(positions) == 1 and (self.positions == "runs" or not bool(starts.any()))
-        return rows_are_equal and consecutive and (self.positions == "offset" or not bool(positions[0, 0]))
+            return len(positions) == 1 and (self.way.positions == "runs" or not bool(starts.any()))
+        return rows_are_equal and consecutive and (self.way.positions == "offset" or not bool(positions[0, 0]))
 
 
 def _plain(x: Any) -> Tensor:

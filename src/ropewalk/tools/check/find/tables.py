@@ -34,8 +34,8 @@ class Source:
     Args:
         name: the source or the format of the tables, in words.
         make: returns the tables, with axes batch and seq, for q and positions `[batch, seq]` or `[axes, batch, seq]`.
-        positions: which positions they can be computed for, as in `Subject`.
-        side: as in `Subject`.
+        positions: which positions they can be computed for, as in `Way`.
+        side: as in `Way`.
         given: the rope of exact tables. None if other code of the target computes them.
     """
 
@@ -57,24 +57,7 @@ _AXES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A way to pass positions and tables.
-
-    Args:
-        arguments: returns them by name, from q in the target's layout and positions `[batch, seq]` or `[axes, batch,
-            seq]`.
-        positions, side, given, tables: as in `Subject`.
-    """
-
-    arguments: Callable[[Tensor, Tensor], dict[str, Any]]
-    positions: str
-    side: int | None = None
-    given: Rope | None = None
-    tables: str | None = None
-
-
-def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str]) -> Iterator[tuple[str, Passed]]:
+def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str]) -> Iterator[tuple[str, Way]]:
     """Yield each way to pass tables with each layout of q and k, the most likely first.
 
     In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
@@ -88,7 +71,9 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     """
     roles = call.parameter_of
     if not sources:
-        yield from ((layout, Passed(way.of_tokens, way.positions, way.side)) for layout in layouts)
+        if way.side is not None:  # as `on_grid` takes them
+            way = replace(way, arguments=lambda positions, q: {"positions": positions[:, :1]})
+        yield from ((layout, way) for layout in layouts)
         return
     names = [roles[role] for role in ("table", "cos_sin_cache") if role in roles]
     orders = [names] if names else [[roles["cos"], roles["sin"]]]
@@ -104,10 +89,10 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
             yield layout, _passed(source, way, order, axes, fixed)
 
 
-def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, int]) -> Passed:
+def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, int]) -> Way:
     """Return the way to pass tables with these axes in the parameters `names`, and the arguments `fixed`."""
 
-    def arguments(q: Tensor, positions: Tensor) -> dict[str, Any]:
+    def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         rows = positions
         if way.positions != "given":  # the target indexes tables of all positions
             rows = torch.arange(max(int(positions.max()) + 1, positions.shape[-1]))[None]
@@ -116,13 +101,13 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
             values = [tuple(values)]
         if len(names) != len(values):
             raise ValueError(f"{len(values)} tensor(s) are computed for the parameters {', '.join(names)}")
-        return dict(zip(names, values, strict=True)) | way.arguments(positions) | fixed
+        return dict(zip(names, values, strict=True)) | way.arguments(positions, q) | fixed
 
     accepted = way.positions if source.positions == "rows" else source.positions
     if accepted == "given":
         accepted = "rows" if "b" in axes else "shared"
     text = source.name if source.given is not None else f"{source.name}, {axes}, {fixed}"
-    return Passed(arguments, accepted, source.side, source.given, text)
+    return Way(accepted, way.roles, arguments, source.side, source.given, text)
 
 
 _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin
@@ -199,7 +184,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, form: str |
 
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
-            found = make(q, way.arguments(positions))
+            found = make(q, way.arguments(positions, q))
             if way.side is not None:
                 return _rows(rows_of_grid(found, positions[:, :1]), positions)
             return _rows(flat(found) if way.positions == "shared" else found, positions)

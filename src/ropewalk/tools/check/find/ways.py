@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk import _checks
+from ropewalk import Rope, _checks
 from ropewalk.tools.check.find.signature import Call, Roles, accept_keywords
 
 COUNTS = (3, 2, 4)
@@ -38,23 +38,29 @@ OF_POSITIONS = frozenset(role for roles in _ROLES.values() for role in roles)
 
 @dataclass(frozen=True)
 class Way:
-    """A way to pass positions.
+    """A way to pass positions, and tables if the target takes them.
 
     Args:
-        positions: which positions can be passed, as in `Subject`. "given" means that tables have a row for each token.
-        roles: the roles of the parameters that state them.
-        arguments: returns the arguments by name, for positions `[batch, seq]` or `[axes, batch, seq]`.
-        side: the side of the largest square grid that is tried, if the size of a grid is passed. Otherwise None.
+        positions: which positions the target accepts. "rows" is a separate list for each row of the batch, and "shared"
+            one list for the whole batch. With "offset", the target accepts the position of the first token and counts
+            from there, with "offsets" from one position for each row. With "none", it counts from 0. With "packed", one
+            row contains several documents, and the target counts from 0 in each, with "runs" from one position for each
+            document. Before the tables are known, "given" means that they have a row for each token.
+        roles: the roles of the parameters that state the positions.
+        arguments: returns the arguments by name, for positions `[batch, seq]` or `[axes, batch, seq]`, and for q in the
+            target's layout.
+        side: the rows and columns of the largest square grid that is passed instead of positions, or None.
+        given: the rope of the tables that `check` passes, with which the target computes no angles. None if it passes
+            none.
+        tables: the format of cos and sin that the target accepts or computes, or None.
     """
 
     positions: str
     roles: tuple[str, ...]
-    arguments: Callable[[Tensor], dict[str, Any]]
+    arguments: Callable[[Tensor, Tensor], dict[str, Any]]
     side: int | None = None
-
-    def of_tokens(self, q: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Return the arguments of a function that rotates q: those of `on_grid`, if this is the way of a grid."""
-        return self.arguments(positions) if self.side is None else {"positions": positions[:, :1]}
+    given: Rope | None = None
+    tables: str | None = None
 
     def fits(self, layout: str) -> bool:
         """Return whether positions can be passed in this way to a target with this layout."""
@@ -94,7 +100,7 @@ def ways(
     return [Way(name, _ROLES.get(name, ()), partial(_arguments, call.parameter_of, name)) for name in names]
 
 
-def _arguments(parameter_of: Roles, name: str, positions: Tensor) -> dict[str, Any]:
+def _arguments(parameter_of: Roles, name: str, positions: Tensor, q: Tensor) -> dict[str, Any]:
     row = positions.flatten(0, -2)[0]
     starts = run_starts(row)
     ends = torch.cat((starts, torch.tensor([len(row)])))
@@ -113,7 +119,7 @@ def run_starts(positions: Tensor) -> Tensor:
 
 
 def _of_a_tensor(name: str, form: str) -> Way:
-    def arguments(positions: Tensor) -> dict[str, Any]:
+    def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         chosen, axes = (positions, "abs") if "b" in form else (positions[:, 0], "as")
         return {name: chosen.permute([axes.index(letter) for letter in re.sub(r"\d", "a", form)]).contiguous()}
 
@@ -125,15 +131,15 @@ def _of_each_axis(parameter_of: Roles, count: int) -> list[Way]:
     names = [parameter_of[role] for role in roles]
     if roles[-2:] == ("height", "width") and len(roles) == count:
         return [
-            Way("rows", roles, lambda p: dict(zip(names, p.contiguous(), strict=True))),
-            Way("shared", roles, lambda p: dict(zip(names, p[:, 0].contiguous(), strict=True))),
-            Way("shared", roles, lambda p: dict(zip(names, _grid_of(p), strict=True)), side),
+            Way("rows", roles, lambda p, q: dict(zip(names, p.contiguous(), strict=True))),
+            Way("shared", roles, lambda p, q: dict(zip(names, p[:, 0].contiguous(), strict=True))),
+            Way("shared", roles, lambda p, q: dict(zip(names, _grid_of(p), strict=True)), side),
         ]
     if "grid" in parameter_of:
         name = parameter_of["grid"]
         return [
-            Way("shared", ("grid",), lambda p: {name: _grid_of(p)}, side),
-            Way("shared", ("grid",), lambda p: {name: torch.tensor([_grid_of(p)])}, side),
+            Way("shared", ("grid",), lambda p, q: {name: _grid_of(p)}, side),
+            Way("shared", ("grid",), lambda p, q: {name: torch.tensor([_grid_of(p)])}, side),
         ]
     return []
 
@@ -215,7 +221,7 @@ def on_grid(function: Callable[..., Any], call: Call, way: Way, layout: str) -> 
                 empty = x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :])
                 whole[name] = empty.index_copy(axis, cells[here], x.index_select(axis, here))
             passed = {name: x.detach().clone() for name, x in whole.items()}
-            returned = by_name(**keywords | whole | way.arguments(positions))
+            returned = by_name(**keywords | whole | way.arguments(positions, keywords[names[0]]))
             for name, x in whole.items():
                 if not torch.equal(x.detach(), passed[name]):  # as the target would do with the tokens themselves
                     with torch.no_grad():

@@ -25,24 +25,22 @@ _MOVED = 3e-6  # of cos and sin: a pair that is not turned is copied without any
 _NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
 
 
-def judge(
-    subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, report: Report
-) -> tuple[Expected, OnAxes | None]:
+def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: Report) -> tuple[Subject, OnAxes | None]:
     """Measure which axis turns each pair, report it, and name how it differs from what is expected.
 
     Args:
         subject, structure, report: the target, its pairs, and what receives the findings.
         multipliers: of the pairs at positions 0 to 63 on all axes, complex128 `[positions, pairs]`.
-        expected: what the target should compute.
 
     Returns:
-        What to expect with the axes that the target has, so that no later step reports them again, and what was
+        The target, of which the axes that it has are expected, so that no later step reports them again, and what was
         measured. None if the target has one axis, or if the two channels of a pair have different axes.
     """
+    expected = subject.expected
     if subject.axes is None:
-        if expected.axes is not None and subject.given is None:
+        if expected.axes is not None and subject.way.given is None:
             report.found["axes"] = "not judged: one position is passed for each token, as for text"
-        return expected, None
+        return subject, None
     names = _names(subject.axes, expected)
     measured = torch.stack([_measure(subject, structure, axis) for axis in range(subject.axes)])
     sizes = measured.abs() / multipliers.abs().median()
@@ -54,29 +52,30 @@ def judge(
             f"{says}{names[of]}, its length changes by a factor of {float(sizes[of, :, pair].min()):.3g}.",
             _place(pair, of, names) + _AND_0,
         )
-        return expected, None
+        return subject, None
     turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
     axis = tuple(t.index(True) if sum(t) == 1 else (_SEVERAL if sum(t) else _NONE) for t in turned)
     report.found["axes"] = describe(axis, names)
-    rope = expected.rope if subject.given is None else subject.given
-    if subject.given is not None and subject.given.axes is not None and expected.axes is None:
-        interleaved = Axes.interleaved([subject.given.axes.axis.count(a) for a in range(subject.axes)])
+    rope = expected.rope if subject.way.given is None else subject.way.given
+    if subject.way.given is not None and subject.way.given.axes is not None and expected.axes is None:
+        interleaved = Axes.interleaved([subject.way.given.axes.axis.count(a) for a in range(subject.axes)])
         if axis == interleaved.axis:  # both are right, because nothing states the layout of the sections
-            rope = replace(subject.given, axes=interleaved)
+            rope = replace(subject.way.given, axes=interleaved)
     alone = measured[:, : len(SMALL)]
     if rope is None or rope.axes is None:
-        return expected, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
+        return subject, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
     moving = rope.inv_freq != 0
     right = tuple(np.array(rope.axes.axis)[moving].tolist())
     if len(right) != len(axis):
-        return expected, OnAxes(alone, axis, None, names)
+        return subject, OnAxes(alone, axis, None, names)
     if axis != right:
         _name(right, axis, names, report)
     explained = rope
     if bool(moving.all()) and min(axis) >= 0:
         explained = _judge_frequencies(rope, axis, multipliers, names, report)
-    expected = expected if subject.given is not None else replace(expected, rope=explained)
-    return expected, OnAxes(alone, axis, explained.axes, names)
+    if subject.way.given is None:
+        subject = replace(subject, expected=replace(expected, rope=explained))
+    return subject, OnAxes(alone, axis, explained.axes, names)
 
 
 def _names(count: int, expected: Expected) -> tuple[str, ...]:
@@ -290,7 +289,7 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
             ("positions-ignored", "has its index in the sequence on every axis.", index),
         ]
-        if baseline.subject.side is not None:
+        if baseline.subject.way.side is not None:
             *_, rows, columns = (positions.amax((1, 2)) + 1).tolist()
             cells = positions[-2] * columns + positions[-1]
             how = "is where the index of its cell, divided by the rows of the grid and not by its columns, puts it."
@@ -316,13 +315,14 @@ def _judge_gradients(baseline: Baseline, positions: Tensor) -> None:
     report, name = baseline.report, "gradients on several axes"
     if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes}:
         return
+    case = usual(baseline.subject, tokens=positions.shape[-1])
     try:
-        found = gradients.find_fault(baseline, usual(baseline.subject, tokens=positions.shape[-1]), positions)
+        found = gradients.find_fault(baseline, case, positions)
     except CallError as e:
         report.grade(name, f"{e}")
         return
     if found is not None:
-        report.add(found[0], f"With an image between text: {found[1]}")
+        report.add(found[0], f"With an image between text: {found[1][0].lower()}{found[1][1:]}", str(case))
     report.grade(name, "as expected", found is None)
 
 
@@ -331,9 +331,9 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
     of, subject, report = baseline.law, baseline.subject, baseline.report
     if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
         return
-    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given is not None:
+    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.way.given is not None:
         return
-    axis, length = torch.tensor(on_axes.axis), baseline.expected.length
+    axis, length = torch.tensor(on_axes.axis), baseline.subject.expected.length
     for far in (200, FAR, 4_095, 32_767):
         for index, name in enumerate(on_axes.names if length is None or far + 5 <= length else ()):
             positions = torch.arange(5).repeat(len(on_axes.names), 1, 1)

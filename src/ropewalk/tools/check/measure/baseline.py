@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ropewalk import Axes
-from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import Subject
 from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, usual
 from ropewalk.tools.check.measure.law import Law
@@ -69,7 +68,6 @@ class Baseline:
         multipliers: the measured multiplier of each pair of q at positions 0 to 63, complex128 `[positions, pairs]`.
         k_multipliers: the measured multiplier of each pair of k. Equal to `multipliers` if the subject takes no k.
         law: the law of the angles at these positions.
-        expected: what the target should compute.
         report: receives the findings and grades.
         on_axes: the angles that each axis of the positions causes, or None if a token has one position.
     """
@@ -79,7 +77,6 @@ class Baseline:
     multipliers: Tensor
     k_multipliers: Tensor
     law: Law
-    expected: Expected
     report: Report
     on_axes: OnAxes | None = None
 

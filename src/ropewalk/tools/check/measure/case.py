@@ -79,7 +79,7 @@ def usual(
 
     A subject that takes no k, or q, k and v stacked in one tensor, always has as many.
     """
-    if k_heads is None or not subject.has_k or "stack" in subject.takes:
+    if k_heads is None or not subject.has_k or subject.needs_equal_heads:
         k_heads = heads
     return Case(rows, tokens, heads, k_heads, subject.channels)
 

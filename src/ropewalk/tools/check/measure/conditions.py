@@ -63,7 +63,7 @@ def _check_offset(baseline: Baseline) -> bool:
     if not all(baseline.matches(positions)):
         for name, is_first in zip("qk", baseline.matches(positions, FIRST), strict=False):
             if is_first:
-                code = "offset-ignored" if subject.positions == "offset" else "positions-ignored"
+                code = "offset-ignored" if subject.way.positions == "offset" else "positions-ignored"
                 report.add(code, f"Tokens of {name} at positions 7 to 11 are rotated by the angles of 0 to 4.")
         if not POSITIONS_IGNORED & {*report.codes}:
             says = "Tokens at positions 7 to 11 have other angles than in a sequence that starts at 0."
@@ -101,7 +101,7 @@ def _check_ragged_rows(baseline: Baseline) -> bool:
     subject, report = baseline.subject, baseline.report
     positions = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
     if not subject.accepts(positions):
-        if subject.positions == "shared":
+        if subject.way.positions == "shared":
             report.grade("ragged rows", "not judged: only positions shared by all rows of the batch can be passed")
         return False
     if {"batch-ignored", "positions-ignored", "one-token-wrong"} & {*report.codes}:
@@ -120,7 +120,7 @@ def _check_ragged_rows(baseline: Baseline) -> bool:
 def _other_calls(baseline: Baseline, *kinds: str) -> list[Baseline]:
     """Return the measurement with each call of the target that accepts such positions."""
     calls = (baseline.subject, *baseline.subject.others)
-    return [replace(baseline, subject=call) for call in calls if call.positions in kinds]
+    return [replace(baseline, subject=call) for call in calls if call.way.positions in kinds]
 
 
 def _check_offsets_of_rows(baseline: Baseline) -> bool:
@@ -200,21 +200,23 @@ def _check_views(baseline: Baseline) -> bool:
         for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
             if out is not None and not bool(((subject.from_native(out) - right).abs() < CLOSE).all()):
                 baseline.report.add("strided-input", f"The results for {name} are wrong.")
-    if subject.given is not None and not subject.form.is_fused:
-        halves = replace(baseline, subject=replace(subject, angles=partial(_halves, subject)))
+    if subject.way.given is not None and not subject.form.is_fused:
+        halves = replace(
+            baseline, subject=replace(subject, way=replace(subject.way, arguments=partial(_halves, subject)))
+        )
         with contextlib.suppress(CallError):  # it refuses such tables
             if not all(halves.matches(FIRST)):
                 baseline.report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
     return True
 
 
-def _halves(subject: Subject, q: Tensor, positions: Tensor) -> dict[str, Any]:
+def _halves(subject: Subject, positions: Tensor, q: Tensor) -> dict[str, Any]:
     """Return the arguments for positions and tables, which are halves of wider ones, as if cos and sin were in one."""
     return {
         name: torch.cat((value, -value), dim=-1)[..., : value.shape[-1]]
         if isinstance(value, Tensor) and value.is_floating_point()
         else value
-        for name, value in subject.angles(q, positions).items()
+        for name, value in subject.way.arguments(positions, q).items()
     }
 
 
@@ -222,7 +224,7 @@ def _check_inputs_unchanged(baseline: Baseline) -> bool:
     for name, (q, k) in _views(baseline).items():
         before, positions = (q.clone(), k.clone()), FIRST.clone()
         baseline.subject.call_native(q, k, positions)
-        if not baseline.subject.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
+        if not baseline.subject.form.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
             baseline.report.add("input-changed", f"A call with {name} changes the values of its arguments.")
         if not torch.equal(positions, FIRST):
             baseline.report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")

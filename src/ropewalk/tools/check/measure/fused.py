@@ -21,7 +21,7 @@ _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
 
 def judge_passed(subject: Subject, report: Report) -> bool:
     """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
-    if not {"v", "slots"} & subject.takes:
+    if not {"v", "slots"} & subject.form.takes:
         return False
     found, _ = first_fault(_cases(subject), partial(_passed_fault, subject))
     if found is not None:
@@ -29,7 +29,7 @@ def judge_passed(subject: Subject, report: Report) -> bool:
         if found[0] != "value-changed":
             report.grade("slots", found[1], False)
             return True
-    if "slots" in subject.takes:
+    if "slots" in subject.form.takes:
         report.grade("slots", "as expected", True)
     return False
 
@@ -38,7 +38,7 @@ def judge(baseline: Baseline) -> None:
     """Test the norms, and that what is stored is the rotated key."""
     subject, report = baseline.subject, baseline.report
     tests = {"weights": ("norm", _norm_fault), "slots": ("stored keys", _stored_fault)}
-    for name, fault in (test for takes, test in tests.items() if takes in subject.takes):
+    for name, fault in (test for takes, test in tests.items() if takes in subject.form.takes):
         found, _ = first_fault(_cases(subject), partial(fault, baseline))
         if found is not None:
             report.add(*found)
@@ -173,7 +173,7 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
 def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare the stored keys with the rotated keys, and find what is stored instead."""
     subject, positions = baseline.subject, case.positions(baseline.subject)
-    weights = _weights(case.channels) if "weights" in subject.takes else None
+    weights = _weights(case.channels) if "weights" in subject.form.takes else None
     results = _call(subject, case, weights=weights)
     if results.stored is None:
         return None

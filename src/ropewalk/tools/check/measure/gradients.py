@@ -61,10 +61,10 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
         is_ignored = POSITIONS_IGNORED & {*baseline.report.codes}
         positions = torch.arange(case.tokens)[None] if is_ignored else case.positions(subject)
     inputs = [subject.to_native(x).contiguous().requires_grad_() for x in case.tensors()]
-    in_place = ("in-place-gradient", "wrong-gradient")[not subject.in_place]
+    in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
     with torch.enable_grad():
         # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
-        passed = [x.clone() for x in inputs] if subject.in_place else inputs
+        passed = [x.clone() for x in inputs] if subject.form.in_place else inputs
         results = subject.call_native(passed[0], passed[1], positions.clone())
         if not any(out.requires_grad for out in results if out is not None):
             return "no-gradient", "No result has a gradient with respect to its input."
@@ -95,8 +95,10 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
                     return "wrong-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
                 if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
                     says = f"The gradient of {name} is that of a function that changes nothing{where(wrong)}."
-                    return "no-gradient" if subject.in_place and not _is_claimed(out) else in_place, says
-                if subject.in_place and _depends_on_values(subject, case, positions, name == "k", weight, grads[0]):
+                    return "no-gradient" if subject.form.in_place and not _is_claimed(out) else in_place, says
+                if subject.form.in_place and _depends_on_values(
+                    subject, case, positions, name == "k", weight, grads[0]
+                ):
                     return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
                 return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
     return None
@@ -124,7 +126,7 @@ def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
 def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key: bool) -> Tensor:
     """Return the right gradient. A norm, which is passed heads of size 1, also removes its part along each head."""
     right = baseline.structure.predict_gradient(weight, baseline.at(positions, key=key))
-    if "weights" not in baseline.subject.takes:
+    if "weights" not in baseline.subject.form.takes:
         return right
     unit = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True))
     return right - unit * (unit * right).mean(-1, keepdim=True)
@@ -134,7 +136,7 @@ def _depends_on_values(
     subject: Subject, case: Case, positions: Tensor, key: bool, weight: Tensor, grad: Tensor
 ) -> bool:
     """Return whether the gradient of q or k changes with their values, which that of a rotation does not."""
-    if "weights" in subject.takes:
+    if "weights" in subject.form.takes:
         return True
     inputs = [(2 * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
     out = subject.call_native(inputs[0].clone(), inputs[1].clone(), positions.clone())[key]

@@ -61,7 +61,7 @@ def judge_length(baseline: Baseline) -> None:
 
     All of its tokens must have the frequencies and the attention factor of its length.
     """
-    report, unresolved, length = baseline.report, baseline.expected.unresolved, baseline.expected.length
+    report, unresolved, length = baseline.report, baseline.subject.expected.unresolved, baseline.subject.expected.length
     if unresolved is None or length is None:
         return
     n = 2 * length
@@ -102,9 +102,9 @@ def judge_length(baseline: Baseline) -> None:
 
 def _probes(baseline: Baseline) -> Iterator[Tensor]:
     """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
-    subject, length = baseline.subject, baseline.expected.length
+    subject, length = baseline.subject, baseline.subject.expected.length
     last = FARTHEST if length is None else length - 1
-    if subject.positions in ("none", "packed"):
+    if subject.way.positions in ("none", "packed"):
         for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
             try:
                 x = torch.zeros(1, tokens, 1, subject.channels)
@@ -125,7 +125,7 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
 
 def _table_length(subject: Subject) -> list[int]:
     """Return the length of the table that the constructor was passed, or of a side of a grid, or nothing."""
-    return [n for n in (subject.arguments and subject.arguments.length, subject.side) if n]
+    return [n for n in (subject.arguments and subject.arguments.length, subject.way.side) if n]
 
 
 def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:
@@ -160,7 +160,7 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if off(n - 1) < float32_error(n):
                 return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
             if p % n < p and off(p % n) < float32_error(n):
-                code = "table-wraps" if baseline.subject.positions in ("rows", "shared") else "positions-restart"
+                code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
     says = f"At position {p:,}, cos and sin are off by {off(p):.2g}."
     return "wrong-far-positions", f"{says} Float32 explains at most {float32_error(p):.1e}."
@@ -195,7 +195,7 @@ def judge_16_bits(baseline: Baseline) -> None:
         loss, rounding = (_relative_rms(t.to(torch.float64), exact) for t in (out, exact.to(dtype)))
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
         report.grade(f"{name} tensors", says, right)
-    if report.verdict == "right" and subject.given is None:
+    if report.verdict == "right" and subject.way.given is None:
         with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
             _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
 
@@ -257,7 +257,7 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
             return False
         return True
 
-    if subject.given is not None or subject.positions in ("none", "packed"):
-        return [torch.arange(64 if subject.given is not None else 512)]
-    last = baseline.expected.length or 10**9
+    if subject.way.given is not None or subject.way.positions in ("none", "packed"):
+        return [torch.arange(64 if subject.way.given is not None else 512)]
+    last = baseline.subject.expected.length or 10**9
     return [positions for p in _PROBES_16 if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]

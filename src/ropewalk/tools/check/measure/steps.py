@@ -21,9 +21,13 @@ from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
 
 
-def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
+def run(subject: Subject, report: Report, *, compiled: bool) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
-    report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given is not None else "")
+    if subject.expected.channels < subject.expected.head_dim:
+        report.found["head"] = "only the rotated channels, which the caller slices out"
+    report.found["call"] = subject.signature + (
+        f", tables: {subject.way.tables}" if subject.way.given is not None else ""
+    )
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
@@ -33,10 +37,10 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "runs": "counted from an offset for each document of a row",
         "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
-    }[subject.positions]
+    }[subject.way.positions]
     if repeats.judge_written(subject, report) or repeats.judge(subject, report):
         return
-    if (baseline := _measure(subject, expected, report)) is None:
+    if (baseline := _measure(subject, report)) is None:
         return
     multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
@@ -45,7 +49,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         fused.judge(baseline)
         conditions.judge(baseline)
         axes.judge_calls(baseline)
-    if subject.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
+    if subject.way.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
             positions.judge_far(baseline)
         else:
@@ -56,7 +60,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         sizes.judge(baseline, sure)
     if report.verdict == "right":
         gradients.check(baseline, gradients.ODD)
-        _judge_head_sizes(baseline, expected)
+        _judge_head_sizes(baseline, subject.expected)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
@@ -66,7 +70,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         _count_graph_breaks(baseline)
 
 
-def _measure(subject: Subject, expected: Expected, report: Report) -> Baseline | None:
+def _measure(subject: Subject, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
     if fused.judge_passed(subject, report) or _judge_heads(subject, report):
         return None
@@ -75,42 +79,34 @@ def _measure(subject: Subject, expected: Expected, report: Report) -> Baseline |
         says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
         report.add("wrong-output-dtype", says)
         return None
-    if "weights" in subject.takes:  # a norm, even of a head of size 1, rounds
+    if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
     structure = infer(maps)
     if structure is None:
         _report_no_pairs(subject, report)
         return None
-    if structure.lost and "weights" in subject.takes:
+    if structure.lost and "weights" in subject.form.takes:
         says = f"Heads of size 1 do not keep their size: channel {structure.lost[0]} is changed."
         report.add("wrong-norm", f"{says} The norm is not that of the whole head.")
         return None
-    _judge_structure(structure, expected, subject, report)
+    _judge_structure(structure, subject, report)
     if structure.flaw is not None:
         report.add(structure.flaw, _FLAWS[structure.flaw])
         return None
     multipliers = measure(subject, structure, SMALL[None])[0]
-    expected, on_axes = axes.judge(subject, structure, multipliers, expected, report)
-    measured = _judge_law(subject, structure, multipliers, expected, report, on_axes)
+    subject, on_axes = axes.judge(subject, structure, multipliers, report)
+    measured = _judge_law(subject, structure, multipliers, report, on_axes)
     k_multipliers = _judge_k(subject, structure, multipliers, report)
-    return Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report, on_axes)
+    return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
 _KEEP = {
-    *(
-        "query-and-key-crossed",
-        "output-not-written",
-        "memory-overwritten",
-        "value-changed",
-        "wrong-norm",
-        "heads-differ",
-        "rest-not-passed",
-    ),
-    *("cache-not-written", "wrong-slot", "padding-stored", "stored-key-unlike-key"),
-    *("wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
+    *("query-and-key-crossed", "output-not-written", "memory-overwritten", "value-changed", "wrong-norm"),
+    *("heads-differ", "rest-not-passed", "cache-not-written", "wrong-slot", "padding-stored"),
+    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
 }
 
 
@@ -123,7 +119,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
         if plain.shape == baseline.law.inv_freq.shape and torch.allclose(plain, baseline.law.inv_freq):
             expected = replace(expected, base=base)
     for channels, rotary_dim in _HEAD_SIZES:
-        is_free = subject.given is not None or subject.arguments is not None or channels == rotary_dim
+        is_free = subject.way.given is not None or subject.arguments is not None or channels == rotary_dim
         try:
             resized = subject.resize(channels, rotary_dim) if subject.resize is not None and is_free else None
             if resized is None:
@@ -131,7 +127,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             there = Report(report.target, ignored=report.ignored)
             used.overwritten.clear()
             rope = expected.rope
-            if rope is not None and resized.given is None:
+            if rope is not None and resized.way.given is None:
                 passed = resized.arguments is not None and "rotary_dim" in resized.arguments.sizes
                 if rope.rotary_dim == rope.head_dim or passed:
                     rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
@@ -139,9 +135,8 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
                     rope = None  # the target chooses its share of another head itself
                 else:
                     continue
-            wanted = replace(expected, rope=rope, head_dim=channels)
-            unwritten = repeats.judge_written(resized, there)
-            found = None if unwritten else _measure(resized, wanted, there)
+            resized = replace(resized, expected=replace(expected, rope=rope, head_dim=channels))
+            found = None if repeats.judge_written(resized, there) else _measure(resized, there)
             if found is not None and there.verdict == "right":
                 fused.judge(found)
                 gradients.check(found)
@@ -213,7 +208,8 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         report.add("not-rotated", "The channels do not change in pairs.")
 
 
-def _judge_structure(structure: Structure, expected: Expected, subject: Subject, report: Report) -> None:
+def _judge_structure(structure: Structure, subject: Subject, report: Report) -> None:
+    expected = subject.expected
     report.found["pairing"] = structure.pairing or "neither half nor interleaved"
     end = structure.rotary_offset + structure.rotary_dim
     report.found["rotated channels"] = f"{structure.rotary_offset} to {end - 1} of {subject.channels}"
@@ -236,7 +232,7 @@ def _judge_structure(structure: Structure, expected: Expected, subject: Subject,
     rope = expected.rope
     if (
         rope is not None
-        and subject.given is None
+        and subject.way.given is None
         and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
     ):
         if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
@@ -251,26 +247,25 @@ def _judge_law(
     subject: Subject,
     structure: Structure,
     multipliers: Tensor,
-    expected: Expected,
     report: Report,
     on_axes: OnAxes | None,
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
-    rope = expected.rope
-    if subject.given is not None:
-        rope = subject.given
+    expected, rope = subject.expected, subject.expected.rope
+    if subject.way.given is not None:
+        rope = subject.way.given
     elif rope is None:
-        rope = _fitting_rope(subject, structure, multipliers, expected, None if on_axes is None else on_axes.axes)
+        rope = _fitting_rope(subject, structure, multipliers, None if on_axes is None else on_axes.axes)
     measured = law.identify(multipliers, SMALL, rope, subject.channels)
     if measured.code in _FREQUENCIES and expected.unresolved is not None:
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
             long_law = law.identify(multipliers, SMALL, expected.unresolved.at_length(n), subject.channels)
-            if long_law.code is None and subject.given is None:
+            if long_law.code is None and subject.way.given is None:
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
-    stated = subject.given is not None or expected.rope is not None or expected.base is not None
+    stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
     if not stated and measured.code in _FREQUENCIES:
         fastest = float(measured.inv_freq.abs().max())
         if fastest > 1.001:
@@ -284,7 +279,7 @@ def _judge_law(
     explained = {"wrong-slice", "axis-frequencies"} & {*report.codes}
     if measured.code is not None and not (measured.code == "wrong-frequencies" and explained):
         report.add(measured.code, measured.says)
-    describe = "not judged: check passes the tables" if subject.given is not None else None
+    describe = "not judged: check passes the tables" if subject.way.given is not None else None
     report.found["frequencies"] = describe or _describe_frequencies(measured, structure, rope)
     expected_factor = 1.0 if rope is None else rope.attention_factor
     if stated and abs(measured.factor / expected_factor - 1) > 2e-3 and measured.code != "not-finite":
@@ -296,14 +291,12 @@ def _judge_law(
     return measured
 
 
-def _fitting_rope(
-    subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, of_axes: Axes | None
-) -> Rope | None:
+def _fitting_rope(subject: Subject, structure: Structure, multipliers: Tensor, of_axes: Axes | None) -> Rope | None:
     """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
 
     Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
     """
-    base = expected.base or (subject.arguments.base if subject.arguments is not None else None)
+    base = subject.expected.base or (subject.arguments.base if subject.arguments is not None else None)
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
         fitted = law.fit_base(inv_freq, structure.rotary_dim, axes=of_axes)
