@@ -32,6 +32,11 @@ from ropewalk.tools.check.measure import structure
 
 _SECTIONS = signature.CALL_NAMES["sections"].split()
 GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
+_TABLES = {"cos", "sin", "table", "cos_sin_cache"}
+_PLACES = {"positions", "grid", "frames", "height"}
+_PAIRING = {"interleaved", "is_neox"}
+VARIED = {"switched": _PAIRING, "switched with its tables": _PAIRING, "conjugate": {"conjugate"}}
+"""Variants of a call → the options that get another value. The other pairing may need other tables."""
 
 Found = tuple[int, Subject]  # a call, and its score
 
@@ -63,6 +68,9 @@ class _Finder:
         self.given = GIVEN
         if (rope := expected.rope) is not None:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)
+        elif expected.states_head_dim:
+            self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
+        self.found: dict[str, Any] = {}  # attributes of the form of every further call
         self.errors: list[str] = []
 
     def find(self, layout: str | None) -> Subject:
@@ -77,20 +85,32 @@ class _Finder:
                 failure = e
         if not stated:
             best = self._find_axes(best, layout)
-        if failure is None and self.form is None and (best is None or best[0] < _ROTATES):
-            for key_head in ("kept", "dropped"):
-                best = _better(best, self.search(None, layout, key_head))
+        if failure is None and self.form is None and (best is None or best[0] < _ROTATES or _is_of_latents(best[1])):
+            best = _better(*(self.search(None, layout, key_head) for key_head in ("kept", "dropped")), best)
+        if best is None and failure is None:
+            best = self.search(stated or None, layout, mode="int32")
         if best is None:
             raise failure or self._no_call()
         chosen = best[1]
+        if chosen.way.side is not None and _depends_on_the_grid(chosen):
+            must = "a cell must have the same angles in a grid of any size"
+            fix = "Wrap it in a function of positions, as its model computes them, or check the function of its tables."
+            raise _checks.error("check", must, f"other angles in a larger grid, in {chosen.signature}", fix)
+        if "weights" in chosen.form.takes and _adds_1_to_weights(chosen):
+            self.found["added"] = 1.0
         if _returns_its_input(chosen, is_told="->" in (self.call or "")):
-            chosen = replace(chosen, form=replace(chosen.form, in_place=True))
+            self.found["in_place"] = True
+        chosen = replace(chosen, form=replace(chosen.form, **self.found))
         modes = [
             self.candidates(self.expected, self.given, chosen.axes, layout, mode) for mode in ("offsets", "packed")
         ]
         others = [other for of_mode in modes if (other := _like(chosen, of_mode)) is not None]
         needs_equal_heads = chosen.form.packing == "stacked" and not _takes_fewer_key_heads(chosen)
-        return replace(chosen, needs_equal_heads=needs_equal_heads, others=tuple(others))
+        options = {role for roles in VARIED.values() for role in roles}
+        passed = {name for role, name in chosen.form.call.parameter_of.items() if role in options}
+        passed = passed.union(chosen.passed, *(other.passed for other in others))
+        not_passed = tuple(name for name in chosen.parameters if name not in passed)
+        return replace(chosen, needs_equal_heads=needs_equal_heads, others=tuple(others), not_passed=not_passed)
 
     def _find_axes(self, best: Found | None, layout: str | None) -> Found | None:
         """Return the best call with positions on several axes if all of them matter, or if no other call works."""
@@ -111,11 +131,13 @@ class _Finder:
         got = self.errors[0] if self.errors else "no known parameters"
         return _checks.error("check", must, got, " ".join((fix, *self.expected.notes)))
 
-    def search(self, count: int | None, layout: str | None, key_head: str = "") -> Found | None:
+    def search(
+        self, count: int | None, layout: str | None, key_head: str = "", mode: str | None = None
+    ) -> Found | None:
         """Return the first call with the best score among those with `count` axes of positions, or None."""
 
-        def candidates(expected: Expected, given: Rope) -> Iterator[Subject]:
-            return self.candidates(expected, given, count, layout, key_head=key_head)
+        def candidates(expected: Expected, given: Rope, mode: str | None = mode) -> Iterator[Subject]:
+            return self.candidates(expected, given, count, layout, mode, key_head)
 
         best = self._best(candidates(self.expected, GIVEN))  # small tables first: all channels are rotated
         if best is None and self.given != GIVEN:
@@ -128,8 +150,15 @@ class _Finder:
             if _score(chosen, self.errors) is None:
                 return None
 
+        def variant(expected: Expected, given: Rope, other: str) -> Subject | None:
+            has_option = VARIED.get(other, {"positions"}) & {*chosen.form.call.parameter_of}
+            if not has_option or (other in VARIED and len(self.target.objects) == 2):  # whose tables are of one pairing
+                return None
+            return next(islice(candidates(expected, given, other), index, None))
+
         def same(expected: Expected, given: Rope = self.given) -> Subject:
-            return next(islice(candidates(expected, given), index, None))
+            found = next(islice(candidates(expected, given), index, None))
+            return replace(found, variant=partial(variant, expected, given))
 
         def rebuild(base: float | None = None) -> Subject:
             return same(self.expected if base is None else replace(self.expected, base=base))
@@ -147,6 +176,7 @@ class _Finder:
             except _checks.RopeError:  # a scheme, or the class, accepts no such size
                 return None
 
+        chosen = replace(chosen, variant=partial(variant, self.expected, self.given))
         chosen = replace(chosen, rebuild=None if chosen.arguments is None else rebuild)
         return score, replace(chosen, resize=resize if count is None else None)
 
@@ -177,7 +207,8 @@ class _Finder:
             given: the rope of the tables that are passed, if positions have one axis.
             count: the number of axes of the positions, or None if a token has one position.
             layout: the only layout that is tried, or None.
-            mode: how positions are passed. None means in the way that the function requires.
+            mode: "offsets" or "packed": the way to pass positions, if it is optional; "int32": their dtype; a key of
+                `VARIED`: these options get another value than otherwise. None is the plain call.
             key_head: as in `Form`.
 
         Raises:
@@ -190,7 +221,7 @@ class _Finder:
         function = first if second is None else second
         stated = expected.arguments if arguments is None else {}
         call = Call({}) if isinstance(function, TableSet) else signature.read_call(function, self.call, stated)
-        roles, layer_type = {*call.parameter_of}, None if arguments is None else arguments.layer_type
+        roles, layer_type = {*call.parameter_of}, None if arguments is None else expected.layer_type
         rope = expected.rope or Rope(expected.channels, expected.base or 10_000.0, "half")
         known: dict[str, Any] = {"rotary_dim": expected.rotary_dim}
         known |= {} if count is None else {"sections": expected.sizes_of_axes(count)}
@@ -199,40 +230,50 @@ class _Finder:
         required |= {"conjugate": False, "scale": 1.0, "interleaved": False, "is_neox": True}
         if expected.pairing is not None:
             known |= {"interleaved": expected.pairing == "interleaved", "is_neox": expected.pairing == "half"}
+        if mode in VARIED:
+            known |= _other_values(function, call, VARIED[mode], known, required)
         objects, channels = (first, getattr(first, "__self__", None)), expected.channels
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
-        sources: list[Source] = []
+        calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
             sources = tables.of_target(first, layer_type, count, self.form)
-            if not sources:
-                return
+            calls = [(call, sources)] if sources else []
         elif not ({"x", "qkv", "kv", "x1"} & roles or {"q", "k"} <= roles):
             must = "TARGET must have parameters for q and k, or for x or qkv"
             pair = "If TARGET computes cos and sin for a function, pass both: file.py:make,apply."
             raise _checks.error("check", must, signature.named(first), f"{signature.describe(function)} {pair}")
         elif {"cos", "sin"} <= roles or {"table", "cos_sin_cache"} & roles:
-            if count is not None:
-                literals = [call.literals[name] for name in _SECTIONS if name in call.literals]
-                if "sections" not in roles and not literals:
-                    return
+            if roles & _TABLES <= call.optional and _PLACES & roles:
+                calls = [(call.without(_TABLES), [])]  # their default may be right
+            literals = [call.literals[name] for name in _SECTIONS if name in call.literals]
+            if count is not None and (literals or "sections" in roles):
                 sizes = literals[0] if literals else known["sections"]
                 axes, dim = expected.axes or Axes.sections(sizes), 2 * sum(sizes)
                 given = replace(GIVEN, head_dim=max(channels, dim), rotary_dim=dim, axes=axes)
-            sources, channels, known["rotary_dim"] = tables.exact(roles, given), given.head_dim, given.rotary_dim
-        calls = [replace(call, results=("k", "q"))] if call.key_first and call.results is None else []
-        for each in (*calls, call):
+            if count is None or given.axes is not None:
+                known["rotary_dim"] = given.rotary_dim
+                calls.append((call, tables.exact(roles, given, swapped=mode == "switched with its tables")))
+        else:
+            calls = [(call, [])]
+        if call.key_first and call.results is None:
+            calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]
+        for each, sources in calls:
             layouts = _layouts(each) if layout is None else (layout,)
             for way in ways(each, count, self.form, tables=bool(sources), mode=mode):
-                for name, passed in tables.passed(sources, each, way, [name for name in layouts if way.fits(name)]):
+                for name, passed in tables.passed(sources, each, way, way.fitting(layouts)):
                     rotate = function if way.side is None else on_grid(function, each, way, name)
                     for form in forms(each, name, rotate, known=known, required=required, key_head=key_head):
+                        names = _passed(form, way)
+                        text = _signature(function, each, names, form.packed)
                         yield Subject(
-                            form=form,
+                            form=replace(form, **self.found),
                             way=passed,
-                            signature=f"{'' if second is None else 'tables, then '}{_signature(function, form, way)}",
+                            signature=text if second is None else f"tables, then {text}",
+                            parameters=tuple(signature.parameters(function) or ()),
+                            passed=names,
                             expected=expected,
                             module=module,
-                            channels=channels,
+                            channels=channels if passed.given is None else given.head_dim,
                             arguments=arguments,
                             axes=count,
                         )
@@ -280,7 +321,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     if subject.accepts(positions.expand(3, -1)):
         with contextlib.suppress(CallError):
             every, _ = subject(x, x, positions.expand(3, -1))
-            score += subject.way.given is None or torch.allclose(every, every[:1])
+            score += torch.allclose(every[:1] if subject.way.given is None else every, out)
     return score
 
 
@@ -313,12 +354,39 @@ def _tokens(subject: Subject) -> Tensor:
 
 
 def _returns_its_input(subject: Subject, *, is_told: bool) -> bool:
-    """Return whether the result for q is what the target has written into q, as the user or it tells autograd."""
-    x = _tokens(subject)
-    q = subject.to_native(x).clone(memory_format=torch.contiguous_format)
+    """Return whether the result for q is what the target has written into q.
+
+    The user or the target says so, or it is so for a view with gaps as well, which an accident would copy.
+    """
+    x, positions = _tokens(subject), torch.arange(_TOKENS)[None]
+    whole = subject.to_native(x).clone(memory_format=torch.contiguous_format)
+
+    def overwrites(q: Tensor) -> bool:
+        out, _ = subject.call_native(q, whole.clone(), positions)
+        return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
+
     with mock.patch.object(FunctionCtx, "mark_dirty", autospec=True, side_effect=FunctionCtx.mark_dirty) as tells:
-        out, _ = subject.call_native(q, q.clone(), torch.arange(_TOKENS)[None])
-    return (is_told or tells.called) and torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
+        found = overwrites(whole.clone())
+    if not found or is_told or tells.called:
+        return found
+    try:
+        return overwrites(torch.cat((whole, whole), dim=-1)[..., : subject.channels])
+    except CallError:  # it takes no views
+        return False
+
+
+def _depends_on_the_grid(subject: Subject) -> bool:
+    """Return whether a cell has other angles if another token makes the grid larger, as with relative coordinates."""
+    x, positions = subject.equal_heads(2, 1), torch.ones(subject.axes or 0, 1, 2, dtype=torch.int64)
+    small, large = (subject(x, x, positions * torch.tensor([1, last]))[0][:, :1] for last in (1, 7))
+    return not torch.allclose(small, large, atol=1e-4)
+
+
+def _adds_1_to_weights(subject: Subject) -> bool:
+    """Return whether the function adds 1 to the weights of its norm: with weights of 0, its result is not 0."""
+    x, zeros = _tokens(subject), torch.zeros(subject.channels)
+    results = subject.fused(x, x, torch.arange(_TOKENS)[None], weights=(zeros, zeros))
+    return bool(results.q.abs().max() > 1e-3)
 
 
 def _takes_fewer_key_heads(subject: Subject) -> bool:
@@ -410,15 +478,37 @@ def _how_to_wrap(target: Target) -> tuple[str, str] | None:
     return None
 
 
-def _signature(function: Any, form: Form, way: Way) -> str:
-    """Return a call as text, with the names of the parameters that are passed."""
+def _other_values(
+    function: Any, call: Call, roles: set[str], known: dict[str, Any], required: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the opposite of the value that each of these options has otherwise."""
+    parameters, names = signature.parameters(function) or {}, call.parameter_of
+    values = {role: parameters[names[role]].default for role in roles & call.optional} | known
+    return {role: not values.get(role, required[role]) for role in roles if role in names}
+
+
+def _is_of_latents(subject: Subject) -> bool:
+    """Return whether k is the part of a latent row (MLA), of which there is one head, and is not rotated like q."""
+    if subject.form.call.parameter_of.get("k") not in ("k_pe", "k_rope"):
+        return False
+    x = subject.equal_heads(_TOKENS, _HEADS)
+    q_out, k_out = subject(x, x, torch.arange(_TOKENS)[None])
+    return k_out is None or not torch.allclose(q_out, k_out, atol=1e-5)
+
+
+def _passed(form: Form, way: Way) -> frozenset[str]:
+    """Return the names of the parameters that a call passes."""
     call = form.call
-    switches = {"interleaved", "is_neox"} - {*form.known}
-    omitted = call.optional & {"q_out", "k_out", "inplace", "conjugate", *switches} | (OF_POSITIONS - {*way.roles})
-    passed = {name for role, name in call.parameter_of.items() if role not in omitted}
-    words = [name for name in (signature.parameters(function) or sorted(passed)) if name in passed]
+    switches = {"interleaved", "is_neox", "conjugate"} - {*form.known}
+    omitted = call.optional & {"q_out", "k_out", "inplace", *switches} | (OF_POSITIONS - {*way.roles})
+    return frozenset({*call.literals} | {name for role, name in call.parameter_of.items() if role not in omitted})
+
+
+def _signature(function: Any, call: Call, passed: frozenset[str], packed: str) -> str:
+    """Return a call as text, with the names of the parameters that are passed."""
+    words = [name for name in (signature.parameters(function) or sorted(passed)) if name in passed - {*call.literals}]
     words += [f"{name}={_checks.shown(value)}" for name, value in call.literals.items()]
-    return f"f({', '.join(words)}){form.packed}"
+    return f"f({', '.join(words)}){packed}"
 
 
 def _layouts(call: Call) -> Sequence[str]:

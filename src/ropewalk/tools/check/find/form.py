@@ -80,6 +80,9 @@ class Form:
         known, required: by role, what is passed to parameters with that role, and what only if they have no default.
         key_head: "kept" or "dropped" if the function takes one head of k, with an axis of its own or without. It is
             then called once for each head of k, and with q the first time and one head of it from then on.
+        of_all_heads: whether a norm is taken over all heads together, and has a weight for each channel of each.
+        added: what the function adds to the weights of its norm, such as 1 in Gemma.
+        eps: what is passed to a norm.
     """
 
     function: Callable[..., Any]
@@ -93,6 +96,9 @@ class Form:
     known: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
     key_head: str = ""
+    of_all_heads: bool = False
+    added: float = 0.0
+    eps: float = EPS
 
     @property
     def has_k(self) -> bool:
@@ -143,7 +149,7 @@ class Form:
             "num_heads": q.shape[self._heads],
             "num_kv_heads": k_heads,
             "num_v_heads": k_heads,
-            "eps": EPS,
+            "eps": self.eps,
             "tensor_layout": self.layout,
         }
         required = {"inplace": self.in_place, **self.required}
@@ -192,7 +198,10 @@ class Form:
         key = q if k is None else k
         v = torch.cos(torch.arange(key.numel())).view(key.shape).to(key.dtype) if v is None else v
         tensors = self._tensors(q, key, v)
-        values = {**tensors} | dict(zip(("q_weight", "k_weight"), weights or (), strict=False))
+        values = {**tensors}
+        for role, weight, x in zip(("q_weight", "k_weight"), weights or (), (q, key), strict=False):
+            heads = x.shape[self._heads] if self.of_all_heads else 1
+            values[role] = (weight - self.added).repeat(heads)
         caches: list[Tensor] = []
         if self.cache:
             tokens = from_layout(self.layout, key, rows)
@@ -216,8 +225,8 @@ class Form:
     def _run_for_each_key_head(self, q: Tensor, k: Tensor, angles: dict[str, Any], rows: int) -> Results:
         one, axis, keeps = replace(self, key_head=""), self._heads, self.key_head == "kept"
         results, keys = [], []
-        for i, key in enumerate(torch.split(k, 1, dim=axis)):
-            head = q.narrow(axis, 0, 1).clone() if i else q
+        for i in range(k.shape[axis]):
+            head, key = q.narrow(axis, 0, 1).clone() if i else q, k.narrow(axis, i, 1)
             results.append(one.run(head, key if keeps else key.squeeze(axis), angles, rows))
             k_out = cast(Tensor, results[-1].k)
             keys.append(k_out if keeps else k_out.unsqueeze(axis))
@@ -324,8 +333,13 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
         if (packing in ("flat", "stacked") and not layout.endswith("hd")) or (packing != "each" and layout == "hsd"):
             continue
         rows = (False, True) if cache and "b" in layout else (False,)
-        for by_row, from_cache, in_place in product(rows, (False, True) if stored else (False,), written):
-            yield Form(by_name, call, layout, packing, in_place, cache, by_row, from_cache, **fixed)
+        norms = (False, True) if "q_weight" in roles else (False,)
+        for by_row, from_cache, in_place, joined in product(
+            rows, (False, True) if stored else (False,), written, norms
+        ):
+            yield Form(
+                by_name, call, layout, packing, in_place, cache, by_row, from_cache, of_all_heads=joined, **fixed
+            )
 
 
 def _writes(function: Callable[..., Any], call: Call) -> tuple[bool, bool]:

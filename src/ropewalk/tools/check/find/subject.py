@@ -41,7 +41,11 @@ class Subject:
         needs_equal_heads: whether q, k and v must have as many heads.
         resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
             does not take these. None if the sizes of the target are fixed.
+        variant: returns the same call in the mode "int32" (the dtype of positions), "switched" (to the other pairing)
+            or "conjugate", or None if the target has no such option. None if this is such a call itself.
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
+        parameters, passed: the parameters of the function, and those that this call passes.
+        not_passed: those that neither this call nor the others pass, and which are not judged.
     """
 
     form: Form
@@ -55,7 +59,11 @@ class Subject:
     axes: int | None = None
     needs_equal_heads: bool = False
     resize: Callable[[int, int], Subject | None] | None = None
+    variant: Callable[[str], Subject | None] | None = None
     others: tuple[Subject, ...] = ()
+    parameters: tuple[str, ...] = ()
+    passed: frozenset[str] = frozenset()
+    not_passed: tuple[str, ...] = ()
 
     @property
     def layout(self) -> str:

@@ -122,10 +122,14 @@ _IN_ONE = (
 )
 
 
-def exact(roles: Collection[str], given: Rope) -> list[Source]:
-    """Return a source of exact tables in each format that a function with these parameters may take."""
+def exact(roles: Collection[str], given: Rope, *, swapped: bool = False) -> list[Source]:
+    """Return a source of exact tables in each format that a function with these parameters may take.
+
+    With `swapped`, the two formats with a column for each channel, one for each pairing, are exchanged.
+    """
     names = _WIDTHS if "cos" in roles else ("cos, sin half",) if "cos_sin_cache" in roles else _IN_ONE
-    return [_exact(name, given) for name in names]
+    other = {"halves": "each", "each": "halves"} if swapped else {}
+    return [_exact(" ".join(other.get(word, word) for word in name.split(" ")), given) for name in names]
 
 
 def _exact(name: str, given: Rope) -> Source:

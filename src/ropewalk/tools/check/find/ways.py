@@ -7,8 +7,8 @@ or as the size of a grid, of which it rotates all cells in the order of rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ _ROLES = {
     "rows": ("positions",),
     "shared": ("positions",),
     "offset": ("offset", "offsets"),
-    "offsets": ("offsets",),
+    "offsets": ("offset", "offsets"),
     "packed": ("cu_seqlens", "max_seqlen"),
     "runs": ("cu_seqlens", "max_seqlen", "offset", "offsets"),
 }
@@ -62,11 +62,11 @@ class Way:
     given: Rope | None = None
     tables: str | None = None
 
-    def fits(self, layout: str) -> bool:
-        """Return whether positions can be passed in this way to a target with this layout."""
-        if self.positions in ("packed", "runs"):
-            return layout == "thd"
-        return layout != "thd" or self.positions not in ("offsets", "rows")
+    def fitting(self, layouts: Sequence[str]) -> list[str]:
+        """Return the layouts of a target to which positions can be passed in this way, the most likely first."""
+        if self.positions in ("packed", "runs"):  # all documents are in one row, in thd mostly without an axis for it
+            return sorted((name for name in layouts if name in ("thd", "bshd")), reverse=True)
+        return [name for name in layouts if name != "thd" or self.positions not in ("offsets", "rows")]
 
 
 def ways(
@@ -80,12 +80,18 @@ def ways(
         form: the axes of the tensor of positions on several axes, such as "3bs", or None if all are tried.
         tables: whether tables are passed as well, which may state the positions.
         mode: "offsets" or "packed" returns this way alone, if its parameter is optional, and so not passed otherwise.
+            With "int32", positions have this dtype, and not int64.
     """
+    if mode == "int32":
+        plain = ways(call, count, form, tables=tables)
+        return [replace(way, arguments=partial(_in_int32, way.arguments)) for way in plain]
     roles = {*call.parameter_of}
     required = roles - call.optional
     names: tuple[str, ...] = ("given" if tables else "none", *(["packed"] if "cu_seqlens" in roles else []))
-    if mode is not None:
-        names = (mode,) if {"offsets": "offsets", "packed": "cu_seqlens"}[mode] in call.optional else ()
+    if mode == "offsets":  # a parameter for one offset may accept a tensor of several
+        names = (mode,) if {"offset", "offsets"} & (call.optional | (roles & {"offset"})) else ()
+    elif mode == "packed":
+        names = (mode,) if "cu_seqlens" in call.optional else ()
     elif count is None and "cu_seqlens" in required:
         names = ("runs",) if {"offset", "offsets"} & required else ("packed",)
     elif "positions" in (required if tables and "cos_sin_cache" not in roles else roles):
@@ -111,6 +117,10 @@ def _arguments(parameter_of: Roles, name: str, positions: Tensor, q: Tensor) -> 
         "max_seqlen": int(ends.diff().max()),
     } | dict.fromkeys(("offset", "offsets"), first.get(name))
     return {parameter_of[role]: values[role] for role in _ROLES.get(name, ()) if role in parameter_of}
+
+
+def _in_int32(arguments: Callable[[Tensor, Tensor], dict[str, Any]], positions: Tensor, q: Tensor) -> dict[str, Any]:
+    return {name: x.int() if isinstance(x, Tensor) else x for name, x in arguments(positions, q).items()}
 
 
 def run_starts(positions: Tensor) -> Tensor:
@@ -139,7 +149,7 @@ def _of_each_axis(parameter_of: Roles, count: int) -> list[Way]:
         name = parameter_of["grid"]
         return [
             Way("shared", ("grid",), lambda p, q: {name: _grid_of(p)}, side),
-            Way("shared", ("grid",), lambda p, q: {name: torch.tensor([_grid_of(p)])}, side),
+            Way("shared", ("grid",), lambda p, q: {name: torch.tensor([_grid_of(p)] * p.shape[1])}, side),
         ]
     return []
 
@@ -211,6 +221,7 @@ def on_grid(function: Callable[..., Any], call: Call, way: Way, layout: str) -> 
         if (count := int(torch.tensor(grid).prod())) > _SIDES[len(grid)] ** len(grid):
             raise ValueError(f"check tries no grid of {' × '.join(map(str, grid))} cells")
         cells = _cells_of(positions, grid)[0]
+        rows = keywords[names[0]].shape[layout.index("b")] if "b" in layout else 1
         earlier = torch.tril(cells[:, None] == cells, diagonal=-1).sum(1)  # tokens in the same cell before each token
         results: list[Tensor] = []
         for turn in range(int(earlier.max()) + 1):
@@ -221,7 +232,7 @@ def on_grid(function: Callable[..., Any], call: Call, way: Way, layout: str) -> 
                 empty = x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :])
                 whole[name] = empty.index_copy(axis, cells[here], x.index_select(axis, here))
             passed = {name: x.detach().clone() for name, x in whole.items()}
-            returned = by_name(**keywords | whole | way.arguments(positions, keywords[names[0]]))
+            returned = by_name(**keywords | whole | way.arguments(positions.expand(-1, rows, -1), keywords[names[0]]))
             for name, x in whole.items():
                 if not torch.equal(x.detach(), passed[name]):  # as the target would do with the tokens themselves
                     with torch.no_grad():

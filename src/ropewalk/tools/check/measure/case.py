@@ -13,6 +13,7 @@ from ropewalk.tools.check.find.subject import CallError, Subject
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
 KNOWN = 64  # positions of the plain call
+_DOCUMENT = 3  # tokens of each document, if the target takes several in one row
 TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
 _FAR = 41  # the first position, if it can be chosen: far enough from 0 for the slowest pairs to rotate visibly
 _SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -45,8 +46,13 @@ class Case:
         return f"{heads}, {tokens if self.rows == 1 else f'{self.rows} rows of {tokens}'}"
 
     def positions(self, subject: Subject) -> Tensor:
-        """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `_FAR` or 0 on."""
+        """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `_FAR` or 0 on.
+
+        If the target takes several documents in one row, they are those of such documents.
+        """
         from_0 = torch.arange(self.tokens).expand(self.rows, -1)
+        if subject.way.positions in ("packed", "runs"):
+            return from_0 % _DOCUMENT
         other = (from_0 + _FAR + 7 * torch.arange(self.rows)[:, None]) % KNOWN
         return next((p for p in (other, (from_0 + _FAR) % KNOWN, from_0 + _FAR) if subject.accepts(p)), from_0)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import gradients
+from ropewalk.tools.check.measure import gradients, variants
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, unwritten, usual, where
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual
 
 FIRST = torch.arange(TOKENS)[None]
 
@@ -28,13 +28,16 @@ def judge(baseline: Baseline) -> None:
         "one token": _check_one_token,
         "batch": _check_batch,
         "ragged rows": _check_ragged_rows,
-        "offsets of rows": _check_offsets_of_rows,
-        "left padding": _check_left_padding,
-        "documents in one row": _check_documents,
+        "offsets of rows": variants.check_offsets_of_rows,
+        "left padding": variants.check_left_padding,
+        "documents in one row": variants.check_documents,
+        "int32 positions": variants.check_int32,
+        "other options": variants.check_options,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "input unchanged": _check_inputs_unchanged,
         "gradients": gradients.check,
+        "gradients of other calls": variants.check_gradients,
     }
     for name, test in tests.items():
         before, used.overwritten[:] = [*report.findings], []
@@ -115,51 +118,6 @@ def _check_ragged_rows(baseline: Baseline) -> bool:
         says = "With one token in each of 3 rows, they are not each rotated by their own position."
         report.add("one-token-wrong", says)
     return True
-
-
-def _other_calls(baseline: Baseline, *kinds: str) -> list[Baseline]:
-    """Return the measurement with each call of the target that accepts such positions."""
-    calls = (baseline.subject, *baseline.subject.others)
-    return [replace(baseline, subject=call) for call in calls if call.way.positions in kinds]
-
-
-def _check_offsets_of_rows(baseline: Baseline) -> bool:
-    positions = torch.arange(TOKENS) + torch.tensor([[9], [20], [7]])
-    calls = _other_calls(baseline, "offsets")
-    for other in calls:
-        if not all(other.matches(positions)):
-            of_first = other.matches(positions, positions[:1].expand(3, -1))[0]
-            does = "all rotated from the first on" if of_first else "not rotated from there on"
-            says = f"Rows that begin at offsets 9, 20 and 7 are {does}, in the call {other.subject.signature}."
-            baseline.report.add("first-row-positions" if of_first else "offset-ignored", says)
-    return bool(calls)
-
-
-def _check_left_padding(baseline: Baseline) -> bool:
-    """Test that the results of tokens before position 0, which are padding, are written."""
-    positions = torch.arange(TOKENS) + torch.tensor([[-2], [0]])
-    calls = _other_calls(baseline, "offsets")
-    for other in calls:
-        case = usual(other.subject, rows=2)
-        try:
-            missing, *_ = unwritten(partial(other.subject, *case.tensors(), positions))
-        except CallError:
-            return False
-        if bool(missing.any()):
-            says = f"If a row begins at offset -2, as with left padding, q is never written{where(missing)}."
-            baseline.report.add("output-not-written", says, str(case))
-    return bool(calls)
-
-
-def _check_documents(baseline: Baseline) -> bool:
-    positions = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2]])
-    calls = _other_calls(baseline, "packed", "runs")
-    for other in calls:
-        if not all(other.matches(positions)):
-            on = other.matches(positions, torch.arange(8)[None])[0]
-            says = "positions do not restart in the second and third" if on else "the angles are wrong"
-            baseline.report.add("segments-ignored", f"With documents of 4, 1 and 3 tokens in one row, {says}.")
-    return bool(calls)
 
 
 def _check_fewer_key_heads(baseline: Baseline) -> bool:

@@ -194,6 +194,8 @@ def judge_16_bits(baseline: Baseline) -> None:
         exact = baseline.predict(q, positions)
         loss, rounding = (_relative_rms(t.to(torch.float64), exact) for t in (out, exact.to(dtype)))
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
+        if not right:
+            says = f"cos and sin have {worst:.2g} times the error that rounding explains, at position {at[1][at[2]]:,}"
         report.grade(f"{name} tensors", says, right)
     if report.verdict == "right" and subject.way.given is None:
         with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):

@@ -13,7 +13,18 @@ from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
+from ropewalk.tools.check.measure import (
+    axes,
+    conditions,
+    fused,
+    gradients,
+    law,
+    positions,
+    repeats,
+    sizes,
+    states,
+    variants,
+)
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
 from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual
 from ropewalk.tools.check.measure.law import Law
@@ -28,6 +39,8 @@ def run(subject: Subject, report: Report, *, compiled: bool) -> None:
     report.found["call"] = subject.signature + (
         f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     )
+    if subject.not_passed:
+        report.found["not passed"] = ", ".join(subject.not_passed)
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
@@ -106,7 +119,7 @@ _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 _KEEP = {
     *("query-and-key-crossed", "output-not-written", "memory-overwritten", "value-changed", "wrong-norm"),
     *("heads-differ", "rest-not-passed", "cache-not-written", "wrong-slot", "padding-stored"),
-    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
+    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable", "option-wrong"),
 }
 
 
@@ -140,6 +153,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             if found is not None and there.verdict == "right":
                 fused.judge(found)
                 gradients.check(found)
+                variants.check_options(found)
                 sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size, or always has the same
@@ -271,6 +285,9 @@ def _judge_law(
         if fastest > 1.001:
             says = f"A pair rotates by {fastest:.4g} radians per token. No scheme for text exceeds 1."
             measured = replace(measured, code="wrong-frequencies", says=says)
+        elif subject.axes is None and (twins := _find_twins(measured.inv_freq)) is not None:
+            says = f"Pairs {twins[0]} and {twins[1]} rotate at the same speed, as if a table had the wrong width."
+            measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.error(multipliers, SMALL) < law.CLOSE:
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
@@ -289,6 +306,15 @@ def _judge_law(
         says = f"cos and sin are multiplied by {measured.factor:.5g} instead of {expected_factor:.5g}{explanation}."
         report.add("attention-factor", says)
     return measured
+
+
+def _find_twins(inv_freq: Tensor) -> tuple[int, int] | None:
+    """Return the first two pairs that rotate at the same speed, as no two do in any scheme for one axis."""
+    for first, speed in enumerate(inv_freq.abs().tolist()):
+        same = ((inv_freq[first + 1 :].abs() - speed).abs() < 1e-3 * speed).nonzero().flatten().tolist()
+        if speed and same:
+            return first, first + 1 + same[0]
+    return None
 
 
 def _fitting_rope(subject: Subject, structure: Structure, multipliers: Tensor, of_axes: Axes | None) -> Rope | None:
