@@ -122,6 +122,10 @@ BUGS: dict[str, Bug] = {
     "yarn-ramp-swapped": Bug(
         "YaRN's ramp is reversed", "Keep the fast pairs, and divide the frequencies of the slow pairs by the factor."
     ),
+    "yarn-original-length": Bug(
+        "YaRN's ramp begins and ends at the scaled length",
+        "Compute the ramp from original_max_position_embeddings, not from max_position_embeddings.",
+    ),
     "yarn-truncate": Bug(
         "the ends of YaRN's ramp are rounded although the config forbids it, or not rounded although it asks for it",
         "Round the lower end down and the upper end up, unless truncate is false.",
