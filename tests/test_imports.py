@@ -247,7 +247,7 @@ BUDGET = {
     "tools/check": 6100,
     "tools/commands": 1350,
     "tools/convert": 2100,
-    "tools/diff": 1476,
+    "tools/diff": 1479,
     "tools/lab": 2450,
     "tools/plots": 1250,
 }

@@ -208,9 +208,9 @@ def compare_layers(
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
     at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n, tolerance)} for n in lengths]
-    # Schemes that depend on the length can differ at a length in between, even if both ends are the same.
-    switch_alike = _switch(a) == _switch(b) and lengths[0] <= (_switch(a) or 0) < lengths[-1]
-    fixed = (a.is_static and b.is_static) or switch_alike
+    # Schemes that depend on the length can differ in between, even if both ends are the same.
+    switch, other = (_switch(rope, lengths[0], lengths[-1]) for rope in (a, b))
+    fixed = (a.is_static and b.is_static) or (switch is not None and switch == other)
     same = fixed and all(found["same"] for found in at)
     if same and channels and a.pairing == b.pairing:
         return None, {}
@@ -218,10 +218,13 @@ def compare_layers(
     return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
 
 
-def _switch(rope: Rope) -> int | None:
-    """Return the length in tokens at which LongRoPE switches from one list to the other. None for other schemes."""
-    scheme = rope.scaling
-    return scheme.trained_length(None) if scheme is not None and scheme.rope_type == "longrope" else None
+def _switch(rope: Rope, short: int, longest: int) -> int | None:
+    """Return the length in tokens, from `short` up to `longest`, at which a rope changes once. None for other ropes."""
+    trained = None if rope.scaling is None else rope.scaling.trained_length(None)
+    if rope.is_static or trained is None or not short <= trained < longest:
+        return None
+    parts = ((1, trained), (trained + 1, longest))
+    return trained if all(rope.at_length(first) == rope.at_length(last) for first, last in parts) else None
 
 
 def _fact(rope: Rope, name: str) -> Any:
