@@ -11,11 +11,14 @@ extern "C" {
 /* Instruction sets, in increasing order of speed. */
 typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX512_BF16, ROPEWALK_LEVELS } ropewalk_level;
 
-/* The last two, int8 and float8_e4m3fn, are for the keys and values of ropewalk_attention only. */
+/* The last two, int8 and float8_e4m3fn, are for cached keys and values only. */
 typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16, ROPEWALK_I8, ROPEWALK_E4M3 } ropewalk_dtype;
 
 /* Outputs of together this many bytes and more are written past the caches, since they do not stay there until they are read. */
 #define ROPEWALK_LARGE (INT64_C(16) << 20)
+
+/* The largest number of channels that k or v of one token may have, all heads together, if they are written in 8 bits. */
+#define ROPEWALK_CHANNELS_OF_8_BITS INT64_C(16384)
 
 /* Queries or keys, [batch, token, head, channel]. Strides count elements, in this order of axes. */
 typedef struct {
@@ -70,7 +73,11 @@ typedef struct {
  *
  * If `slots` is NULL, k is written like q, and `v` and the members that describe the cache are ignored. Otherwise `out` of k and
  * of v are caches [block, slot of the block, head, channel]. Token n is written to slot slots[n] % block_size of block
- * slots[n] / block_size, or is not written if slots[n] is negative. */
+ * slots[n] / block_size, or is not written if slots[n] is negative. If `out` of v is NULL, only k is written.
+ *
+ * If `kept` is int8 or float8_e4m3fn, k, rounded to its dtype, and v are written in 8 bits: each head as x / scale, rounded to
+ * nearest, ties to even, and its scale, max |x| / 127 or max |x| / 448, at least 2^-100, rounded to float32. A number that is not
+ * finite makes the scale inf or nan. The channels of such caches are adjacent, and `out` of v is not NULL. */
 typedef struct {
     ropewalk_rotation rotation; /* of q and k; not inverse, and not in place */
     ropewalk_norm norm;
@@ -79,6 +86,9 @@ typedef struct {
     int64_t block_size;
     ropewalk_tensor v; /* as many heads as k */
     int64_t v_dim;     /* channels of a head of v */
+    ropewalk_dtype kept;        /* of the caches; if not of 8 bits, it is ignored, and they have the dtype of the tensors */
+    float *scale[2];            /* of k and of v, only for 8 bits: [block, slot of the block, head] */
+    int64_t scale_stride[2][3];
 } ropewalk_step;
 
 /* cos and sin of position * phase step, times factor. A phase step is a 64-bit fraction of a turn. The wraparound of the

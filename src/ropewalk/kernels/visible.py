@@ -1,4 +1,4 @@
-"""The keys of a cache that attention kernels read."""
+"""A cache as kernels see it: the keys that attention reads, and where a step writes new ones."""
 
 from __future__ import annotations
 
@@ -35,3 +35,25 @@ class VisibleKeys(NamedTuple):
     sinks: int = 0
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+
+
+class StoreArguments(NamedTuple):
+    """Values, and where a fused step writes keys and values.
+
+    Attributes:
+        v: values of the new tokens, of any number of channels. None for latent rows, of which only the keys are
+            written.
+        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of k and v, or int8 or float8_e4m3fn
+            with scales. `v_cache` is None if v is.
+        slots: for each token block · block_size + slot in the block, or −1 to write nothing, int64.
+        k_scales, v_scales: where the scale of each head is written if the caches have 8 bits, float32 `[blocks,
+            block_size, kv_heads]`; numbers and scales are those of `attention.quantized.quantize`, bit for bit. None
+            for other caches.
+    """
+
+    v: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor | None
+    slots: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
