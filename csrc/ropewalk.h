@@ -110,13 +110,14 @@ typedef struct {
 /* Attention of the new tokens of each row over its keys and values in a cache: softmax(scale * q k) v, computed in float32.
  *
  * Key i of row r is in slot i % block_size of block blocks[r, i / block_size]; without `blocks`, in slot i of block r. Its order,
- * the index of its token in the row, is first[r] + i. A token attends to the keys whose order is not larger than its own and, with
- * a window, less than `window` smaller. The result of a token without keys is 0. Slots that no token attends to are not read.
+ * the index of its token in the row, is i for the first `sinks` keys and first[r] + i for the others. A token attends to the keys
+ * whose order is not larger than its own and, except for sinks, less than `window` smaller. The result of a token without keys is
+ * 0. Slots that no token attends to are not read.
  *
  * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. kept is the same or has 8 bits. Then
  * each head of a key and a value is multiplied by a scale. */
 typedef struct {
-    const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for keys with an order below `sinks` */
+    const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for sinks */
     void *out;              /* [batch, token, head, v_dim] */
     const void *key, *value; /* [block, slot, kv head, channel] */
     int64_t q_stride[4], far_q_stride[4], out_stride[4], key_stride[4], value_stride[4];

@@ -519,10 +519,11 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     a.q = q.bytes.get(), a.far_q = has_sinks ? far_q.bytes.get() : nullptr, a.out = out.bytes.get();
     a.key = key.bytes.get(), a.value = value.bytes.get(), a.blocks = has_blocks ? blocks.get() : nullptr;
     a.block_stride = blocks_of_row, a.order = order.get(), a.order_stride[0] = a.queries, a.order_stride[1] = 1;
-    a.first = first.get(), a.counts = counts.get(), a.sinks = has_sinks ? 5 : 0;
+    a.first = first.get(), a.counts = counts.get(), a.sinks = !has_sinks ? 0 : a.keys > 100 ? 40 : 5;
     auto sees = [&](int64_t row, int64_t token, int64_t i) {
-        int64_t distance = order[static_cast<size_t>(row * a.queries + token)] - first[static_cast<size_t>(row)] - i;
-        return i < counts[static_cast<size_t>(row)] && distance >= 0 && (!a.window || distance < a.window);
+        int64_t own = order[static_cast<size_t>(row * a.queries + token)];
+        int64_t distance = own - (i < a.sinks ? 0 : first[static_cast<size_t>(row)]) - i;
+        return i < counts[static_cast<size_t>(row)] && distance >= 0 && (i < a.sinks || !a.window || distance < a.window);
     };
     auto place_of = [&](const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
@@ -566,7 +567,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         double most = -INFINITY, total = 0, largest = 0;
         for (int64_t i = 0; i < a.keys; ++i) {
             if (!sees(row, token, i)) continue;
-            bool far = has_sinks && first[static_cast<size_t>(row)] + i < a.sinks;
+            bool far = i < a.sinks;
             double score = 0, sum = 0;
             for (int64_t c = 0; c < a.head_dim; ++c) {
                 double x = far ? get(a.dtype, far_q.bytes.get(), at(a.far_q_stride, row, token, head, c))
