@@ -234,7 +234,7 @@ BUDGET = {
     "attention": 4757,
     "configs": 6050,
     "configs/tables": 2000,
-    "engines": 2350,
+    "engines": 2436,
     "integrations": 2350,
     "kernels": 1800,
     "parallel": 650,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
+import oracle
 from ropewalk import diff
 
 LLAMA: dict[str, Any] = {
@@ -19,10 +21,22 @@ LLAMA: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 BETAS = {**YARN, "beta_fast": 32.0, "beta_slow": 1.0}
 MLA = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "kv_lora_rank": 512}
 M = 0.1 * math.log(4) + 1
+MSCALES = {**BETAS, "type": "yarn", "mscale": 0.5, "mscale_all_dim": 1.0}
+QWEN_3 = {"max_window_layers": 28, "use_sliding_window": False}
+DEEPSEEK = {**MLA, "attention_bias": False, "n_group": 1, "topk_group": 1}
+GEMMA_3 = {"sliding_window_pattern": 2}
+NESTED = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {**LINEAR, "rope_theta": 1e6}}
 
 
 def answer(trainer: str, model_type: str, scaling: dict[str, Any] | None, **more: Any) -> tuple[Any, Any]:
@@ -65,6 +79,18 @@ CASES = [
     ("tensorrt-llm", "qwen3", {**YARN, "mscale": 0.5}, {}, (4, 0.05 * math.log(4) + 1)),
     ("tensorrt-llm", "llama", {"rope_type": "dynamic", "factor": 4.0}, {}, (1, 1)),
     ("tensorrt-llm", "llama", {"rope_type": "dynamic", "factor": 4.0, "alpha": 8.0}, {}, (8, 1)),
+    # The structs of mistral.rs for Qwen have no scaling, and that for Mistral has only rope_parameters.
+    ("mistral.rs", "qwen2", YARN, {}, (1, 1)),
+    ("mistral.rs", "qwen3", YARN, QWEN_3, (1, 1)),
+    ("mistral.rs", "mistral", BETAS, {}, (1, 1)),
+    ("mistral.rs", "mistral", None, {"rope_parameters": {**BETAS, "rope_theta": 1e6, "attention_factor": 1.0}}, (4, M)),
+    ("mistral.rs", "mistral", None, {"rope_parameters": {**BETAS, "rope_theta": 1e6, "mscale": 0.5}}, (4, (M + 1) / 2)),
+    ("mistral.rs", "deepseek_v3", MSCALES, DEEPSEEK, (4, (M + 1) / 2 / M)),
+    ("mistral.rs", "llama", LINEAR, {}, (4, 1)),
+    ("mistral.rs", "llama", LLAMA_3, {}, (8, 1)),
+    # It reads the keys of Gemma 3 in transformers 4 only.
+    ("mistral.rs", "gemma3_text", LINEAR, GEMMA_3, (4, 1)),
+    ("mistral.rs", "gemma3_text", None, {**GEMMA_3, "rope_parameters": NESTED}, (1, 1)),
 ]
 
 
@@ -82,9 +108,63 @@ def test_known_differences(trainer: str, model_type: str, scaling: Any, more: di
         ("tensorrt-llm", "llama", YARN, "unknown", "how the kernel of this model reads it was not looked up"),
         ("tensorrt-llm", "llama", {"rope_type": "default"}, "refused", "Unsupported rotary scaling type: default"),
         ("megatron", "glm4", None, "absent", "has no model glm4"),
+        ("mistral.rs", "llama", YARN, "refused", "its struct for this model has no such scheme"),
+        ("mistral.rs", "llama", {"rope_type": "default"}, "refused", "missing field `factor`"),
+        ("mistral.rs", "llama", {"type": "linear", "factor": 4.0}, "refused", "missing field `rope_type`"),
+        ("mistral.rs", "gpt_oss", YARN, "refused", "it needs the keys layer_types"),
+        ("mistral.rs", "qwen2_moe", YARN, "unknown", "was not looked up"),
     ],
 )
 def test_what_a_trainer_does_not_run(trainer: str, model_type: str, scaling: Any, state: str, reason: str) -> None:
     found = answer(trainer, model_type, scaling)
     assert found[0] == state
     assert reason in found[1]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "reason"),
+    [
+        ("llama", {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, "missing field `rope_theta`"),
+        ("mistral", {"rope_parameters": {**YARN, "rope_theta": 1e6}}, "it needs beta_fast, beta_slow in the scaling"),
+        ("deepseek_v3", {**DEEPSEEK, "rope_scaling": {**BETAS, "type": "yarn"}}, "it needs mscale, mscale_all_dim in"),
+        ("deepseek_v3", {**DEEPSEEK, "rope_scaling": BETAS}, "untagged enum DeepSeekV2RopeScaling"),
+    ],
+)
+def test_what_the_structs_of_mistral_rs_need(model_type: str, more: dict[str, Any], reason: str) -> None:
+    state, said = answer("mistral.rs", model_type, None, **more)
+    assert (state, reason in said) == ("refused", True), said
+
+
+def test_mistral_rs_rounds_the_ramp_of_gpt_oss_only_if_the_config_says_so() -> None:
+    config = {**LLAMA, "model_type": "gpt_oss", "layer_types": ["full_attention"] * 2}
+    for stated in ({}, {"truncate": False}, {"truncate": True}):
+        found = diff.engines({**config, "rope_scaling": {**BETAS, **stated, "mscale": 0.5}}, names=("mistral.rs",))
+        rope = found.ropes[0]["mistral.rs"]
+        wanted = oracle.yarn(1e6, 128, 4.0, 32_768, truncate=stated.get("truncate", False))
+        np.testing.assert_allclose(rope.inv_freq, [float(w) for w in wanted], rtol=1e-12)
+        assert rope.attention_factor == pytest.approx(M)
+
+
+@pytest.mark.parametrize("mscales", [{}, {"short_mscale": 1.5, "long_mscale": 2.0}])
+def test_mistral_rs_uses_the_long_list_of_phi_from_the_trained_length_on(mscales: dict[str, float]) -> None:
+    lists = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [16.0] * 64, **mscales}
+    config = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": lists}
+    for length, divisor in ((4095, 1), (4096, 16), (4097, 16)):
+        rope = diff.engines(config, names=("mistral.rs",), length=length).ropes[-1]["mistral.rs"]
+        assert rope.inv_freq[0] == pytest.approx(1 / divisor)
+        assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+
+
+def test_mistral_rs_reads_half_of_the_parameters_of_gemma_4() -> None:
+    """It reads the base of the sliding layers, and of the others only the share of the pairs that rotate."""
+    full = {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    nested = {"sliding_attention": {"rope_theta": 2e4}, "full_attention": full}
+    types = ["sliding_attention", "full_attention"]
+    config = {**LLAMA, "model_type": "gemma4_text", "layer_types": types, "rope_parameters": nested}
+    del config["rope_theta"]
+    sliding, whole = (ropes["mistral.rs"] for ropes in diff.engines(config, names=("mistral.rs",)).ropes)
+    head = whole.head_dim
+    np.testing.assert_allclose(sliding.inv_freq, [2e4 ** (-i / 64) for i in range(64)], rtol=1e-12)
+    np.testing.assert_allclose(
+        whole.inv_freq, [1e6 ** (-2 * i / head) if i < head // 4 else 0 for i in range(head // 2)], rtol=1e-12
+    )

@@ -24,6 +24,7 @@ from ropewalk.engines.llama_cpp import LLAMA_CPP
 from ropewalk.engines.lmdeploy import LMDEPLOY
 from ropewalk.engines.maxtext import MAXTEXT
 from ropewalk.engines.megatron import MEGATRON
+from ropewalk.engines.mistral_rs import MISTRAL_RS
 from ropewalk.engines.mlx_lm import MLX_LM
 from ropewalk.engines.onnxruntime_genai import ONNXRUNTIME_GENAI
 from ropewalk.engines.sglang import SGLANG
@@ -36,7 +37,7 @@ from ropewalk.engines.vllm import VLLM
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
 
-MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY, TENSORRT_LLM)}
+MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY, TENSORRT_LLM, MISTRAL_RS)}
 """Inference engines of which fewer models were looked up. They are compared only if they are named."""
 
 TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}

@@ -254,6 +254,16 @@ def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
+def with_mscales(scaling: YaRN) -> YaRN:
+    """Return the scheme as in the code of DeepSeek: rounded ends of the ramp, and a quotient as attention factor.
+
+    This is the magnitude for mscale (by default 1), divided by that for mscale_all_dim (by default 0).
+    """
+    top = 1.0 if scaling.mscale is None else scaling.mscale
+    factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
+    return with_attention_factor(replace(scaling, truncate=True), factor)
+
+
 def yarn_inside_of_pairs(config: ConfigRope, scaling: YaRN, attention: float, notes: tuple[str, ...]) -> Answer:
     """Return the rope of YaRN as gpt-oss computes it: the ramp is not rounded, and must lie inside of the pairs."""
     rope, half = config.rope, config.rope.rotary_dim / 2

@@ -14,8 +14,7 @@ from ropewalk.engines._engine import (
     Rule,
     dynamic_by_factor,
     longrope_magnitude,
-    with_attention_factor,
-    yarn_magnitude,
+    with_mscales,
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, PerPair, YaRN
 
@@ -42,12 +41,9 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
-    scaling = replace(scaling, truncate=True)
-    top = 1.0 if scaling.mscale is None else scaling.mscale
-    factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
     alone = (scaling.mscale is None) is not (scaling.mscale_all_dim is None)
     note = ("It reads mscale or mscale_all_dim alone as well, and uses 1 or 0 for the missing one.",) if alone else ()
-    return Answer(config.with_scaling(with_attention_factor(scaling, factor)), notes=note)
+    return Answer(config.with_scaling(with_mscales(scaling)), notes=note)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:

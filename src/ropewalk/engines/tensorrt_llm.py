@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.engines._engine import Answer, Engine, Rounding, Rule, with_attention_factor, yarn_magnitude
+from ropewalk.engines._engine import Answer, Engine, Rounding, Rule, with_mscales
 from ropewalk.schemes import NTK, DynamicNTK, Llama3, LongRoPE, YaRN
 
 _PARAMS = "tensorrt_llm/_torch/attention_backend/interface.py"
@@ -43,12 +43,8 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if config.model_type == "llama":
         return Answer(None, refusal=_FUSED, why="unknown")
     trained, notes = _trained(config)
-    mscales = [
-        to_finite(config.section.get(key), default) for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0))
-    ]
-    top, bottom = (yarn_magnitude(scaling.factor, 1.0 if mscale is None else mscale) for mscale in mscales)
-    scaling = replace(scaling, original_max_position_embeddings=trained, truncate=True)
-    return Answer(config.with_scaling(with_attention_factor(scaling, top / bottom)), notes=notes)
+    scaling = replace(with_mscales(scaling), original_max_position_embeddings=trained)
+    return Answer(config.with_scaling(scaling), notes=notes)
 
 
 def _llama3(config: ConfigRope, scaling: Llama3) -> Answer:

@@ -15,8 +15,7 @@ from ropewalk.engines._engine import (
     Rule,
     ignored_keys_note,
     longrope_from_lengths,
-    with_attention_factor,
-    yarn_magnitude,
+    with_mscales,
 )
 from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
@@ -91,18 +90,11 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 
 def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
-    """Apply the rule of YaRN in vLLM's class for DeepSeek.
-
-    The attention factor is the ratio of the magnitudes for mscale (by default 1) and mscale_all_dim (by default 0), and
-    the ends of the ramp are rounded.
-    """
-    scaling = replace(scaling, truncate=True)
+    """Apply the rule of YaRN in vLLM's class for DeepSeek."""
     notes = ignored_keys_note(config, "attention_factor", "truncate")
     if config.section.get("attention_factor") == 1.0 and config.section.get("mscale_all_dim"):
         notes += ("An attention_factor of 1 also drops mscale_all_dim from the softmax scale.",)
-    top = 1.0 if scaling.mscale is None else scaling.mscale
-    factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
-    return Answer(config.with_scaling(with_attention_factor(scaling, factor)), notes=notes)
+    return Answer(config.with_scaling(with_mscales(scaling)), notes=notes)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
