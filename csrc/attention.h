@@ -75,6 +75,18 @@ ROPEWALK_INLINE inline void add_elements(Floats *sums) {
     if constexpr (LEFT > 1) add_elements<LEFT / 2>(sums);
 }
 
+// Combine all elements of a vector, two halves at a time.
+template <class V, class Combine>
+ROPEWALK_INLINE inline float across(V x, const Combine &combine) {
+    if constexpr (sizeof x == 16) {
+        return combine(combine(x[0], x[1]), combine(x[2], x[3]));
+    } else {
+        Vector<float, int(sizeof x) / 8> halves[2];
+        std::memcpy(halves, &x, sizeof x);
+        return across(combine(halves[0], halves[1]), combine);
+    }
+}
+
 // The channels of a head of a key or a value as vectors of float32, COUNT vectors at a time. Those of bfloat16 are in another order:
 // first the even ones, then the odd ones.
 template <class T>
@@ -86,6 +98,8 @@ struct Channels {
         if constexpr (T::is_bfloat) {
             auto both = read<Neighbours<T>>(from);
             to[0] = first_of<T>(both), to[1] = second_of<T>(both);
+        } else if constexpr (sizeof(*from) == 1) {
+            widen_to_floats(from, to);
         } else {
             for (int i = 0; i < COUNT; ++i) to[i] = load<T>(from + i * LANE);
         }
@@ -281,21 +295,17 @@ struct Attention {
     float weigh(float *scores, int64_t count, float &most, float &weights) const {
         constexpr float LEAST = -INFINITY;
         for (int64_t n = count; n < padded(count, LANE); ++n) scores[n] = LEAST;
+        auto larger = [](auto x, auto y) ROPEWALK_INLINE { return x > y ? x : y; };
         Floats largest = read<Floats>(scores);
-        for (int64_t n = LANE; n < count; n += LANE) {
-            Floats x = read<Floats>(scores + n);
-            largest = x > largest ? x : largest;
-        }
-        float now = most;
-        for (int i = 0; i < LANE; ++i) now = largest[i] > now ? largest[i] : now;
+        for (int64_t n = LANE; n < count; n += LANE) largest = larger(read<Floats>(scores + n), largest);
+        const float now = larger(across(largest, larger), most);
         const float base = now == LEAST ? 0 : now;  // nothing visible yet: all weights are 0
         Floats sum{};
         for (int64_t n = 0; n < count; n += LANE) {
             Floats x = power_of_2(read<Floats>(scores + n) - base);
             write(scores + n, x), sum += x;
         }
-        float total = 0;
-        for (int i = 0; i < LANE; ++i) total += sum[i];
+        const float total = across(sum, [](auto x, auto y) ROPEWALK_INLINE { return x + y; });
         const float factor = now == most ? 1 : power_of_2(Floats{} + (most - base))[0];
         most = now, weights = weights * factor + total;
         return factor;

@@ -260,41 +260,49 @@ inline void store_bytes(void *to, Vector<uint32_t, WORDS> x) {
 #endif
 }
 
-// Conversion from 8 bits to float32.
+// Conversion from 8 bits to two vectors of float32.
 
-inline Vector<float, WORDS> widen_to_float(const int8_t *from) {
+inline void widen_to_floats(const int8_t *from, Vector<float, WORDS> *to) {
+    for (int i = 0; i < 2; ++i, from += WORDS) {
 #if defined(__AVX512F__)
-    auto wide = bits<Vector<int32_t, WORDS>>(_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(from)));
+        auto wide = bits<Vector<int32_t, WORDS>>(_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(from)));
 #elif defined(__AVX2__)
-    auto wide = bits<Vector<int32_t, WORDS>>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+        auto wide = bits<Vector<int32_t, WORDS>>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
 #else
-    auto wide = __builtin_convertvector(read<Vector<int8_t, WORDS>>(from), Vector<int32_t, WORDS>);
+        auto wide = __builtin_convertvector(read<Vector<int8_t, WORDS>>(from), Vector<int32_t, WORDS>);
 #endif
-    return __builtin_convertvector(wide, Vector<float, WORDS>);
+        to[i] = __builtin_convertvector(wide, Vector<float, WORDS>);
+    }
 }
 
 // float8_e4m3fn, divided by E4M3::unit: a sign, 4 bits of the exponent and 3 of the fraction, and nan if all of these are 1.
-inline Vector<float, WORDS> widen_to_float(const uint8_t *from) {
+inline void widen_to_floats(const uint8_t *from, Vector<float, WORDS> *to) {
 #if defined(__F16C__)
     // The number divided by `unit` is a float16 number with the same bits. Bit 14 must be 0, and 1 for nan, the only number from which
     // the addition carries. It is a copy of the sign, which xor with itself, and with the carry, corrects.
-#if defined(__AVX512F__)
-    auto words = bits<Vector<uint16_t, WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
+#if defined(__AVX512BW__)
+    auto words = bits<Vector<uint16_t, 2 * WORDS>>(_mm512_maskz_cvtepi8_epi16(0xffffffff, read<__m256i>(from)));
 #else
-    auto words = bits<Vector<uint16_t, WORDS>>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from))));
+    auto words = bits<Vector<uint16_t, 2 * WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
 #endif
     words <<= 7;
     words ^= (words + 0x80) & 0x4000;
+    Vector<uint16_t, WORDS> halves[2];
+    std::memcpy(halves, &words, sizeof words);
+    for (int i = 0; i < 2; ++i) {
 #if defined(__AVX512F__)
-    return bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(words)));
+        to[i] = bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(halves[i])));
 #else
-    return bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(words)));
+        to[i] = bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(halves[i])));
 #endif
+    }
 #else
     // Multiplying by 2^112 corrects the exponent, also of subnormal numbers.
-    auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
-    auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p112f);
-    return bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
+    for (int i = 0; i < 2; ++i, from += WORDS) {
+        auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
+        auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p112f);
+        to[i] = bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
+    }
 #endif
 }
 
@@ -304,8 +312,6 @@ template <class T>
 inline Reals<T> load(const typename T::Stored *from) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
         return read<Reals<T>>(from);
-    } else if constexpr (sizeof(typename T::Stored) == 1) {
-        return widen_to_float(from);
     } else if constexpr (T::is_bfloat) {
         return bits<Reals<T>>(widen(from) << 16);
 #if defined(__AVX512F__)
