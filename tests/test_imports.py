@@ -243,7 +243,7 @@ BUDGET = {
     "rotation": 1800,
     "schemes": 1900,
     "tools": 450,
-    "tools/bench": 2300,
+    "tools/bench": 2322,
     "tools/check": 5950,
     "tools/commands": 1350,
     "tools/convert": 2100,
