@@ -244,7 +244,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 450,
     "tools/bench": 2322,
-    "tools/check": 5950,
+    "tools/check": 6100,
     "tools/commands": 1350,
     "tools/convert": 2100,
     "tools/diff": 1450,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,6 +271,15 @@ def test_grids(target: Callable[..., Any]) -> None:
     assert conformance.check(target, rope=exchanged).codes == ["axes-exchanged"]
 
 
+def test_angles_that_depend_on_the_size_of_the_grid_are_not_judged() -> None:
+    def rotate(x: Tensor, height: int, width: int) -> Tensor:  # coordinates between 0 and 1, as in DINOv3
+        rows, columns = cells(height, width)
+        return half(x, grid_angles(rows / height, columns / width)[:, None])
+
+    with pytest.raises(RopeError, match="a cell must have the same angles in a grid of any size"):
+        conformance.check(rotate, rope=Rope(16, 100.0, "half", axes=GRID))
+
+
 def test_tables_of_a_grid() -> None:
     def tables(dim: int, height: int, width: int, theta: float = 100.0) -> Tensor:
         angles = grid_angles(*cells(height, width), base=theta)
@@ -377,11 +387,13 @@ def test_transformers_with_another_config() -> None:
     assert conformance.check(target, config=config).found["axes"] == "pairs 0 to 5 time, 6 to 9 height, 10 to 15 width"
 
 
-def test_tower_in_the_config_of_a_model() -> None:
+def test_tower_in_the_config_of_a_model(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("qwen2_vl")
     modeling = "transformers.models.qwen2_vl.modeling_qwen2_vl"
     target = f"{modeling}:Qwen2VLVisionRotaryEmbedding,apply_rotary_pos_emb_vision"
-    for given in (config, config.to_dict()):
+    file = tmp_path / "config.json"
+    file.write_text(config.to_json_string(use_diff=False), "utf-8")
+    for given in (config, config.to_dict(), file):
         assert conformance.check(target, config=given).found["axes"] == "pairs 0 to 19 height, 20 to 39 width"

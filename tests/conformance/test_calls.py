@@ -480,9 +480,8 @@ class TestSubject:
     @torch.no_grad()
     def test_caches(self) -> None:
         subject = found(SGLang.apply_rope_inplace_with_kvcache)
-        assert subject.takes == frozenset({"v", "slots"})
-        assert subject.in_place
-        assert subject.fused is not None
+        assert subject.form.takes == frozenset({"v", "slots"})
+        assert subject.form.in_place
         q, k = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 2, 16)
         slots, positions = torch.tensor([[7, -1, 0, 40]]), torch.arange(4)[None]
         stored = subject.fused(q, k, positions, v=2 * k, slots=slots).stored
@@ -497,8 +496,7 @@ class TestSubject:
     @torch.no_grad()
     def test_norms(self) -> None:
         subject = found(VLLM.fused_qk_norm_rope)
-        assert subject.takes == {"v", "weights"}
-        assert subject.fused is not None
+        assert subject.form.takes == {"v", "weights"}
         q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
         weights, positions = (torch.randn(16), torch.randn(16)), torch.arange(4)[None]
         tables = at_positions(cos_sin_cache(16, 4), positions)
@@ -518,7 +516,7 @@ class TestSubject:
             assert other is not None
             x, positions = torch.randn(1, 4, 3, 48), torch.arange(4)[None]
             out, _ = other(x, x, positions)
-            base = 100.0 if other.given else 10_000.0
+            base = 100.0 if other.way.given else 10_000.0
             torch.testing.assert_close(out, turn(x, *at_positions(cos_sin_cache(20, 4, base), positions)))
 
     def test_fixed_sizes(self) -> None:

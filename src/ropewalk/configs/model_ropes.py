@@ -32,6 +32,7 @@ class VisionRopes:
         model_type: the model_type of the tower, from its config or implied by the whole config.
         source: the file or object that was read.
         origins: maps the name of a value, such as "base", to where it came from, in words.
+        config: the part of the config that describes the tower. It is ignored in comparisons.
     """
 
     ropes: tuple[Rope, ...]
@@ -40,6 +41,7 @@ class VisionRopes:
     model_type: str
     source: str
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+    config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

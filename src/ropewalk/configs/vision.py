@@ -75,7 +75,7 @@ def _read(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> Visio
     unread_keys.refuse(fields, {}, (*row.position_keys, *_LEARNED))
     with fields.prefix_errors():
         ropes = row.ropes(head_dim, base)
-    return VisionRopes(ropes, row.axis_names, row.positions, model_type, fields.source, origins)
+    return VisionRopes(ropes, row.axis_names, row.positions, model_type, fields.source, origins, fields.config)
 
 
 def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple[int, str]:

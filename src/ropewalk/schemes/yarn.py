@@ -175,10 +175,14 @@ class YaRN(Scheme):
         return m * m
 
     def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
-        """Yield the frequencies of the other value of `truncate`, and those of a reversed ramp."""
+        """Yield the frequencies of the other value of `truncate`, of the scaled length, and of a reversed ramp."""
         other = replace(self, truncate=not self.truncate)
         says = f"The frequencies are those of truncate: {str(other.truncate).lower()}."
         yield "yarn-truncate", says, other.inv_freq(base, rotary_dim)
+        scaled = round(self.original_max_position_embeddings * self.factor)
+        longer = replace(self, original_max_position_embeddings=scaled)
+        says = f"The ramp is that of {scaled:,} trained tokens instead of {self.original_max_position_embeddings:,}."
+        yield "yarn-original-length", says, longer.inv_freq(base, rotary_dim)
         yield from reversed_ramp("yarn-ramp-swapped", default.inv_freq(base, rotary_dim), self.factor)
 
     def trained_length(self, longest: int | None) -> int:

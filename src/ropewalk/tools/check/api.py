@@ -14,10 +14,11 @@ from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
+from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
-from ropewalk.tools.check.find.subject import LAYOUTS, CallError, Subject
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import steps
-from ropewalk.tools.check.measure.baseline import TOKENS, usual
+from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
 
 
@@ -99,7 +100,7 @@ def check(
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad(), used.used():
-                _run(partial(_find, loaded, expectation, report, call, layout), report, compiled=compiled)
+                _run(partial(calls.find, loaded, expectation, call, layout), report, compiled=compiled)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -108,44 +109,30 @@ def check(
     return report
 
 
-def _run(find: Callable[[], tuple[Subject, expected.Expected]], report: Report, *, compiled: bool) -> None:
-    """Find the call of a loaded target, and run all steps. The caller may slice out the channels that it rotates."""
+def _run(find: Callable[[], Subject], report: Report, *, compiled: bool) -> None:
+    """Find the call of a loaded target, and run all steps."""
     try:
-        subject, expectation = find()
+        subject = find()
     except _checks.RopeError:
         if (says := _stays_on_the_cpu(find)) is None:
             raise
         report.add("wrong-device", says)
         return
     try:
-        steps.run(subject, expectation, report, compiled=compiled)
+        steps.run(subject, report, compiled=compiled)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
         raise _checks.error_from(f"check: {report.target} accepts one call but fails in another", e, fix) from e
 
 
-def _find(
-    target: targets.Target, expectation: expected.Expected, report: Report, call: str | None, layout: str | None
-) -> tuple[Subject, expected.Expected]:
-    """Find the call of a target, and return it with what to expect: of the whole head, or of its rotated channels."""
-    try:
-        return calls.find(target, expectation, call, layout), expectation
-    except _checks.RopeError:
-        if (sliced := expected.for_slice(expectation)) is None:
-            raise
-        subject = calls.find(target, sliced, call, layout)
-        report.found["head"] = "only the rotated channels, which the caller slices out"
-        return subject, sliced
-
-
-def _stays_on_the_cpu(find: Callable[[], tuple[Subject, expected.Expected]]) -> str | None:
+def _stays_on_the_cpu(find: Callable[[], Subject]) -> str | None:
     """Return what a call raises that works on the CPU, if the reason is a tensor that stays there. Otherwise None."""
     used = memory.current()
     if used.device.type == "cpu":
         return None
     try:
         with Memory().used():
-            subject, _ = find()
+            subject = find()
         if subject.module is not None:
             subject.module.to(used.device)
         subject(*usual(subject).tensors(), torch.arange(TOKENS)[None])

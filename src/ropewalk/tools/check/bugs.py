@@ -122,6 +122,10 @@ BUGS: dict[str, Bug] = {
     "yarn-ramp-swapped": Bug(
         "YaRN's ramp is reversed", "Keep the fast pairs, and divide the frequencies of the slow pairs by the factor."
     ),
+    "yarn-original-length": Bug(
+        "YaRN's ramp begins and ends at the scaled length",
+        "Compute the ramp from original_max_position_embeddings, not from max_position_embeddings.",
+    ),
     "yarn-truncate": Bug(
         "the ends of YaRN's ramp are rounded although the config forbids it, or not rounded although it asks for it",
         "Round the lower end down and the upper end up, unless truncate is false.",
@@ -157,6 +161,12 @@ BUGS: dict[str, Bug] = {
         "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
     ),
     "positions-ignored": Bug("the positions that are passed have no effect", "Gather the angles at positions."),
+    "positions-misread": Bug(
+        "positions of another integer dtype are misread", "Read them by their dtype, or raise for all but one."
+    ),
+    "option-wrong": Bug(
+        "right by default, wrong with another value of an option", "Test every value of the option, or raise for it."
+    ),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
     "rows-disturb-each-other": Bug(
         "the result for one row of the batch depends on the positions of another",
@@ -170,7 +180,7 @@ BUGS: dict[str, Bug] = {
         "If batch and seq are flattened, flatten positions in the same order.",
     ),
     "one-token-wrong": Bug("a single token is rotated by the wrong angle", "Use its position when decoding as well."),
-    "batch-ignored": Bug("only the first row of the batch is right", "Rotate all rows."),
+    "batch-ignored": Bug("a batch of several rows is wrong", "Rotate each row as it is rotated alone."),
     "positions-restart": Bug("positions restart at some token", "Continue the count from chunk to chunk."),
     "table-wraps": Bug("positions past the end of the table wrap around", "Make the table longer, or raise."),
     "table-clamps": Bug("positions past the end of the table get its last row", "Make the table longer, or raise."),
@@ -210,6 +220,14 @@ BUGS: dict[str, Bug] = {
         "Call ctx.mark_dirty for what is overwritten, and save for backward only what forward leaves unchanged.",
     ),
     "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle, and detach no part of it."),
+    "low-precision-norm": Bug(
+        "the norm is computed in 16 bits", "Compute the mean square and its root in float32.", "caution"
+    ),
+    "gradient-overwritten": Bug(
+        "the backward pass overwrites the gradient that it is passed",
+        "Work on a copy: autograd may pass the same tensor to other functions.",
+        "caution",
+    ),
     "no-gradient": Bug(
         "the function has no gradient, as kernels for inference",
         "To train with it, remove `detach` and `no_grad`, or add a backward pass.",

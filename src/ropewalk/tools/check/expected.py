@@ -20,6 +20,7 @@ class Expected:
         rope: the expected rope, for one fixed length. None if the user's options do not determine a whole rope.
         pairing, base: the expected pairing and base.
         head_dim: the number of channels of a head, for constructors.
+        states_head_dim: whether the user states it, so that functions which take tables get it, too.
         output_order: "half" if the model reads interleaved pairs and writes them in halves.
         model_type: the model_type of the config, for the report.
         length: the number of tokens up to which `rope` holds, if its scheme depends on the length. Otherwise None.
@@ -27,7 +28,8 @@ class Expected:
         table_length: the number of tokens, for constructors with such a parameter. None keeps the default of the class,
             or means 4096.
         config: the config, for constructors with a parameter for it: its keys, or a config object of transformers.
-        layer: the index of the layer whose rope is expected, for code with a parameter for the kind of layer.
+        layer_type: the kind of the layer whose rope is expected, such as "full_attention", for code with a parameter
+            for it. None if all layers are alike.
         arguments: maps names of parameters to the values that the user passed. They take precedence over all others.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
@@ -37,13 +39,14 @@ class Expected:
     pairing: str | None = None
     base: float | None = None
     head_dim: int = 64
+    states_head_dim: bool = False
     output_order: str | None = None
     model_type: str | None = None
     length: int | None = None
     unresolved: Rope | None = None
     table_length: int | None = None
     config: Any = None
-    layer: int = 0
+    layer_type: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
@@ -111,7 +114,10 @@ def read(
         if dim % 2:
             fix = f"Pass {dim + 1}, or the config of the model."
             raise _checks.error("check", "head_dim must be even", str(dim), fix)
-        return target, Expected(pairing=pairing, base=base, head_dim=dim, arguments=arguments)
+        is_stated = head_dim is not None
+        return target, Expected(
+            pairing=pairing, base=base, head_dim=dim, states_head_dim=is_stated, arguments=arguments
+        )
     if rope is not None:
         expected = _of_rope(rope, 2048)
         return target, replace(expected, table_length=expected.length, arguments=arguments)
@@ -134,7 +140,7 @@ def read(
         return target, replace(
             _of_rope(tower.ropes[0], 2048),
             model_type=tower.model_type,
-            config=_tower_config(config),
+            config=getattr(config, "vision_config", config) if hasattr(config, "to_dict") else tower.config,
             arguments=arguments,
             notes=ropes.warnings,
             axis_names=tower.axis_names,
@@ -147,17 +153,11 @@ def read(
         model_type=ropes.model_type,
         table_length=None if longest is None else min(longest, 131_072),
         config=config if hasattr(config, "to_dict") else ropes.config,
-        layer=layer,
+        layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
         arguments=arguments,
         notes=ropes.warnings,
         axis_names=ropes.axis_names,
     )
-
-
-def _tower_config(config: Any) -> Any:
-    """Return the part of a config that describes the vision tower."""
-    values = config if isinstance(config, Mapping) else vars(config)
-    return values.get("vision_config", config)
 
 
 def _read(config: Any, reading: Mapping[str, Any]) -> ModelRopes:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.memory import CallError
 from ropewalk.tools.check.find.signature import FUSED, Call, accept_keywords
-from ropewalk.tools.check.find.subject import CallError, Results, Stored, from_layout, to_layout
+
+LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
+"""The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
 
 EPS = 1e-6
 """The eps that is passed to a norm."""
@@ -34,6 +37,33 @@ _CACHES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], 
 
 
 @dataclass(frozen=True)
+class Stored:
+    """The caches of a call that stores k and v of each token in a slot.
+
+    Args:
+        slots: the slot of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored.
+        keys_before, keys: the keys in all slots before and after the call, `[slots, heads, head_dim]`.
+        values_before, values: the same for the values, or None if the target stores none.
+    """
+
+    slots: Tensor
+    keys_before: Tensor
+    keys: Tensor
+    values_before: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a fused call computes: q, k and v `[batch, seq, heads, head_dim]`, or None for each that it lacks."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None = None
+    stored: Stored | None = None
+
+
+@dataclass(frozen=True)
 class Form:
     """One way to pass tensors to a function and to read its results.
 
@@ -47,10 +77,12 @@ class Form:
         cache: the axes of the caches, a key of `_CACHES`, or "".
         slots_of_rows: whether slots are passed as `[batch, seq]` instead of `[tokens]`.
         keys_from_cache: whether the result for k is read from the cache.
-        rotary_dim: the number of rotated channels.
-        interleaved: whether the pairing is interleaved, for a parameter that chooses it. None keeps its default.
-        inv_freq: the radians per token of each pair, for a parameter that takes them.
-        base: the base, for a parameter without default that takes it.
+        known, required: by role, what is passed to parameters with that role, and what only if they have no default.
+        key_head: "kept" or "dropped" if the function takes one head of k, with an axis of its own or without. It is
+            then called once for each head of k, and with q the first time and one head of it from then on.
+        of_all_heads: whether a norm is taken over all heads together, and has a weight for each channel of each.
+        added: what the function adds to the weights of its norm, such as 1 in Gemma.
+        eps: what is passed to a norm.
     """
 
     function: Callable[..., Any]
@@ -61,10 +93,12 @@ class Form:
     cache: str = ""
     slots_of_rows: bool = False
     keys_from_cache: bool = False
-    rotary_dim: int = 64
-    interleaved: bool | None = None
-    inv_freq: Tensor | None = None
-    base: float = 10_000.0
+    known: Mapping[str, Any] = field(default_factory=dict)
+    required: Mapping[str, Any] = field(default_factory=dict)
+    key_head: str = ""
+    of_all_heads: bool = False
+    added: float = 0.0
+    eps: float = EPS
 
     @property
     def has_k(self) -> bool:
@@ -74,52 +108,53 @@ class Form:
     @property
     def is_fused(self) -> bool:
         """Whether the call does more than to take q and k, or x, and to return them."""
-        call = self.call
-        return bool(FUSED & {*call.parameter_of}) or bool(call.results) or self.packing == "flat" or self._has_outs
+        roles, call = {*self.call.parameter_of}, self.call
+        return bool((FUSED | {"q_out"} - call.optional) & roles or call.results) or self.packing == "flat"
 
     @property
-    def _has_outs(self) -> bool:
-        return "q_out" in self.call.parameter_of and "q_out" not in self.call.optional
+    def _outs(self) -> dict[str, str]:
+        """The role of each result that is written to a tensor that the function requires, and the role of that."""
+        required = {*self.call.parameter_of} - self.call.optional
+        return {role: out for role, out in zip(self._names, ("q_out", "k_out"), strict=False) if out in required}
 
     @property
     def takes(self) -> frozenset[str]:
-        """What can be passed besides q, k and positions: "v", "slots", "weights", and "stack" of q, k and v."""
+        """What a fused call takes besides q, k and positions: "v", "slots", "weights" (of its norm)."""
         roles = {*self.call.parameter_of}
         named = {"v": {"v", "qkv", "kv"}, "slots": {"key_cache"}, "weights": {"q_weight"}}
-        stack = {"stack"} if self.packing == "stacked" else set()
-        return frozenset({name for name, of in named.items() if of & roles} | stack)
+        return frozenset(name for name, of in named.items() if of & roles and not self.key_head)
 
     @property
     def packed(self) -> str:
-        """What to add to the layout in the report."""
-        told = {"flat": "heads and channels in one axis", "heads": "", "stacked": "stacked before the heads"}
-        return ", ".join(text for text in (told.get(self.packing, ""), self.cache and f"cache [{self.cache}]") if text)
+        """What to add to the call in the report."""
+        told = {"flat": "heads and channels in one axis", "stacked": "stacked before the heads"}
+        texts = told.get(self.packing), self.cache and f"cache [{self.cache}]", self.key_head and "one head of k"
+        return "".join(f", {text}" for text in texts if text)
 
-    def keywords(self, q: Tensor, k: Tensor | None) -> dict[str, Any]:
-        """Return the arguments for q and k of a call that is not fused."""
-        roles = self.call.parameter_of
-        return ({roles["q"]: q, roles["k"]: k} if "k" in roles else {roles["x"]: q}) | self._options(q, k)
+    @property
+    def _heads(self) -> int:
+        """The axis of the heads in q and k."""
+        return -3 if self.layout in ("bhsd", "hsd") else -2
 
-    def _options(self, q: Tensor, k: Tensor | None) -> dict[str, Any]:
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The roles of the tensors that are rotated, and of their results, unless they are joined."""
+        return ("q", "k") if self.has_k else ("x1", "x2") if "x1" in self.call.parameter_of else ("x",)
+
+    def _options(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         """Return the sizes and switches that the function has parameters for, and the values that the user stated."""
-        call, heads = self.call, -3 if self.layout in ("bhsd", "hsd") else -2
-        k_heads = (q if k is None else k).shape[heads]
+        call, k_heads = self.call, k.shape[self._heads]
         values: dict[str, Any] = {
             "head_size": q.shape[-1],
-            "rotary_dim": self.rotary_dim,
-            "num_heads": q.shape[heads],
+            "num_heads": q.shape[self._heads],
             "num_kv_heads": k_heads,
             "num_v_heads": k_heads,
-            "eps": EPS,
+            "eps": self.eps,
             "tensor_layout": self.layout,
         }
-        values |= {} if self.interleaved is None else {"interleaved": self.interleaved, "is_neox": not self.interleaved}
-        required: dict[str, Any] = {"interleaved": False, "is_neox": True, "inplace": self.in_place, "conjugate": False}
-        required |= {"inv_freq": self.inv_freq, "base": self.base, "scale": 1.0}
-        values |= {role: value for role, value in required.items() if role not in values | dict.fromkeys(call.optional)}
-        return {call.parameter_of[role]: value for role, value in values.items() if role in call.parameter_of} | dict(
-            call.literals
-        )
+        required = {"inplace": self.in_place, **self.required}
+        values |= {role: value for role, value in required.items() if role not in call.optional} | {**self.known}
+        return {name: values[role] for role, name in call.parameter_of.items() if role in values} | call.literals
 
     def run(
         self,
@@ -150,6 +185,8 @@ class Form:
         Raises:
             CallError: the function returns something else than its form says.
         """
+        if self.key_head and k is not None:
+            return self._run_for_each_key_head(q, k, angles, rows)
         roles = self.call.parameter_of
         sizes: list[Tensor] = []
         if "q_weight" in roles and weights is None:
@@ -160,12 +197,15 @@ class Form:
                 k = None if k is None else (k / sizes[1]).to(k.dtype)
         key = q if k is None else k
         v = torch.cos(torch.arange(key.numel())).view(key.shape).to(key.dtype) if v is None else v
-        tensors = self._tensors(q, k, v)
-        values = {**tensors} | dict(zip(("q_weight", "k_weight"), weights or (), strict=False))
-        tokens = from_layout(self.layout, key, rows)
-        slots = 2 * torch.arange(tokens[..., 0, 0].numel()).flip(0).view(rows, -1) + 1 if slots is None else slots
+        tensors = self._tensors(q, key, v)
+        values = {**tensors}
+        for role, weight, x in zip(("q_weight", "k_weight"), weights or (), (q, key), strict=False):
+            heads = x.shape[self._heads] if self.of_all_heads else 1
+            values[role] = (weight - self.added).repeat(heads)
         caches: list[Tensor] = []
         if self.cache:
+            tokens = from_layout(self.layout, key, rows)
+            slots = 2 * torch.arange(tokens[..., 0, 0].numel()).flip(0).view(rows, -1) + 1 if slots is None else slots
             n = _PAGE * (1 + max(int(slots.max()), slots.numel()) // _PAGE + 1)
             cache = _CACHES[self.cache][0](torch.full((n, *tokens.shape[2:]), _EMPTY).to(q.dtype)).contiguous()
             in_one = halves and "blocks" in self.cache
@@ -173,35 +213,34 @@ class Form:
             values |= dict(zip(("key_cache", "value_cache"), caches, strict=True))
             values["slots"] = slots if self.slots_of_rows else slots.flatten()
         passed = {roles[role]: value for role, value in values.items() if role in roles}
-        returned = memory.call(self.function, passed | self._options(q, k) | angles)
-        found = self._read(returned, tensors, q, k, v)
-        stored = self._stored(caches, tokens, slots) if self.cache else None
-        if stored is not None and self.keys_from_cache:
-            found["k"] = to_layout(self.layout, stored.keys[slots])
-        results = [found["q"], found["k"] if k is not None else None]
-        for i, size in enumerate(sizes):
-            if (result := results[i]) is not None:
-                results[i] = (result * size).to(result.dtype)
-        return Results(found["q"] if results[0] is None else results[0], results[1], found.get("v"), stored)
+        returned = memory.call(self.function, passed | self._options(q, key) | angles)
+        found, stored = self._read(returned, tensors, q, key, v), None
+        if slots is not None and self.cache:
+            stored = self._stored(caches, tokens, slots)
+            found["k"] = to_layout(self.layout, stored.keys[slots]) if self.keys_from_cache else found["k"]
+        for role, size in zip("qk", sizes, strict=False):
+            found[role] = (found[role] * size).to(found[role].dtype)
+        return Results(found["q"], None if k is None else found["k"], found.get("v"), stored)
 
-    def _tensors(self, q: Tensor, k: Tensor | None, v: Tensor) -> dict[str, Tensor]:
+    def _run_for_each_key_head(self, q: Tensor, k: Tensor, angles: dict[str, Any], rows: int) -> Results:
+        one, axis, keeps = replace(self, key_head=""), self._heads, self.key_head == "kept"
+        results, keys = [], []
+        for i in range(k.shape[axis]):
+            head, key = q.narrow(axis, 0, 1).clone() if i else q, k.narrow(axis, i, 1)
+            results.append(one.run(head, key if keeps else key.squeeze(axis), angles, rows))
+            k_out = cast(Tensor, results[-1].k)
+            keys.append(k_out if keeps else k_out.unsqueeze(axis))
+        return Results(results[0].q, torch.cat(keys, dim=axis))
+
+    def _tensors(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Return the tensors to pass for q, k and v, and those for their results, by role."""
-        roles = self.call.parameter_of
-        if "qkv" in roles:
-            return {"qkv": self._join([q, q if k is None else k, v])}
-        if "kv" in roles:
-            return {"kv": self._join([q, v])}
-        named = {"q": q, "k": k} if "k" in roles else {"x": q}
-        if "x1" in roles:
-            half = q.shape[-1] // 2
-            named = {"x1": q[..., :half], "x2": q[..., half:]}
-        outs = dict(zip(("q_out", "k_out"), named.values(), strict=False))
-        tensors = {role: self._flat(x) for role, x in (named | {"v": v}).items() if x is not None and role in roles}
-        return tensors | {
-            role: torch.full_like(self._flat(x), torch.nan)
-            for role, x in outs.items()
-            if x is not None and role in roles and role not in self.call.optional
-        }
+        roles, half = self.call.parameter_of, q.shape[-1] // 2
+        joined = {"qkv": [q, k, v], "kv": [q, v]}
+        named = {"q": q, "k": k, "v": v, "x": q, "x1": q[..., :half], "x2": q[..., half:]}
+        tensors = {role: self._join(parts) for role, parts in joined.items() if role in roles}
+        tensors |= {role: self._flat(named[role]) for role in (*self._names, "v") if role in roles}
+        outs = {out: torch.full_like(self._flat(named[role]), torch.nan) for role, out in self._outs.items()}
+        return tensors | outs
 
     def _flat(self, x: Tensor) -> Tensor:
         return x.flatten(-2) if self.packing == "flat" else x
@@ -219,45 +258,30 @@ class Form:
         heads = joined.reshape(*joined.shape[:-1], -1, parts[0].shape[-1]) if self.packing == "flat" else joined
         return list(torch.split(heads, [x.shape[axis] for x in parts], dim=axis))
 
-    def _read(
-        self, returned: Any, tensors: dict[str, Tensor], q: Tensor, k: Tensor | None, v: Tensor
-    ) -> dict[str, Any]:
+    def _read(self, returned: Any, tensors: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """Return the results for q, k and v by role, from what is returned or from the tensors that were passed."""
         values = [*returned] if isinstance(returned, (list, tuple)) else [returned]
         found: dict[str, Any] = {**tensors}
-        joined = {"qkv", "kv"} & {*tensors}
         if self.call.results is not None:
             found |= zip(self.call.results, [] if returned is None else values, strict=False)
-        elif not self.in_place and "q_out" not in tensors:
-            if not isinstance(values[0], Tensor):
+        elif not self.in_place and not self._outs:
+            if not values or not isinstance(values[0], Tensor):
                 raise CallError("wrong-shape", f"it returns {_checks.shown(returned)}")
-            if joined and values[0].shape == tensors[next(iter(joined))].shape:
-                found |= zip(joined, values, strict=False)
-            else:
-                names = ("q", "k", "v") if self.has_k else ("x1", "x2") if "x1" in tensors else ("x",)
-                if self.has_k and len(values) < 2 and not self.keys_from_cache:
-                    raise CallError("wrong-shape", "it returns one tensor for q and k")
-                found |= zip(names, values, strict=False)
-        found |= {role: found[out] for role, out in self._outs(tensors).items()}
+            joined = [role for role in ("qkv", "kv") if role in tensors and tensors[role].shape == values[0].shape]
+            if self.has_k and len(values) < 2 and not joined and not self.keys_from_cache:
+                raise CallError("wrong-shape", "it returns one tensor for q and k")
+            found |= zip(joined or (*self._names, *self.takes & {"v"}), values, strict=False)
+        found |= {role: found[out] for role, out in self._outs.items()}
         if "qkv" in found and "q" not in found:
-            found |= zip("qkv", self._split(found["qkv"], [q, q if k is None else k, v]), strict=True)
+            found |= zip("qkv", self._split(found["qkv"], [q, k, v]), strict=True)
         if "kv" in found and "x" not in found:
             found |= zip("xv", self._split(found["kv"], [q, v]), strict=True)
         if "x1" in found and "x" not in found:
             found["x"] = torch.cat((found["x1"], found["x2"]), dim=-1)
         if not self.has_k:
             found["q"] = found["x"]
-        shapes = {"q": q, "k": k, "v": v}
-        return {
-            role: found[role].reshape(like.shape) if self.packing == "flat" else found[role]
-            for role, like in shapes.items()
-            if like is not None and role in found
-        }
-
-    def _outs(self, tensors: dict[str, Tensor]) -> dict[str, str]:
-        """Map each role of a result to the role of the tensor that it is written to."""
-        names = ("x1", "x2") if "x1" in tensors else ("q", "k") if self.has_k else ("x",)
-        return {role: out for role, out in zip(names, ("q_out", "k_out"), strict=False) if out in tensors}
+        results = {role: (found[role], like) for role, like in (("q", q), ("k", k), ("v", v)) if role in found}
+        return {role: x.reshape(like.shape) if self.packing == "flat" else x for role, (x, like) in results.items()}
 
     def _stored(self, caches: list[Tensor], tokens: Tensor, slots: Tensor) -> Stored:
         read = _CACHES[self.cache][1]
@@ -265,6 +289,26 @@ class Form:
         keys, values = (read(cache, like) for cache in caches)
         has_values = "value_cache" in self.call.parameter_of
         return Stored(slots, like, keys, like if has_values else None, values if has_values else None)
+
+
+def to_layout(layout: str, x: Tensor) -> Tensor:
+    """Return a view of x `[batch, seq, heads, head_dim]` in a layout."""
+    if layout == "thd":
+        return x[0]
+    native = x.permute(["bshd".index(axis) for axis in _axes(layout)])
+    return native.flatten(0, 1) if layout == "hsd" else native
+
+
+def from_layout(layout: str, x: Tensor, rows: int = 1) -> Tensor:
+    """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
+    if layout == "thd":
+        return x[None]
+    split = x.reshape(rows, -1, *x.shape[1:]) if layout == "hsd" else x
+    return split.permute([_axes(layout).index(axis) for axis in "bshd"])
+
+
+def _axes(layout: str) -> str:
+    return "bhsd" if layout == "hsd" else layout
 
 
 def _sizes(x: Tensor) -> Tensor:
@@ -289,8 +333,13 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
         if (packing in ("flat", "stacked") and not layout.endswith("hd")) or (packing != "each" and layout == "hsd"):
             continue
         rows = (False, True) if cache and "b" in layout else (False,)
-        for by_row, from_cache, in_place in product(rows, (False, True) if stored else (False,), written):
-            yield Form(by_name, call, layout, packing, in_place, cache, by_row, from_cache, **fixed)
+        norms = (False, True) if "q_weight" in roles else (False,)
+        for by_row, from_cache, in_place, joined in product(
+            rows, (False, True) if stored else (False,), written, norms
+        ):
+            yield Form(
+                by_name, call, layout, packing, in_place, cache, by_row, from_cache, of_all_heads=joined, **fixed
+            )
 
 
 def _writes(function: Callable[..., Any], call: Call) -> tuple[bool, bool]:

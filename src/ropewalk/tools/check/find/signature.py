@@ -10,7 +10,8 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ CALL_NAMES = {
     "interleaved": "interleaved interleave rotary_interleaved traditional rotate_style",
     "is_neox": "is_neox is_neox_style neox_style",
     "inplace": "inplace in_place",
-    "conjugate": "conj conjugate",
+    "conjugate": "conj conjugate inverse",
     "base": "base theta rope_theta base_frequency",
     "scale": "scale rope_scale scaling_factor scale_factor",  # that positions are divided or multiplied by
     "inv_freq": "inv_freq",
@@ -69,7 +70,7 @@ CALL_NAMES = {
     "frames": "frames frame time temporal t n_frames num_frames t_pos pos_t t_ids grid_t",
     "height": "height rows row h y ys n_rows num_rows h_pos pos_h y_pos pos_y h_ids row_ids grid_h",
     "width": "width columns cols column col w xs n_cols num_cols w_pos pos_w x_pos pos_x w_ids col_ids grid_w",
-    "grid": "grid grid_size grid_shape grid_hw grid_thw hw thw feat_shape",
+    "grid": "grid grid_size grid_sizes grid_shape grid_hw grid_thw hw thw feat_shape",
     "sections": "mrope_section mrope_sections sections section rope_section",
 }
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
@@ -92,6 +93,21 @@ MAKE_NAMES = {
     "axes_dim": "axes_dim axes_dims axis_dims axes_channels",
 }
 
+# Attribute of a scheme → the other names that parameters of a constructor have for it.
+_SCALING = {
+    "factor": "scaling_factor scale_factor rope_factor rope_scaling_factor",
+    "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
+    "old_context_len original_max_position",
+    "beta_fast": "ntk_beta",
+    "beta_slow": "ntk_alpha",
+    "low_freq_factor": "",
+    "high_freq_factor": "",
+    "short_factor": "",
+    "long_factor": "",
+    "attention_factor": "",
+    "mscale": "",
+    "mscale_all_dim": "",
+}
 _NAMELESS = "argument "  # followed by a number: the name that a parameter without a name gets here
 
 Roles = dict[str, str]
@@ -130,11 +146,15 @@ class Call:
     results: tuple[str, ...] | None = None
     optional: frozenset[str] = frozenset()
 
+    def without(self, roles: set[str]) -> Call:
+        """Return the call that omits the parameters with these roles."""
+        return replace(self, parameter_of={role: n for role, n in self.parameter_of.items() if role not in roles})
+
     @property
     def key_first(self) -> bool:
         """Whether k comes before q, so that the results may be in this order, too."""
         names = [*self.parameter_of]
-        return self.results is None and {"q", "k"} <= {*names} and names.index("k") < names.index("q")
+        return {"q", "k"} <= {*names} and names.index("k") < names.index("q")
 
 
 def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -255,6 +275,8 @@ def _unknown_roles(got: str) -> _checks.RopeError:
 
 def describe(function: Any) -> str:
     """Return how to describe a call that was not found, with the roles that the names of its parameters suggest."""
+    if inspect.isclass(function) and (method := getattr(function, "forward", None)) is not None:
+        function = partial(method, None)  # of the object, and not its constructor
     known = None if function is None else parameters(function)
     roles = {name: role for role, name in (read_call(function, None).parameter_of if known else {}).items()}
     spelled = {"table": "freqs_cis", "axis": "unsqueeze_dim"}
@@ -267,6 +289,11 @@ def describe(function: Any) -> str:
     )
 
 
+def named(function: Any) -> str:
+    """Return the parameters of a function in words."""
+    return f"parameters {', '.join(parameters(function) or {}) or 'none'}"
+
+
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
 
@@ -277,13 +304,11 @@ class Arguments:
     Args:
         base: the base that is passed, or None if the constructor has no parameter for it.
         length: the number of tokens that is passed, or None if the constructor has no parameter for it.
-        layer_type: the kind of the expected layer in the config that is passed, such as "full_attention", or None.
         sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
     """
 
     base: float | None
     length: int | None
-    layer_type: str | None
     sizes: frozenset[str] = frozenset()
 
     def takes(self, channels: int, rotary_dim: int) -> bool:
@@ -324,6 +349,10 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "dtype" and default is None:
             values[name] = torch.float32
+    scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
+    for key, names in _SCALING.items():
+        if (value := getattr(scaling, key, None)) is not None:
+            values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
     values.update(expected.arguments)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     if missing:
@@ -332,7 +361,6 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         if missing[0] == parameter_of.get("config"):
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
         raise _checks.error("check", must, ", ".join(missing), fix)
-    kinds = getattr(values.get(parameter_of.get("config", "")), "layer_types", None)
     try:
         built = memory.construct(constructor, values)
     except Exception as e:  # a constructor may raise anything
@@ -341,7 +369,7 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e
     sizes = frozenset(role for role, name in parameter_of.items() if name in values and name not in expected.arguments)
     fixed = "config" in sizes and "dim" not in sizes
-    return built, Arguments(base, length, kinds[expected.layer] if kinds else None, frozenset() if fixed else sizes)
+    return built, Arguments(base, length, frozenset() if fixed else sizes)
 
 
 def is_constructor(target: Any) -> bool:
@@ -350,9 +378,11 @@ def is_constructor(target: Any) -> bool:
 
 
 class _Config(SimpleNamespace):
-    """A config whose keys are attributes, like the config objects of transformers."""
+    """A config whose keys are attributes, like the config objects of transformers: that of the text model alone."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "text_config":
+            return self
         raise AttributeError(f"the config has no {name}")
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, permutations
 
 import numpy as np
@@ -14,9 +14,9 @@ from torch import Tensor
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import law
-from ropewalk.tools.check.measure.baseline import HEADS, SMALL, Baseline, measure
-from ropewalk.tools.check.measure.case import CLOSE
+from ropewalk.tools.check.measure import gradients, law
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
+from ropewalk.tools.check.measure.case import CLOSE, usual
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
@@ -25,47 +25,22 @@ _MOVED = 3e-6  # of cos and sin: a pair that is not turned is copied without any
 _NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
 
 
-@dataclass(frozen=True)
-class OnAxes:
-    """The angles that positions on each axis cause.
-
-    Args:
-        alone: the multiplier of each pair at positions 0 to 63 on one axis and 0 on the others, complex128 `[axes,
-            positions, pairs]`.
-        axis: the axis that turns each pair, or a negative number if none or several do.
-        axes: the axes and progressions that explain the angles, or None.
-        names: the name of each axis.
-    """
-
-    alone: Tensor
-    axis: tuple[int, ...]
-    axes: Axes | None
-    names: tuple[str, ...]
-
-    def at(self, positions: Tensor, at_0: Tensor) -> Tensor:
-        """Predict the multipliers at positions `[axes, batch, seq]` below 64 from those at position 0."""
-        turns = [alone[p] / alone[0] for alone, p in zip(self.alone, positions, strict=True)]
-        return at_0 * torch.stack(turns).prod(0)
-
-
-def judge(
-    subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, report: Report
-) -> tuple[Expected, OnAxes | None]:
+def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: Report) -> tuple[Subject, OnAxes | None]:
     """Measure which axis turns each pair, report it, and name how it differs from what is expected.
 
     Args:
         subject, structure, report: the target, its pairs, and what receives the findings.
         multipliers: of the pairs at positions 0 to 63 on all axes, complex128 `[positions, pairs]`.
-        expected: what the target should compute.
 
     Returns:
-        What to expect with the axes that the target has, so that no later step reports them again, and what was
+        The target, of which the axes that it has are expected, so that no later step reports them again, and what was
         measured. None if the target has one axis, or if the two channels of a pair have different axes.
     """
+    expected = subject.expected
     if subject.axes is None:
-        if expected.axes is not None and not subject.given_tables:
+        if expected.axes is not None and subject.way.given is None:
             report.found["axes"] = "not judged: one position is passed for each token, as for text"
-        return expected, None
+        return subject, None
     names = _names(subject.axes, expected)
     measured = torch.stack([_measure(subject, structure, axis) for axis in range(subject.axes)])
     sizes = measured.abs() / multipliers.abs().median()
@@ -77,29 +52,30 @@ def judge(
             f"{says}{names[of]}, its length changes by a factor of {float(sizes[of, :, pair].min()):.3g}.",
             _place(pair, of, names) + _AND_0,
         )
-        return expected, None
+        return subject, None
     turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
     axis = tuple(t.index(True) if sum(t) == 1 else (_SEVERAL if sum(t) else _NONE) for t in turned)
     report.found["axes"] = describe(axis, names)
-    rope = expected.rope if subject.given is None else subject.given
-    if subject.given is not None and subject.given.axes is not None and expected.axes is None:
-        interleaved = Axes.interleaved([subject.given.axes.axis.count(a) for a in range(subject.axes)])
+    rope = expected.rope if subject.way.given is None else subject.way.given
+    if subject.way.given is not None and subject.way.given.axes is not None and expected.axes is None:
+        interleaved = Axes.interleaved([subject.way.given.axes.axis.count(a) for a in range(subject.axes)])
         if axis == interleaved.axis:  # both are right, because nothing states the layout of the sections
-            rope = replace(subject.given, axes=interleaved)
+            rope = replace(subject.way.given, axes=interleaved)
     alone = measured[:, : len(SMALL)]
     if rope is None or rope.axes is None:
-        return expected, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
+        return subject, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
     moving = rope.inv_freq != 0
     right = tuple(np.array(rope.axes.axis)[moving].tolist())
     if len(right) != len(axis):
-        return expected, OnAxes(alone, axis, None, names)
+        return subject, OnAxes(alone, axis, None, names)
     if axis != right:
         _name(right, axis, names, report)
     explained = rope
     if bool(moving.all()) and min(axis) >= 0:
         explained = _judge_frequencies(rope, axis, multipliers, names, report)
-    expected = expected if subject.given_tables else replace(expected, rope=explained)
-    return expected, OnAxes(alone, axis, explained.axes, names)
+    if subject.way.given is None:
+        subject = replace(subject, expected=replace(expected, rope=explained))
+    return subject, OnAxes(alone, axis, explained.axes, names)
 
 
 def _names(count: int, expected: Expected) -> tuple[str, ...]:
@@ -182,9 +158,15 @@ def _code(right: tuple[int, ...], axis: tuple[int, ...], count: int) -> str:
         if axis == tuple(order[a] for a in right):
             return "axes-exchanged" if order[:-2] == (*range(count - 2),) else "sections-permuted"
     sizes = [right.count(a) for a in range(count)]
-    contiguous = [len(_runs(of)) == len({*of}) for of in (right, axis)]
+    forms = [{a: _is_one_run(of, a) for a in {*right}} for of in (right, axis)]
     others = [Axes.interleaved(order).axis for order in permutations(sizes)]
-    return "sections-permuted" if all(contiguous) or (not any(contiguous) and axis in others) else "section-layout"
+    permuted = forms[0] == forms[1] and (any(forms[0].values()) or axis in others)
+    return "sections-permuted" if permuted else "section-layout"
+
+
+def _is_one_run(axis: tuple[int, ...], of: int) -> bool:
+    """Return whether the pairs of one axis follow each other."""
+    return sum(axis[run[0]] == of for run in _runs(axis)) == 1
 
 
 def _progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]]:
@@ -264,12 +246,15 @@ _COUNTED_ON = torch.tensor([0] * 10 + [2] * 2)  # how much less each position is
 _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
-def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
+def judge_calls(baseline: Baseline) -> None:
     """Test calls with other positions on each axis: an image between text, one token, a batch, gradients, far tokens.
 
     Calls with equal positions on all axes are tested elsewhere.
     """
-    count, report = len(on_axes.alone), baseline.report
+    on_axes, report = baseline.on_axes, baseline.report
+    if on_axes is None:
+        return
+    count = len(on_axes.names)
     image = (_PLACES[1:3] if count == 2 else _PLACES[:count])[:, None]
     rows = torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1)
     tests = {"an image between text": image, "one token": _ONE_TOKEN[:count, None], "rows": rows}
@@ -278,32 +263,31 @@ def judge_calls(baseline: Baseline, on_axes: OnAxes) -> None:
         report.grade("several axes", report.findings[0].says, False)
         return
     report.grade("several axes", "as expected", True)
-    _judge_gradients(baseline, on_axes, image)
+    _judge_gradients(baseline, image)
     _judge_far(baseline, on_axes)
 
 
 def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) -> bool:
     """Compare q and k with the prediction at positions `[axes, batch, seq]`, and return whether a bug was reported."""
     report, tokens = baseline.report, positions.shape[-1]
-    q = baseline.tensor(positions.shape[1], tokens, HEADS, 1)
+    case = usual(baseline.subject, rows=positions.shape[1], tokens=tokens)
+
+    def right(places: Tensor) -> list[Tensor]:
+        """Return at which tokens of q and k the results are those at other positions, bool `[batch, seq]`."""
+        compared = baseline.compare(case, positions, places)
+        return [((out - predicted).abs() < CLOSE).flatten(2).all(2) for _, _, out, predicted in compared]
+
     try:
-        results = baseline.subject(q, q, positions)
+        found = right(positions)
     except CallError as e:
         report.add(e.code, f"In the test of several axes with {name}: {e}.")
         return True
-    for of, out, at_0 in zip("qk", results, (baseline.multipliers[0], baseline.k_multipliers[0]), strict=True):
-        if out is None:
+    for i, (of, are_right) in enumerate(zip("qk", found, strict=False)):
+        if bool(are_right.all()):
             continue
-
-        def off(places: Tensor, out: Tensor = out, at_0: Tensor = at_0) -> Tensor:
-            return (out - baseline.structure.predict(q, on_axes.at(places, at_0))).abs().amax((2, 3))
-
-        errors = off(positions)
-        if not bool((errors >= CLOSE).any()) and bool(errors.isfinite().all()):
-            continue
-        row, token = _first(~(errors < CLOSE))
+        row, token = _first(~are_right)
         here = ", ".join(f"{p} of {n}" for p, n in zip(positions[:, row, token].tolist(), on_axes.names, strict=True))
-        case = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
+        place = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
         says = f"With {name}, token {token} of row {row} of {of}, at {here}, "
         first, index = positions[:1].expand_as(positions), torch.arange(tokens).expand_as(positions)
         explanations = [
@@ -311,7 +295,7 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
             ("positions-ignored", "has its index in the sequence on every axis.", index),
         ]
-        if baseline.subject.side is not None:
+        if baseline.subject.way.side is not None:
             *_, rows, columns = (positions.amax((1, 2)) + 1).tolist()
             cells = positions[-2] * columns + positions[-1]
             how = "is where the index of its cell, divided by the rows of the grid and not by its columns, puts it."
@@ -322,38 +306,30 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
         for code, how, places in explanations:
             moves = bool((places[:, row, token] != positions[:, row, token]).any())
-            if moves and float(off(places)[row, token]) < CLOSE:
-                report.add("key-unlike-query" if of == "k" else code, says + how, case)
+            if moves and bool(right(places)[i][row, token]):
+                report.add("key-unlike-query" if of == "k" else code, says + how, place)
                 return True
         unlike = "axis-ignored" if len({*on_axes.axis}) < len(on_axes.names) else "rows-mixed-up"
         code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else unlike)
-        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", case)
+        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", place)
         return True
     return False
 
 
-def _judge_gradients(baseline: Baseline, on_axes: OnAxes, positions: Tensor) -> None:
-    """Compare the gradient of q at other positions on each axis with the one that is rotated backwards."""
-    subject, report = baseline.subject, baseline.report
-    if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes} or "weights" in subject.takes:
-        return  # the gradient of a norm is not that of a rotation
-    x = baseline.tensor(1, positions.shape[-1], HEADS, 1)
-    weight = baseline.tensor(1, positions.shape[-1], HEADS, 3)
-    q = subject.to_native(x).contiguous().requires_grad_()
-    with torch.enable_grad():
-        try:
-            out, _ = subject.call_native(q, q.detach().clone(), positions.clone())
-            (grad,) = torch.autograd.grad((subject.from_native(out) * weight).sum(), q)
-        except (CallError, RuntimeError) as e:
-            report.grade("gradients on several axes", f"{type(e).__name__}: {_checks.message_of(e)[:150]}")
-            return
-    right = baseline.structure.predict_gradient(weight, on_axes.at(positions, baseline.multipliers[0]))
-    wrong = (subject.from_native(grad) - right).abs().amax((0, 2, 3)) >= CLOSE
-    if bool(wrong.any()):
-        token = _first(wrong)[0]
-        says = "With an image between text, the gradient is not the output gradient rotated by minus the angle."
-        report.add("wrong-gradient", says, f"token {token}, at {positions[:, 0, token].tolist()} on the axes")
-    report.grade("gradients on several axes", "as expected", not bool(wrong.any()))
+def _judge_gradients(baseline: Baseline, positions: Tensor) -> None:
+    """Compare the gradients at other positions on each axis with those that are rotated backwards."""
+    report, name = baseline.report, "gradients on several axes"
+    if {"no-gradient", "wrong-gradient", "in-place-gradient"} & {*report.codes}:
+        return
+    case = usual(baseline.subject, tokens=positions.shape[-1])
+    try:
+        found = gradients.find_fault(baseline, case, positions)
+    except CallError as e:
+        report.grade(name, f"{e}")
+        return
+    if found is not None:
+        report.add(found[0], f"With an image between text: {found[1][0].lower()}{found[1][1:]}", str(case))
+    report.grade(name, "as expected", found is None)
 
 
 def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
@@ -361,9 +337,9 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
     of, subject, report = baseline.law, baseline.subject, baseline.report
     if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
         return
-    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.given_tables:
+    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.way.given is not None:
         return
-    axis, length = torch.tensor(on_axes.axis), baseline.expected.length
+    axis, length = torch.tensor(on_axes.axis), baseline.subject.expected.length
     for far in (200, FAR, 4_095, 32_767):
         for index, name in enumerate(on_axes.names if length is None or far + 5 <= length else ()):
             positions = torch.arange(5).repeat(len(on_axes.names), 1, 1)

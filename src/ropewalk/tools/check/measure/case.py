@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 
 CLOSE = 1e-4  # tolerance of float32 results of size 1
 KNOWN = 64  # positions of the plain call
-FIRST = 41  # of the positions, if they can be chosen: far enough from 0 for the slowest pairs to rotate visibly
+_DOCUMENT = 3  # tokens of each document, if the target takes several in one row
+TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
+_FAR = 41  # the first position, if it can be chosen: far enough from 0 for the slowest pairs to rotate visibly
 _SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
 
@@ -43,10 +46,15 @@ class Case:
         return f"{heads}, {tokens if self.rows == 1 else f'{self.rows} rows of {tokens}'}"
 
     def positions(self, subject: Subject) -> Tensor:
-        """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `FIRST` or 0 on."""
+        """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `_FAR` or 0 on.
+
+        If the target takes several documents in one row, they are those of such documents.
+        """
         from_0 = torch.arange(self.tokens).expand(self.rows, -1)
-        other = (from_0 + FIRST + 7 * torch.arange(self.rows)[:, None]) % KNOWN
-        return next((p for p in (other, (from_0 + FIRST) % KNOWN, from_0 + FIRST) if subject.accepts(p)), from_0)
+        if subject.way.positions in ("packed", "runs"):
+            return from_0 % _DOCUMENT
+        other = (from_0 + _FAR + 7 * torch.arange(self.rows)[:, None]) % KNOWN
+        return next((p for p in (other, (from_0 + _FAR) % KNOWN, from_0 + _FAR) if subject.accepts(p)), from_0)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return test tensors q and k `[rows, tokens, heads, channels]`."""
@@ -70,19 +78,69 @@ class Case:
         return case
 
 
-def smallest_fault(
-    case: Case, fault: Callable[[Case], tuple[str, str] | None], found: tuple[str, str]
-) -> tuple[str, str, str]:
-    """Return the code and the description of the fault in the smallest case with its code, and this case in words.
+def usual(
+    subject: Subject, *, rows: int = 1, tokens: int = TOKENS, heads: int = HEADS, k_heads: int | None = None
+) -> Case:
+    """Return the case of the usual sizes, apart from those that are passed. None means as many heads of k as of q.
+
+    A subject that takes no k, or q, k and v stacked in one tensor, always has as many.
+    """
+    if k_heads is None or not subject.has_k or subject.needs_equal_heads:
+        k_heads = heads
+    return Case(rows, tokens, heads, k_heads, subject.channels)
+
+
+def first_fault(
+    cases: Iterable[Case], fault: Callable[[Case], tuple[str, str] | None]
+) -> tuple[tuple[str, str, str] | None, str]:
+    """Find the first case with a fault.
 
     Args:
-        case: the case in which the fault was found.
+        cases: the cases to try.
         fault: returns the code of what is wrong in a case, and a description, or None.
-        found: what it returns for `case`.
+
+    Returns:
+        The code and the description of the fault in the smallest case with its code, and this case in words, or None.
+        And what the first call raises that is refused, with its case, or "".
     """
+    raised = ""
+    for case in cases:
+        try:
+            found = fault(case)
+        except CallError as e:
+            if e.code == "raises":
+                raised = raised or f"{e} ({case})"
+                continue
+            found = e.code, f"{e}."
+        if found is not None:
+            code, says, smallest = _smallest_fault(case, fault, found)
+            return (code, says, str(smallest)), raised
+    return None, raised
+
+
+def _smallest_fault(
+    case: Case, fault: Callable[[Case], tuple[str, str] | None], found: tuple[str, str]
+) -> tuple[str, str, Case]:
     smallest = case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == found[0])
-    code, says = found if smallest == case else fault(smallest) or found
-    return code, says, str(smallest)
+    return *(found if smallest == case else fault(smallest) or found), smallest
+
+
+def unwritten(call: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
+    """Return where each result of a call is NaN if new memory holds NaN, and only then, bool.
+
+    From the first of these calls on, memory that the target allocates holds NaN, and no longer earlier results.
+    """
+    used = memory.current()
+    used.poison = False
+    try:
+        plain = call()
+    finally:
+        used.poison = True
+    return [
+        after.isnan() & ~before.isnan()
+        for before, after in zip(plain, call(), strict=True)
+        if before is not None and after is not None
+    ]
 
 
 def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tensor:

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.find.form import EPS
-from ropewalk.tools.check.find.subject import CallError, Results, Stored, Subject
-from ropewalk.tools.check.measure.baseline import Baseline, usual
-from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, waves, where
+from ropewalk.tools.check.bugs import BUGS
+from ropewalk.tools.check.find.form import EPS, Results, Stored
+from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.measure import law
+from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.case import CLOSE, Case, first_fault, usual, waves, where
 from ropewalk.tools.check.report import Report
 
 _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
@@ -22,18 +24,15 @@ _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
 
 def judge_passed(subject: Subject, report: Report) -> bool:
     """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
-    if subject.fused is None:
+    if not {"v", "slots"} & subject.form.takes:
         return False
-    for case in _cases(subject):
-        with contextlib.suppress(CallError):
-            if (found := _passed_fault(subject, case)) is None:
-                continue
-            report.add(*smallest_fault(case, partial(_passed_fault, subject), found))
-            if found[0] != "value-changed":
-                report.grade("slots", found[1], False)
-                return True
-            break
-    if "slots" in subject.takes:
+    found, _ = first_fault(_cases(subject), partial(_passed_fault, subject))
+    if found is not None:
+        report.add(*found)
+        if found[0] != "value-changed":
+            report.grade("slots", found[1], False)
+            return True
+    if "slots" in subject.form.takes:
         report.grade("slots", "as expected", True)
     return False
 
@@ -41,25 +40,23 @@ def judge_passed(subject: Subject, report: Report) -> bool:
 def judge(baseline: Baseline) -> None:
     """Test the norms, and that what is stored is the rotated key."""
     subject, report = baseline.subject, baseline.report
-    if subject.fused is None:
-        return
-    tests = {"weights": ("norm", _norm_fault), "slots": ("stored keys", _stored_fault)}
-    for name, fault in (test for takes, test in tests.items() if takes in subject.takes):
-        found = None
-        for case in _cases(subject):
-            with contextlib.suppress(CallError):
-                if found := fault(baseline, case):
-                    report.add(*smallest_fault(case, partial(fault, baseline), found))
-                    break
-        report.grade(name, found[1] if found else "as expected", not found)
+    tests = (
+        ("weights", "norm", _norm_fault),
+        ("weights", "norm in 16 bits", _norm_fault_in_16_bits),
+        ("slots", "stored keys", _stored_fault),
+    )
+    for name, fault in ((name, fault) for takes, name, fault in tests if takes in subject.form.takes):
+        found, _ = first_fault(_cases(subject), partial(fault, baseline))
+        if found is not None:
+            report.add(*found)
+        wrong = None if found and BUGS[found[0]].severity == "caution" else False
+        report.grade(name, found[1] if found else "as expected", wrong if found else True)
 
 
 def _cases(subject: Subject) -> Iterator[Case]:
     """Yield the sizes to try: heads whose numbers are no powers of two, and one token, after the usual ones."""
-    case = usual(subject)
-    yield case
-    for tokens, heads, k_heads in ((5, 3, 3), (5, 6, 3), (5, 5, 1), (1, 12, 4), (1, 1, 1), (7, 6, 2)):
-        yield replace(case, tokens=tokens, heads=heads, k_heads=k_heads if subject.has_k else heads)
+    for tokens, heads, k_heads in ((5, 8, 8), (5, 3, 3), (5, 6, 3), (5, 5, 1), (1, 12, 4), (1, 1, 1), (7, 6, 2)):
+        yield usual(subject, tokens=tokens, heads=heads, k_heads=k_heads)
 
 
 def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any) -> Results:
@@ -68,7 +65,7 @@ def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any
     v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
     slots = torch.tensor(_SLOTS[: case.tokens])[None]
     slots = torch.where(torch.arange(case.tokens) % 2 == 1, -1, slots) if padding else slots
-    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)  # type: ignore[misc]
+    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)
 
 
 def _passed_fault(subject: Subject, case: Case) -> tuple[str, str] | None:
@@ -139,21 +136,34 @@ def _list(slots: set[int]) -> str:
     return ", ".join(map(str, sorted(slots)[:8]))
 
 
-def _weights(channels: int) -> tuple[Tensor, Tensor]:
+def norm_weights(channels: int) -> tuple[Tensor, Tensor]:
+    """Return different weights of the norms of q and of k."""
     w = 1 + 0.5 * waves(1, 1, 2, channels, 4)[0, 0]
     return w[0], w[1]
 
 
-def normed(x: Tensor, weight: Tensor | float) -> Tensor:
-    """Return the norm of each head in float64."""
+def normed(subject: Subject, x: Tensor, weight: Tensor | float) -> Tensor:
+    """Return the norm of each head, or of all heads together, in float64."""
     x = x.double()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+    axes = (-2, -1) if subject.form.of_all_heads else (-1,)
+    return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + subject.form.eps) * weight
 
 
 def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare with the norm of each head by its own weight, then the rotation, and find what explains the result."""
-    weights, positions = _weights(case.channels), case.positions(baseline.subject)
-    results = _call(baseline.subject, case, weights=weights)
+    form = baseline.subject.form
+    for eps in (form.eps, 0.5) if "eps" in form.call.parameter_of else (form.eps,):
+        subject = replace(baseline.subject, form=replace(form, eps=eps))
+        if (found := _norm_fault_at(replace(baseline, subject=subject), case)) is not None:
+            return found
+    return None
+
+
+def _norm_fault_at(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    subject, weights, positions = baseline.subject, norm_weights(case.channels), case.positions(baseline.subject)
+    results = _call(subject, case, weights=weights)
+    plain = replace(subject, form=replace(subject.form, eps=EPS, of_all_heads=False))
+    joined = replace(subject, form=replace(subject.form, of_all_heads=True))
     for name, x, out, weight, other in zip(
         "qk", case.tensors(), (results.q, results.k), weights, weights[::-1], strict=True
     ):
@@ -163,33 +173,49 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         def rotate(x: Tensor, key: bool = name == "k") -> Tensor:
             return baseline.predict(x, positions, key=key)
 
-        if _fits(out, rotate(normed(x, weight))):
+        if _fits(out, rotate(normed(subject, x, weight))):
             continue
         part = torch.zeros(case.channels, dtype=torch.float64)
         part[baseline.structure.ins.flatten()] = 1
-        scale = torch.rsqrt((x.double().square() * part).sum(-1, keepdim=True) / part.sum() + EPS)
+        scale = torch.rsqrt((x.double().square() * part).sum(-1, keepdim=True) / part.sum() + subject.form.eps)
         mistakes = {
             "is missing": rotate(x),
-            "comes after the rotation": normed(rotate(x), weight),
-            "uses the weight of the other": rotate(normed(x, other)),
-            "has no weight": rotate(normed(x, 1.0)),
-            "is taken over all heads together": rotate(normed(x.flatten(2), 1.0).view_as(x) * weight),
+            "comes after the rotation": normed(subject, rotate(x), weight),
+            "uses the weight of the other": rotate(normed(subject, x, other)),
+            "has no weight": rotate(normed(subject, x, 1.0)),
+            "is taken over all heads together": rotate(normed(joined, x, weight)),
             "is taken over the rotated channels alone": rotate(x * scale * weight),
+            "ignores eps": rotate(normed(plain, x, weight)),
         }
         explained = next((says for says, wrong in mistakes.items() if _fits(out, wrong)), "is not that of each head")
         return "wrong-norm", f"The norm of {name} {explained}."
     return None
 
 
+def _norm_fault_in_16_bits(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Return a norm that sums in 16 bits: one error of all channels of a head, larger than three roundings."""
+    for dtype, name in law.NAMES.items():
+        weights = [weight.to(dtype) for weight in norm_weights(case.channels)]
+        (q, k), positions = (x.to(dtype) for x in case.tensors()), case.positions(baseline.subject)
+        results = baseline.subject.fused(q, k, positions, weights=weights)
+        for of, x, out, weight in zip("qk", (q, k), (results.q, results.k), weights, strict=True):
+            if out is not None:
+                right = baseline.predict(normed(baseline.subject, x, weight), positions, key=of == "k")
+                off = float(((out * right).sum(-1) / right.square().sum(-1) - 1).abs().max())
+                if off > torch.finfo(dtype).eps:
+                    return "low-precision-norm", f"In {name}, heads of {of} are off by {off:.2%}."
+    return None
+
+
 def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare the stored keys with the rotated keys, and find what is stored instead."""
     subject, positions = baseline.subject, case.positions(baseline.subject)
-    weights = _weights(case.channels) if "weights" in subject.takes else None
+    weights = norm_weights(case.channels) if "weights" in subject.form.takes else None
     results = _call(subject, case, weights=weights)
     if results.stored is None:
         return None
     _, k = case.tensors()
-    key = k.double() if weights is None else normed(k, weights[1])
+    key = k.double() if weights is None else normed(subject, k, weights[1])
 
     def rotate(x: Tensor) -> Tensor:
         return baseline.predict(x, positions, key=True).flatten(0, 1)

@@ -2,98 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.tools.check.find.subject import CallError
+from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, Case, smallest_fault, where
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
+from ropewalk.tools.check.measure.fused import norm_weights, normed
 
 _TIMES = 4
 
 
-def check(baseline: Baseline, *, odd: bool = False) -> bool:
+_USUAL = ((1, TOKENS, HEADS, HEADS),)  # rows, tokens, heads of q, heads of k
+ODD = ((1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
+
+
+def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUAL) -> bool:
     """Report the first case with a wrong gradient, as the smallest one. Return whether gradients are judged.
 
     Args:
         baseline: the first measurement.
-        odd: whether to try odd sizes, at which the results are known to be right, instead of the usual ones.
+        sizes: the numbers of rows, of tokens, of heads of q and of heads of k to try.
+
+    Raises:
+        CallError: the call with the usual sizes fails.
     """
     if {"wrong-norm", "no-gradient"} & {*baseline.report.codes}:
         return False
-    for case in _odd_cases(baseline) if odd else [baseline.usual()]:
-        try:
-            found = _fault(baseline, case)
-        except CallError as e:
-            if not odd:
-                raise
-            if e.code == "raises":
-                continue
-            found = (e.code, f"{e}.")
-        if found is not None:
-            baseline.report.add(*smallest_fault(case, partial(_fault, baseline), found))
-            break
+    one_row = baseline.subject.layout == "thd" or baseline.subject.way.positions in ("packed", "runs")
+    cases = [
+        usual(baseline.subject, rows=1 if one_row else rows, tokens=tokens, heads=q, k_heads=k)
+        for rows, tokens, q, k in sizes
+    ]
+    found, raised = first_fault(cases, partial(find_fault, baseline))
+    if found is None and "weights" in baseline.subject.form.takes:
+        found, _ = first_fault(cases, partial(_find_fault_of_weights, baseline))
+    if found is not None:
+        baseline.report.add(*found)
+    elif raised and sizes == _USUAL:
+        raise CallError("raises", raised)
     return True
 
 
-def _odd_cases(baseline: Baseline) -> Iterator[Case]:
-    for tokens, heads, k_heads in ((33, 3, 1), (1, 12, 4), (7, 5, 5)):
-        k_heads = k_heads if baseline.subject.has_k else heads
-        yield replace(baseline.usual(), tokens=tokens, heads=heads, k_heads=k_heads)
-
-
-def _fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of one call, and a description, or None.
 
     The output gradients are those of the first channels of all pairs, and then those of the second. Each element of
     such a gradient is a single term, so an element that is zero is a term without a gradient.
+
+    Args:
+        baseline: the first measurement.
+        case: the sizes of the call.
+        positions: those of the call. None means those of the case, or from 0 on, if others were found to be ignored.
+
+    Raises:
+        CallError: the call fails.
     """
-    subject, positions = baseline.subject, _positions(baseline, case)
-    inputs = [subject.to_native(x).contiguous().requires_grad_() for x in case.tensors()]
-    in_place = ("in-place-gradient", "wrong-gradient")[not subject.in_place]
-    with torch.enable_grad():
-        # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
-        passed = [x.clone() for x in inputs] if subject.in_place else inputs
-        results = subject.call_native(passed[0], passed[1], positions.clone())
-        if not any(out.requires_grad for out in results if out is not None):
-            return "no-gradient", "No result has a gradient with respect to its input."
-        for name, out, x in zip("qk", results, inputs, strict=True):
-            if out is None:
+    subject, overwritten = baseline.subject, False
+    positions = _positions(baseline, case) if positions is None else positions
+    in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
+    _, results = _call(subject, case, positions)
+    if not any(out.requires_grad for out in results if out is not None):
+        return "no-gradient", "No result has a gradient with respect to its input."
+    for index, (name, x, result) in enumerate(zip("qk", case.tensors(), results, strict=True)):
+        if result is None:
+            continue
+        if not result.requires_grad:
+            return "wrong-gradient", f"The result for {name} has no gradient, unlike the other."
+        for weight in _weights(baseline, x):
+            incoming, grads = subject.to_native(weight), list[Tensor]()
+            try:
+                for _ in range(_TIMES):
+                    inputs, results = _call(subject, case, positions)
+                    out, passed = cast(Tensor, results[index]), subject.to_native(weight.clone())
+                    grads += torch.autograd.grad(out, inputs[index], passed, materialize_grads=True)
+                    overwritten = overwritten or not torch.equal(passed, incoming)
+            except RuntimeError as e:
+                message = _checks.message_of(e)[:150]
+                has_none = "inplace" in message or isinstance(e, NotImplementedError)
+                return "no-gradient" if has_none else "wrong-gradient", f"The backward pass raises: {message}"
+            if any(not torch.equal(grads[1], other) for other in grads[2:]):
+                return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
+            grad = subject.from_native(grads[0], case.rows)
+            right = _right(baseline, weight, x, positions, name == "k")
+            wrong = ~((grad - right).abs() < CLOSE)
+            if not bool(wrong.any()):
                 continue
-            if not out.requires_grad:
-                return "wrong-gradient", f"The result for {name} has no gradient, unlike the other."
-            for weight in _weights(baseline, subject.from_native(x, case.rows)):
-                try:
-                    product = (subject.from_native(out, case.rows) * weight).sum()
-                    grads = [
-                        torch.autograd.grad(product, x, retain_graph=True, materialize_grads=True)[0]
-                        for _ in range(_TIMES)
-                    ]
-                except RuntimeError as e:
-                    message = _checks.message_of(e)[:150]
-                    has_none = "inplace" in message or isinstance(e, NotImplementedError)
-                    return "no-gradient" if has_none else "wrong-gradient", f"The backward pass raises: {message}"
-                if any(not torch.equal(grads[1], other) for other in grads[2:]):
-                    return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
-                grad = subject.from_native(grads[0], case.rows)
-                right = _right(baseline, weight, subject.from_native(x.detach(), case.rows), positions, name == "k")
-                wrong = ~((grad - right).abs() < CLOSE)
-                if not bool(wrong.any()):
-                    continue
-                if not bool(grad[wrong].any()):
-                    return "wrong-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
-                if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
-                    says = f"The gradient of {name} is that of a function that changes nothing{where(wrong)}."
-                    return "no-gradient" if subject.in_place and not _is_claimed(out) else in_place, says
-                if subject.in_place and _depends_on_values(baseline, case, name, weight, grads[0]):
-                    return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
-                return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
+            if not bool(grad[wrong].any()):
+                return "wrong-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
+            if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
+                part = "" if torch.equal(grad, weight) else where(wrong)
+                says = f"The gradient of {name} is that of a function that changes nothing{part}."
+                return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
+            if subject.form.in_place and _depends_on_values(subject, case, positions, index, weight, grads[0]):
+                return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
+            return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
+    if overwritten:
+        return (
+            "gradient-overwritten",
+            "After the backward pass, the gradient with respect to the result is another one.",
+        )
+    return None
+
+
+def _positions(baseline: Baseline, case: Case) -> Tensor:
+    is_ignored = POSITIONS_IGNORED & {*baseline.report.codes}
+    return torch.arange(case.tokens).expand(case.rows, -1) if is_ignored else case.positions(baseline.subject)
+
+
+def _call(
+    subject: Subject, case: Case, positions: Tensor, scale: float = 1.0
+) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
+    """Return q and k, which require gradients, and the results for them, all in the target's layout."""
+    inputs = [(scale * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
+    # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
+    with torch.enable_grad():
+        passed = [x.clone() for x in inputs] if subject.form.in_place else inputs
+        return inputs, subject.call_native(passed[0], passed[1], positions.clone())
+
+
+def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Return the code of what is wrong with the gradients of the weights of a norm, and a description, or None."""
+    subject, positions, tensors = baseline.subject, _positions(baseline, case), case.tensors()
+    for index, (name, x) in enumerate(zip("qk", tensors, strict=True)):
+        weights = [weight.clone().requires_grad_() for weight in norm_weights(case.channels)]
+        with torch.enable_grad():
+            results = subject.fused(*tensors, positions, weights=weights)
+            out, right = (results.q, results.k)[index], normed(subject, x, weights[index])
+            if out is None or not out.requires_grad:
+                continue
+            right = baseline.predict(right, positions, key=name == "k")
+        weight = torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape)
+        (expected,) = torch.autograd.grad(right, weights[index], weight.double())
+        (grad,) = torch.autograd.grad(out, weights[index], weight, materialize_grads=True)
+        if bool(((grad - expected).abs() > CLOSE * expected.abs().max()).any()):
+            says = "not the sum over all rows, tokens and heads" if bool(grad.any()) else "zero"
+            return "wrong-gradient", f"The gradient of the weight of the norm of {name} is {says}."
     return None
 
 
@@ -108,13 +157,6 @@ def _is_claimed(out: Tensor) -> bool:
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
 
 
-def _positions(baseline: Baseline, case: Case) -> Tensor:
-    """Return the positions of the call: from 0 on, if others were found to be ignored."""
-    if POSITIONS_IGNORED & {*baseline.report.codes}:
-        return torch.arange(case.tokens)[None]
-    return case.positions(baseline.subject)
-
-
 def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
     """Return two output gradients: 0 in the first channels of all pairs, and 0 in the second."""
     weights = [torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape) for _ in range(2)]
@@ -126,20 +168,21 @@ def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
 def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key: bool) -> Tensor:
     """Return the right gradient. A norm, which is passed heads of size 1, also removes its part along each head."""
     right = baseline.structure.predict_gradient(weight, baseline.at(positions, key=key))
-    if "weights" not in baseline.subject.takes:
+    if "weights" not in baseline.subject.form.takes:
         return right
-    unit = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True))
-    return right - unit * (unit * right).mean(-1, keepdim=True)
+    size = x.double().square().mean(-1, keepdim=True).sqrt()
+    axes = (-2, -1) if baseline.subject.form.of_all_heads else (-1,)
+    unit, right = x.double() / size, right * size
+    return (right - unit * (unit * right).mean(axes, keepdim=True)) / size
 
 
-def _depends_on_values(baseline: Baseline, case: Case, name: str, weight: Tensor, grad: Tensor) -> bool:
-    """Return whether the gradient changes with the values of q and k, which that of a rotation does not."""
-    subject = baseline.subject
-    if "weights" in subject.takes:
+def _depends_on_values(
+    subject: Subject, case: Case, positions: Tensor, index: int, weight: Tensor, grad: Tensor
+) -> bool:
+    """Return whether the gradient of q or k changes with their values, which that of a rotation does not."""
+    if "weights" in subject.form.takes:
         return True
-    inputs = [(2 * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
-    results = subject.call_native(inputs[0].clone(), inputs[1].clone(), _positions(baseline, case))
-    out, x = next((out, x) for n, out, x in zip("qk", results, inputs, strict=True) if n == name)
-    product = (subject.from_native(out, case.rows) * weight).sum()  # type: ignore[arg-type]
-    other = torch.autograd.grad(product, x, materialize_grads=True)[0]
+    inputs, results = _call(subject, case, positions, 2.0)
+    out = cast(Tensor, results[index])
+    other = torch.autograd.grad(out, inputs[index], subject.to_native(weight), materialize_grads=True)[0]
     return bool(((other - grad).abs() > CLOSE).any())

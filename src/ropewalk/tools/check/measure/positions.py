@@ -11,6 +11,7 @@ from torch import Tensor
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
+from ropewalk.tools.check.measure.case import usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, float32_error, largest_error, moving
 
 REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
@@ -60,7 +61,7 @@ def judge_length(baseline: Baseline) -> None:
 
     All of its tokens must have the frequencies and the attention factor of its length.
     """
-    report, unresolved, length = baseline.report, baseline.expected.unresolved, baseline.expected.length
+    report, unresolved, length = baseline.report, baseline.subject.expected.unresolved, baseline.subject.expected.length
     if unresolved is None or length is None:
         return
     n = 2 * length
@@ -101,9 +102,9 @@ def judge_length(baseline: Baseline) -> None:
 
 def _probes(baseline: Baseline) -> Iterator[Tensor]:
     """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
-    subject, length = baseline.subject, baseline.expected.length
+    subject, length = baseline.subject, baseline.subject.expected.length
     last = FARTHEST if length is None else length - 1
-    if subject.positions in ("none", "packed"):
+    if subject.way.positions in ("none", "packed"):
         for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
             try:
                 x = torch.zeros(1, tokens, 1, subject.channels)
@@ -124,7 +125,7 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
 
 def _table_length(subject: Subject) -> list[int]:
     """Return the length of the table that the constructor was passed, or of a side of a grid, or nothing."""
-    return [n for n in (subject.arguments and subject.arguments.length, subject.side) if n]
+    return [n for n in (subject.arguments and subject.arguments.length, subject.way.side) if n]
 
 
 def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:
@@ -159,7 +160,7 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if off(n - 1) < float32_error(n):
                 return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
             if p % n < p and off(p % n) < float32_error(n):
-                code = "table-wraps" if baseline.subject.positions in ("rows", "shared") else "positions-restart"
+                code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
     says = f"At position {p:,}, cos and sin are off by {off(p):.2g}."
     return "wrong-far-positions", f"{says} Float32 explains at most {float32_error(p):.1e}."
@@ -175,9 +176,9 @@ def judge_16_bits(baseline: Baseline) -> None:
     subject, report = baseline.subject, baseline.report
     for dtype, name in NAMES.items():
         positions = torch.arange(5)[None]
-        q = baseline.tensor(1, 5, 6, 1).to(dtype)
+        q = usual(subject, heads=6).tensors()[0].to(dtype)
         try:
-            out, _ = subject(q, q.clone(), positions)
+            out, _ = subject(q, q, positions)
             worst, at = _find_largest_error(baseline, subject, dtype)
         except CallError as e:
             report.add(e.code, f"With {name} tensors: {e}.")
@@ -193,8 +194,10 @@ def judge_16_bits(baseline: Baseline) -> None:
         exact = baseline.predict(q, positions)
         loss, rounding = (_relative_rms(t.to(torch.float64), exact) for t in (out, exact.to(dtype)))
         says = f"error {loss:.1e} of the size of x; rounding only the result costs {rounding:.1e}"
+        if not right:
+            says = f"cos and sin have {worst:.2g} times the error that rounding explains, at position {at[1][at[2]]:,}"
         report.grade(f"{name} tensors", says, right)
-    if report.verdict == "right" and not subject.given_tables:
+    if report.verdict == "right" and subject.way.given is None:
         with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
             _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
 
@@ -256,7 +259,7 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
             return False
         return True
 
-    if subject.given_tables or subject.positions in ("none", "packed"):
-        return [torch.arange(64 if subject.given_tables else 512)]
-    last = baseline.expected.length or 10**9
+    if subject.way.given is not None or subject.way.positions in ("none", "packed"):
+        return [torch.arange(64 if subject.way.given is not None else 512)]
+    last = baseline.subject.expected.length or 10**9
     return [positions for p in _PROBES_16 if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure.baseline import usual
-from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, where
+from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, unwritten, usual, where
 from ropewalk.tools.check.report import Report
 
 _TIMES = 5
@@ -22,14 +20,11 @@ def judge_written(subject: Subject, report: Report) -> bool:
 
     From here on, memory that the target allocates holds NaN, and no longer the results of earlier calls.
     """
-    case, used = usual(subject), memory.current()
-    used.poison = False
-    plain = _call(subject, case)
-    used.poison = True
-    for name, before, after in zip("qk", plain, _call(subject, case), strict=False):
-        if bool((unwritten := after.isnan() & ~before.isnan()).any()):
+    case = usual(subject)
+    for name, missing in zip("qk", unwritten(partial(_call, subject, case)), strict=False):
+        if bool(missing.any()):
             smallest = case.smallest(lambda c: any(bool(out.isnan().any()) for out in _call(subject, c)))
-            says = f"If new memory holds NaN, {name} is NaN{where(unwritten)}. No more was judged."
+            says = f"If new memory holds NaN, {name} is NaN{where(missing)}. No more was judged."
             report.add("output-not-written", says, str(smallest))
             return True
     return False
@@ -38,9 +33,9 @@ def judge_written(subject: Subject, report: Report) -> bool:
 def judge(subject: Subject, report: Report) -> bool:
     """Report results that vary from call to call. Return whether there are any."""
     case = usual(subject)
-    if subject.rebuild is None and _report_first(subject, case, report):
+    if subject.rebuild is None and _report_first(subject, report):
         return True
-    for each in (case, replace(case, tokens=KNOWN, heads=32, k_heads=32)):
+    for each in (case, usual(subject, tokens=KNOWN, heads=32)):
         with contextlib.suppress(CallError):
             if subject.accepts(torch.arange(each.tokens)[None]) and _varies(subject, each):
                 return _report_varying(subject, each, report)
@@ -48,9 +43,9 @@ def judge(subject: Subject, report: Report) -> bool:
     return False
 
 
-def _report_first(subject: Subject, case: Case, report: Report) -> bool:
+def _report_first(subject: Subject, report: Report) -> bool:
     """Report a function whose first call of a size, when it tunes itself, has another result than later ones."""
-    new = replace(case, heads=11, k_heads=11)  # no earlier call had these sizes
+    new = usual(subject, heads=11)  # no earlier call had these sizes
     with contextlib.suppress(CallError):
         first, *later = _sequence(subject, new)
         worst = _distance(first, later[0])

@@ -29,7 +29,7 @@ def judge(baseline: Baseline, sure: Collection[str]) -> None:
         baseline: the first measurement.
         sure: the codes of findings from the first calls, which no earlier call can have caused.
     """
-    far = max(FAR, 2 * (baseline.expected.length or 0))  # beyond the length up to which the expected rope holds
+    far = max(FAR, 2 * (baseline.subject.expected.length or 0))  # beyond the length up to which the expected rope holds
     _judge_earlier_calls(baseline, far, sure)
     _judge_rows(baseline, far)
     _judge_base(baseline)
@@ -58,7 +58,7 @@ def _judge_base(baseline: Baseline) -> None:
 
 
 def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) -> None:
-    subject, report, length = baseline.subject, baseline.report, baseline.expected.length or 0
+    subject, report, length = baseline.subject, baseline.report, baseline.subject.expected.length or 0
     positions = torch.arange(far, far + 16)
     if not subject.accepts(positions[None]):
         positions = torch.arange(min(far, LONGEST_CALL) if length else 600)
@@ -97,7 +97,7 @@ def _judge_rows(baseline: Baseline, far: int) -> None:
 
     If the scheme depends on the length, the longest row may determine the frequencies of all rows, as in transformers.
     """
-    report, subject, unresolved = baseline.report, baseline.new_subject(), baseline.expected.unresolved
+    report, subject, unresolved = baseline.report, baseline.new_subject(), baseline.subject.expected.unresolved
     positions = torch.stack((torch.arange(16), torch.arange(far, far + 16)))
     if not subject.accepts(positions) or "earlier-calls-matter" in report.codes:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,16 +13,34 @@ from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
-from ropewalk.tools.check.measure.baseline import HEADS, SMALL, TOKENS, Baseline, measure, usual
+from ropewalk.tools.check.measure import (
+    axes,
+    conditions,
+    fused,
+    gradients,
+    law,
+    positions,
+    repeats,
+    sizes,
+    states,
+    variants,
+)
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
+from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
 
 
-def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
+def run(subject: Subject, report: Report, *, compiled: bool) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
-    report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given_tables else "")
+    if subject.expected.channels < subject.expected.head_dim:
+        report.found["head"] = "only the rotated channels, which the caller slices out"
+    report.found["call"] = subject.signature + (
+        f", tables: {subject.way.tables}" if subject.way.given is not None else ""
+    )
+    if subject.not_passed:
+        report.found["not passed"] = ", ".join(subject.not_passed)
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
@@ -32,21 +50,19 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "runs": "counted from an offset for each document of a row",
         "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
-    }[subject.positions]
+    }[subject.way.positions]
     if repeats.judge_written(subject, report) or repeats.judge(subject, report):
         return
-    if (found := _measure(subject, expected, report)) is None:
+    if (baseline := _measure(subject, report)) is None:
         return
-    baseline, on_axes = found
     multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
     if is_comparable:
         fused.judge(baseline)
         conditions.judge(baseline)
-        if on_axes is not None:
-            axes.judge_calls(baseline, on_axes)
-    if not subject.given_tables and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
+        axes.judge_calls(baseline)
+    if subject.way.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         if measured.error(multipliers, SMALL) < law.CLOSE:
             positions.judge_far(baseline)
         else:
@@ -56,8 +72,8 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
     if is_comparable:
         sizes.judge(baseline, sure)
     if report.verdict == "right":
-        gradients.check(baseline, odd=True)
-        _judge_head_sizes(baseline, expected)
+        gradients.check(baseline, gradients.ODD)
+        _judge_head_sizes(baseline, subject.expected)
     if not (measured.code or "").startswith("low-precision"):
         positions.judge_16_bits(baseline)
     states.judge(baseline, sure)
@@ -67,7 +83,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         _count_graph_breaks(baseline)
 
 
-def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Baseline, axes.OnAxes | None] | None:
+def _measure(subject: Subject, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
     if fused.judge_passed(subject, report) or _judge_heads(subject, report):
         return None
@@ -76,42 +92,34 @@ def _measure(subject: Subject, expected: Expected, report: Report) -> tuple[Base
         says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
         report.add("wrong-output-dtype", says)
         return None
-    if "weights" in subject.takes:  # a norm, even of a head of size 1, rounds
+    if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
     structure = infer(maps)
     if structure is None:
         _report_no_pairs(subject, report)
         return None
-    if structure.lost and "weights" in subject.takes:
+    if structure.lost and "weights" in subject.form.takes:
         says = f"Heads of size 1 do not keep their size: channel {structure.lost[0]} is changed."
         report.add("wrong-norm", f"{says} The norm is not that of the whole head.")
         return None
-    _judge_structure(structure, expected, subject, report)
+    _judge_structure(structure, subject, report)
     if structure.flaw is not None:
         report.add(structure.flaw, _FLAWS[structure.flaw])
         return None
     multipliers = measure(subject, structure, SMALL[None])[0]
-    expected, on_axes = axes.judge(subject, structure, multipliers, expected, report)
-    measured = _judge_law(subject, structure, multipliers, expected, report, on_axes)
+    subject, on_axes = axes.judge(subject, structure, multipliers, report)
+    measured = _judge_law(subject, structure, multipliers, report, on_axes)
     k_multipliers = _judge_k(subject, structure, multipliers, report)
-    return Baseline(subject, structure, multipliers, k_multipliers, measured, expected, report), on_axes
+    return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
 _KEEP = {
-    *(
-        "query-and-key-crossed",
-        "output-not-written",
-        "memory-overwritten",
-        "value-changed",
-        "wrong-norm",
-        "heads-differ",
-        "rest-not-passed",
-    ),
-    *("cache-not-written", "wrong-slot", "padding-stored", "stored-key-unlike-key"),
-    *("wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
+    *("query-and-key-crossed", "output-not-written", "memory-overwritten", "value-changed", "wrong-norm"),
+    *("heads-differ", "rest-not-passed", "cache-not-written", "wrong-slot", "padding-stored"),
+    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable", "option-wrong"),
 }
 
 
@@ -124,7 +132,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
         if plain.shape == baseline.law.inv_freq.shape and torch.allclose(plain, baseline.law.inv_freq):
             expected = replace(expected, base=base)
     for channels, rotary_dim in _HEAD_SIZES:
-        is_free = subject.given is not None or subject.arguments is not None or channels == rotary_dim
+        is_free = subject.way.given is not None or subject.arguments is not None or channels == rotary_dim
         try:
             resized = subject.resize(channels, rotary_dim) if subject.resize is not None and is_free else None
             if resized is None:
@@ -132,7 +140,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             there = Report(report.target, ignored=report.ignored)
             used.overwritten.clear()
             rope = expected.rope
-            if rope is not None and resized.given is None:
+            if rope is not None and resized.way.given is None:
                 passed = resized.arguments is not None and "rotary_dim" in resized.arguments.sizes
                 if rope.rotary_dim == rope.head_dim or passed:
                     rope = replace(rope, head_dim=channels, rotary_dim=rotary_dim, rotary_offset=0)
@@ -140,14 +148,13 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
                     rope = None  # the target chooses its share of another head itself
                 else:
                     continue
-            wanted = replace(expected, rope=rope, head_dim=channels)
-            unwritten = repeats.judge_written(resized, there)
-            found = None if unwritten else _measure(resized, wanted, there)
+            resized = replace(resized, expected=replace(expected, rope=rope, head_dim=channels))
+            found = None if repeats.judge_written(resized, there) else _measure(resized, there)
             if found is not None and there.verdict == "right":
-                baseline, _ = found
-                fused.judge(baseline)
-                gradients.check(baseline)
-                sizes.judge(baseline, (), few=True)
+                fused.judge(found)
+                gradients.check(found)
+                variants.check_options(found)
+                sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size, or always has the same
         tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
@@ -179,9 +186,10 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
     What is wrong only with an unusual number of heads is left to `sizes`. With 5 heads of 5 tokens, nothing but the
     order of the axes tells a head from a token.
     """
-    right, _ = subject(*2 * (_equal_heads(subject, HEADS),), SMALL[None, :TOKENS])
+    x = subject.equal_heads(TOKENS, HEADS)
+    right, _ = subject(x, x, SMALL[None, :TOKENS])
     for heads in (HEADS, 4, subject.channels, TOKENS):
-        x = _equal_heads(subject, heads)
+        x = subject.equal_heads(TOKENS, heads)
         try:
             out, _ = subject(x, x, SMALL[None, :TOKENS])
         except CallError:
@@ -192,7 +200,7 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
             report.add("heads-taken-for-tokens", says)
         elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
-            case = str(replace(usual(subject), heads=heads, k_heads=heads))
+            case = str(usual(subject, heads=heads))
             report.add("heads-differ", f"Of {heads} heads, numbers {listed} differ. No more was judged.", case)
         else:
             continue
@@ -200,12 +208,8 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
     return False
 
 
-def _equal_heads(subject: Subject, heads: int) -> Tensor:
-    return torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(1, TOKENS, heads, -1)
-
-
 def _report_no_pairs(subject: Subject, report: Report) -> None:
-    x = _equal_heads(subject, HEADS)
+    x = subject.equal_heads(TOKENS, HEADS)
     if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :TOKENS])[0].abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If q is all zeros, the first result is not zero.")
         return
@@ -218,7 +222,8 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         report.add("not-rotated", "The channels do not change in pairs.")
 
 
-def _judge_structure(structure: Structure, expected: Expected, subject: Subject, report: Report) -> None:
+def _judge_structure(structure: Structure, subject: Subject, report: Report) -> None:
+    expected = subject.expected
     report.found["pairing"] = structure.pairing or "neither half nor interleaved"
     end = structure.rotary_offset + structure.rotary_dim
     report.found["rotated channels"] = f"{structure.rotary_offset} to {end - 1} of {subject.channels}"
@@ -241,7 +246,7 @@ def _judge_structure(structure: Structure, expected: Expected, subject: Subject,
     rope = expected.rope
     if (
         rope is not None
-        and not subject.given_tables
+        and subject.way.given is None
         and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
     ):
         if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
@@ -256,30 +261,32 @@ def _judge_law(
     subject: Subject,
     structure: Structure,
     multipliers: Tensor,
-    expected: Expected,
     report: Report,
-    on_axes: axes.OnAxes | None,
+    on_axes: OnAxes | None,
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
-    rope = expected.rope
-    if subject.given_tables:
-        rope = subject.given
+    expected, rope = subject.expected, subject.expected.rope
+    if subject.way.given is not None:
+        rope = subject.way.given
     elif rope is None:
-        rope = _fitting_rope(subject, structure, multipliers, expected, None if on_axes is None else on_axes.axes)
+        rope = _fitting_rope(subject, structure, multipliers, None if on_axes is None else on_axes.axes)
     measured = law.identify(multipliers, SMALL, rope, subject.channels)
     if measured.code in _FREQUENCIES and expected.unresolved is not None:
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
             long_law = law.identify(multipliers, SMALL, expected.unresolved.at_length(n), subject.channels)
-            if long_law.code is None and not subject.given_tables:
+            if long_law.code is None and subject.way.given is None:
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
-    stated = subject.given_tables or expected.rope is not None or expected.base is not None
+    stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
     if not stated and measured.code in _FREQUENCIES:
         fastest = float(measured.inv_freq.abs().max())
         if fastest > 1.001:
             says = f"A pair rotates by {fastest:.4g} radians per token. No scheme for text exceeds 1."
+            measured = replace(measured, code="wrong-frequencies", says=says)
+        elif subject.axes is None and (twins := _find_twins(measured.inv_freq)) is not None:
+            says = f"Pairs {twins[0]} and {twins[1]} rotate at the same speed, as if a table had the wrong width."
             measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.error(multipliers, SMALL) < law.CLOSE:
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
@@ -289,7 +296,7 @@ def _judge_law(
     explained = {"wrong-slice", "axis-frequencies"} & {*report.codes}
     if measured.code is not None and not (measured.code == "wrong-frequencies" and explained):
         report.add(measured.code, measured.says)
-    describe = "not judged: check passes the tables" if subject.given_tables else None
+    describe = "not judged: check passes the tables" if subject.way.given is not None else None
     report.found["frequencies"] = describe or _describe_frequencies(measured, structure, rope)
     expected_factor = 1.0 if rope is None else rope.attention_factor
     if stated and abs(measured.factor / expected_factor - 1) > 2e-3 and measured.code != "not-finite":
@@ -301,14 +308,21 @@ def _judge_law(
     return measured
 
 
-def _fitting_rope(
-    subject: Subject, structure: Structure, multipliers: Tensor, expected: Expected, of_axes: Axes | None
-) -> Rope | None:
+def _find_twins(inv_freq: Tensor) -> tuple[int, int] | None:
+    """Return the first two pairs that rotate at the same speed, as no two do in any scheme for one axis."""
+    for first, speed in enumerate(inv_freq.abs().tolist()):
+        same = ((inv_freq[first + 1 :].abs() - speed).abs() < 1e-3 * speed).nonzero().flatten().tolist()
+        if speed and same:
+            return first, first + 1 + same[0]
+    return None
+
+
+def _fitting_rope(subject: Subject, structure: Structure, multipliers: Tensor, of_axes: Axes | None) -> Rope | None:
     """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
 
     Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
     """
-    base = expected.base or (subject.arguments.base if subject.arguments is not None else None)
+    base = subject.expected.base or (subject.arguments.base if subject.arguments is not None else None)
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
         fitted = law.fit_base(inv_freq, structure.rotary_dim, axes=of_axes)
@@ -356,7 +370,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
     if not subject.has_k:
         return multipliers
     k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
-    x = _equal_heads(subject, HEADS)
+    x = subject.equal_heads(TOKENS, HEADS)
     _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :TOKENS])
     if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
@@ -383,17 +397,22 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
 def _count_graph_breaks(baseline: Baseline) -> None:
     """Count the graph breaks of one call under torch.compile: of two functions, of the one that rotates."""
     subject, report = baseline.new_subject(), baseline.report
-    q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
-    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, torch.arange(5)[None])
+    explanations: list[Any] = []
+
+    def explained(**arguments: Any) -> Any:
+        explanations.append(torch._dynamo.explain(subject.form.function)(**arguments))
+        return subject.form.function(**arguments)
+
     torch.compiler.reset()
     try:
-        explanation = torch._dynamo.explain(function)(**arguments)
-    except Exception as e:  # Dynamo may raise anything on code that it cannot trace
-        says = f"The function cannot be traced: {type(e).__name__}: {_checks.message_of(e)[:150]}"
-        report.add("graph-break", says)
+        compiled = replace(subject, form=replace(subject.form, function=explained))
+        compiled(*usual(subject).tensors(), SMALL[None, :TOKENS])
+    except CallError as e:
+        report.add("graph-break", f"The function cannot be traced: {e}")
         return
     finally:
         torch.compiler.reset()
+    explanation = explanations[0]
     breaks, reasons = explanation.graph_break_count, explanation.break_reasons
     if breaks:
         reason = str(reasons[0].reason).splitlines()[0] if reasons else "Dynamo gives no reason"

@@ -1,0 +1,223 @@
+"""The tables of cos and sin that a function is passed: exact ones, or those that other code of the target computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import Rope, _checks, formats
+from ropewalk.tools.check.find import memory, signature
+from ropewalk.tools.check.find.signature import Call
+from ropewalk.tools.check.find.ways import Way, rows_of_grid, ways
+
+Tables = tuple[Tensor, ...]
+
+
+class TableSet(tuple[Tensor, ...]):
+    """Tables for all positions, which a function such as `precompute_freqs_cis` returned.
+
+    If they are those of the cells of a grid, in the order of rows, `grid` is its size.
+    """
+
+    grid: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of tables.
+
+    Args:
+        name: the source or the format of the tables, in words.
+        make: returns the tables, with axes batch and seq, for q and positions `[batch, seq]` or `[axes, batch, seq]`.
+        positions: which positions they can be computed for, as in `Way`.
+        side: as in `Way`.
+        given: the rope of exact tables. None if other code of the target computes them.
+    """
+
+    name: str
+    make: Callable[[Tensor, Tensor], Tables]
+    positions: str = "rows"
+    side: int | None = None
+    given: Rope | None = None
+
+
+# The axes of tables before the columns (b is batch, s is seq, 1 is for the heads) → how they are made from [b, s, …].
+_AXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bs": lambda table: table,
+    "b1s": lambda table: table.unsqueeze(1),
+    "bs1": lambda table: table.unsqueeze(2),
+    "sb1": lambda table: table.transpose(0, 1).unsqueeze(2),
+    "s": lambda table: table[0],
+    "s11": lambda table: table[0, :, None, None],
+}
+
+
+def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str]) -> Iterator[tuple[str, Way]]:
+    """Yield each way to pass tables with each layout of q and k, the most likely first.
+
+    In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
+    fit a layout with tokens before heads merely by broadcasting.
+
+    Args:
+        sources: of the tables. If there are none, the function computes its own angles.
+        call: the roles of the function's parameters.
+        way: how positions are passed.
+        layouts: those of q and k.
+    """
+    roles = call.parameter_of
+    if not sources:
+        if way.side is not None:  # as `on_grid` takes them
+            way = replace(way, arguments=lambda positions, q: {"positions": positions[:, :1]})
+        yield from ((layout, way) for layout in layouts)
+        return
+    names = [roles[role] for role in ("table", "cos_sin_cache") if role in roles]
+    orders = [names] if names else [[roles["cos"], roles["sin"]]]
+    if not names and sources[0].given is None and [*roles].index("sin") < [*roles].index("cos"):
+        orders.append(orders[0][::-1])  # GPT-J's class returns sin first
+    places = [(layout, axes) for axes in ("s", "s11") for layout in layouts]
+    if way.positions == "given" and "tensor_layout" not in roles:
+        places[:0] = [(layout, axes) for layout in layouts if "b" in layout for axes in ("bs", "b1s", "bs1", "sb1")]
+    unsqueezed = [{roles["axis"]: axis} for axis in (1, 2)] if "axis" in roles else [{}]
+    groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
+    for group in groups:
+        for (layout, axes), fixed, source, order in product(places, unsqueezed, group, orders):
+            yield layout, _passed(source, way, order, axes, fixed)
+
+
+def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, int]) -> Way:
+    """Return the way to pass tables with these axes in the parameters `names`, and the arguments `fixed`."""
+
+    def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
+        rows = positions
+        if way.positions != "given":  # the target indexes tables of all positions
+            rows = torch.arange(max(int(positions.max()) + 1, positions.shape[-1]))[None]
+        values: list[Any] = [_AXES[axes](table) for table in source.make(q, rows)]
+        if len(names) == 1 < len(values):
+            values = [tuple(values)]
+        if len(names) != len(values):
+            raise ValueError(f"{len(values)} tensor(s) are computed for the parameters {', '.join(names)}")
+        return dict(zip(names, values, strict=True)) | way.arguments(positions, q) | fixed
+
+    accepted = way.positions if source.positions == "rows" else source.positions
+    if accepted == "given":
+        accepted = "rows" if "b" in axes else "shared"
+    text = source.name if source.given is not None else f"{source.name}, {axes}, {fixed}"
+    return Way(accepted, way.roles, arguments, source.side, source.given, text)
+
+
+_WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin
+# The formats of one argument: complex numbers, matrices of 2 × 2, angles, cos and sin stacked, concatenated or in a
+# tuple.
+_IN_ONE = (
+    "complex",
+    "matrices",
+    "cos, sin stacked",
+    *(f"{kind} {width}" for kind in ("angles", "cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
+    *(f"({kind}) {width}" for kind in ("cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
+)
+
+
+def exact(roles: Collection[str], given: Rope, *, swapped: bool = False) -> list[Source]:
+    """Return a source of exact tables in each format that a function with these parameters may take.
+
+    With `swapped`, the two formats with a column for each channel, one for each pairing, are exchanged.
+    """
+    names = _WIDTHS if "cos" in roles else ("cos, sin half",) if "cos_sin_cache" in roles else _IN_ONE
+    other = {"halves": "each", "each": "halves"} if swapped else {}
+    return [_exact(" ".join(other.get(word, word) for word in name.split(" ")), given) for name in names]
+
+
+def _exact(name: str, given: Rope) -> Source:
+    """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
+
+    def make(q: Tensor, positions: Tensor) -> Tables:
+        rotation = replace(given, axes=None).at(positions.flatten(), dtype=torch.float64)
+        exact = [table.reshape(*positions.shape, -1) for table in (rotation.cos, rotation.sin)]
+        cos, sin = (table.to(q.dtype) for table in exact)
+        if name == "complex":
+            return (torch.complex(exact[0].float(), exact[1].float()),)
+        if name == "matrices":
+            return (torch.stack((torch.stack((cos, -sin), dim=-1), torch.stack((sin, cos), dim=-1)), dim=-2),)
+        if name == "cos, sin stacked":
+            return (torch.stack((cos, sin), dim=-1),)
+        kind, _, width = name.rpartition(" ")
+        angles = (positions[..., None] * torch.from_numpy(given.inv_freq)).float()
+        tables = {"angles": (angles,), "sin, cos": (sin, cos)}.get(kind.strip("()"), (cos, sin))
+        wide = tuple(formats.widen(table, width) for table in tables)  # type: ignore[arg-type]
+        return wide if not kind or kind.startswith("(") else (torch.cat(wide, dim=-1),)
+
+    return Source(name, make, given=given)
+
+
+def of_target(first: Any, layer_type: str | None, count: int | None, form: str | None) -> list[Source]:
+    """Return the sources of tables that a class or function offers.
+
+    The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
+    positions may also be passed as x.
+
+    Args:
+        first: the object, the function, or all tables that it has computed.
+        layer_type: the kind of the expected layer, or None.
+        count, form: as for `ways`.
+    """
+    if isinstance(first, TableSet):
+        if count is None:
+            return [Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first))]
+        grid = first.grid
+        is_of_cells = len(grid) == count
+        return (
+            [Source("cells of a grid", lambda q, p: rows_of_grid(first, p, grid), side=min(grid))]
+            if is_of_cells
+            else []
+        )
+    call = signature.read_call(first, None)
+    parameter_of = call.parameter_of
+
+    def make(q: Tensor, named: dict[str, Any]) -> Tables:
+        known = {"x": q} if layer_type is None else {"x": q, "layer_type": layer_type}
+        fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
+        return tensors_of(memory.call(first, fixed | named))
+
+    def flat(tables: Tables) -> Tables:
+        return tuple(t.reshape(-1, t.shape[-1]) for t in tables)
+
+    def at(way: Way) -> Source:
+        def tables(q: Tensor, positions: Tensor) -> Tables:
+            found = make(q, way.arguments(positions, q))
+            if way.side is not None:
+                return _rows(rows_of_grid(found, positions[:, :1]), positions)
+            return _rows(flat(found) if way.positions == "shared" else found, positions)
+
+        return Source(f"at {way.positions} positions", tables, way.positions, way.side)
+
+    if "positions" in parameter_of or count is not None:
+        return [at(way) for way in ways(call, count, form)]
+    if "seq_len" in parameter_of:
+        name = parameter_of["seq_len"]
+        return [Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, {name: int(p.max()) + 1}))))]
+    if "x" in parameter_of:
+        for_positions = Source("for positions", lambda q, p: _rows(make(q, {parameter_of["x"]: p}), p))
+        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions]
+    raise _checks.error(
+        "check",
+        "the function that computes the tables must have a parameter for positions, a length or x",
+        signature.named(first),
+        "If the second function computes its own angles, pass it alone.",
+    )
+
+
+def tensors_of(returned: Any) -> Tables:
+    """Return the tensors among what a function returned."""
+    return (returned,) if isinstance(returned, Tensor) else tuple(t for t in returned if isinstance(t, Tensor))
+
+
+def _rows(tables: Tables, positions: Tensor) -> Tables:
+    """Add a batch axis to tables without one, and expand it to the number of sequences, which then share the tables."""
+    rows = positions.shape[-2]
+    formatted = tuple(t[None] if t.ndim == 2 else t for t in tables)
+    return tuple(t.expand(rows, *t.shape[1:]) if t.shape[0] == 1 else t for t in formatted)
