@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import EIGHT_BITS
 from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
@@ -34,6 +35,8 @@ NAMES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -149,12 +152,14 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     keys, (group, tokens), meta = 32768 if how.get("many", True) else 64, rows, {"device": "meta"}
     q = torch.empty(2, tokens, 8 * group, head_dim, dtype=dtype, **meta)
     paged = how.get("paged", False)
-    pool = torch.empty(2 * keys // 16 if paged else 2, 16 if paged else keys, 8, head_dim, dtype=dtype, **meta)
+    slots, kept = (2 * keys // 16, 16) if paged else (2, keys), how.get("kept", dtype)
+    pool = torch.empty(*slots, 8, head_dim, dtype=kept, **meta)
+    scales = torch.empty(*slots, 8, **meta) if kept in EIGHT_BITS else None
     blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
     first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
     far_q = torch.empty_like(q) if how.get("far") else None
-    visible = VisibleKeys(order, keys, blocks, first, counts, sinks=4)
+    visible = VisibleKeys(order, keys, blocks, first, counts, None, 4, scales, scales)
     launches = gpu.attention_launches(q, far_q, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
@@ -184,6 +189,30 @@ def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: 
         assert sum(found[name] for name in named(found, "HMMA")) == (6 if float32 else 4) * one
     assert program.metadata.shared <= 64 * 1024
     assert not named(sass(compiled(launches["combine"], SM_90), tmp_path), *SPILLS)
+
+
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_over_8_bits_for_nvidia(
+    dtype: torch.dtype, rows: tuple[int, int], kept: torch.dtype, tmp_path: Path
+) -> None:
+    """Numbers of 8 bits are read in whole vectors, and become 16 bits in registers. No registers are spilled."""
+    launch = attention(dtype, rows, paged=True, kept=kept)["attend"]
+    compiled(launch, SM_80)  # where Triton has no float8_e4m3fn
+    program = compiled(launch, SM_90)
+    found = sass(program, tmp_path)
+    assert not named(found, *SPILLS)
+    assert program.metadata.shared <= 64 * 1024
+    if rows == (1, 1):
+        assert found["LDG.E.128"] >= 8
+    else:
+        assert found["LDGSTS.E.BYPASS.128"] >= 2
+        # Scores in the dtype of queries; values times weights that are sums of three, in bfloat16.
+        plan = launch[0]
+        one = plan.numbers["BLOCK_R"] * plan.numbers["BLOCK_N"] * 128 // (16 * 8 * 16) // plan.warps
+        counted = [sum(found[name] for name in named(found, "HMMA") if name.endswith(end)) for end in ("TF32", "BF16")]
+        assert counted == ([6 * one, 3 * one] if dtype == torch.float32 else [0, 4 * one])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -300,14 +329,19 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
 
 
+@pytest.mark.parametrize("kept", [None, *EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("rows", QUERIES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention_for_amd(dtype: torch.dtype, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_for_amd(
+    dtype: torch.dtype, rows: tuple[int, int], kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native float8 of this GPU, another one, is not used."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for launch in attention(dtype, rows, paged=True).values():
+    for launch in attention(dtype, rows, paged=True, kept=kept or dtype).values():
         program = compiled(launch, GFX942)
         assert program.metadata.shared <= 64 * 1024
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", program.asm["amdgcn"])
+        assert not re.search(r"v_\w*(fp8|bf8)", program.asm["amdgcn"])
 
 
 def strided(size: tuple[int, ...], dtype: torch.dtype, step: int) -> Tensor:
@@ -357,11 +391,11 @@ def fused_steps() -> Iterator[Launch]:
 
 
 def attentions(kernel: str) -> Iterator[Launch]:
-    for dtype, rows, paged, first, counts, far, many in product(
-        (torch.float16, torch.bfloat16, torch.float32), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
+    for dtype, kept, rows, paged, first, counts, far, many in product(
+        (torch.float16, torch.bfloat16, torch.float32), (None, *EIGHT_BITS), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
     ):
         how = {"paged": paged, "first": first, "counts": counts, "far": far, "many": many or kernel == "combine"}
-        yield attention(dtype, rows, 200 if first else 64, **how)[kernel]
+        yield attention(dtype, rows, 200 if first else 64, kept=kept or dtype, **how)[kernel]
 
 
 # Each kernel, with the launches that its launcher can make.

@@ -149,8 +149,7 @@ class CachedAttention(Protocol):
         """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
 
         Args:
-            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`; all of one dtype, float32, bfloat16
-                or float16, with keys and values whose channels are adjacent.
+            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`.
             visible: the keys. Every block exists, and `visible.keys` is at most the number of slots of a row.
         """
 

@@ -477,13 +477,17 @@ def attention_launches(
     out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
-    order, count, blocks, first, counts, window, sinks, *_ = visible
+    order, count, blocks, first, counts, window, sinks, key_scales, value_scales = visible
+    if keys.dtype == torch.float8_e4m3fn:
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
-    optional = far_q, blocks, first, counts
+    optional = far_q, key_scales, blocks, first, counts
     # In the place of a tensor that is None, another one is passed.
     arguments = (
-        *(q, q if far_q is None else far_q, keys, values, order if blocks is None else blocks),
+        *(q, q if far_q is None else far_q, keys, values),
+        *(q if key_scales is None else key_scales, q if value_scales is None else value_scales),
+        order if blocks is None else blocks,
         *(order, order if first is None else first, order if counts is None else counts, out),
     )
     plan, of_combine = _attention_plans(
@@ -513,12 +517,12 @@ def _attention_plans(
     division: Division,
 ) -> tuple[Plan, Plan | None]:
     (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
-    has_far, has_blocks, has_first, has_counts = given
+    has_far, has_scales, has_blocks, has_first, has_counts = given
     count, window, sinks, scale = numbers_of_keys
-    dtypes, (q, f, k, v, blocks, order, first, counts, _) = zip(*forms, strict=True)
+    dtypes, (q, f, k, v, ks, vs, blocks, order, first, counts, _) = zip(*forms, strict=True)
     dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
     block_d = max(16, _power_of_two(head_dim))
-    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, is_amd)
+    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, dtypes[2].itemsize, is_amd)
     programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
     # At most so many keys are seen: the tokens of a row follow each other.
     seen = min(count, window + tokens - 1) if window else count
@@ -527,7 +531,8 @@ def _attention_plans(
     strides = {
         f"{name}_{axis}": x[i] for name, x in zip("qfkv", (q, f, k, v), strict=True) for i, axis in enumerate("bth")
     }
-    unit = _unit(list(strides.values()), _VECTOR // dtype.itemsize)
+    unit = _unit(list(strides.values()), _VECTOR // dtypes[2].itemsize)
+    of_scales = {f"{name}_{axis}": x[i] for name, x in (("ks", ks), ("vs", vs)) for i, axis in enumerate("bth")}
     numbers = {
         "kv_heads": kv_heads,
         "group": group,
@@ -538,6 +543,7 @@ def _attention_plans(
         "splits": splits,
         "queries": queries,
         **{name: stride // unit for name, stride in strides.items()},
+        **of_scales,
         "blocks_b": blocks[0],
         "order_b": order[0],
         "order_t": order[1],
@@ -554,10 +560,11 @@ def _attention_plans(
         "COUNTS": has_counts,
         "FAR": has_far,
         "SPLIT": splits > 1,
-        # How many 16-bit numbers a weight is the sum of.
-        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype],
+        # How many numbers in the dtype of values, or bfloat16 if these have 8 bits, a weight is the sum of.
+        "PARTS": {torch.float32: 1, torch.float16: 2}.get(dtypes[3], 3),
         "PRECISION": tile.precision,
         "ALIGN": unit,
+        "SCALED": has_scales,
     }
     plan = Plan("attend", programs * splits, numbers, tile.warps, {}, {})
     sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
@@ -574,18 +581,23 @@ class _AttentionTile(NamedTuple):
     precision: str = "ieee"
 
 
-def _attention_tile(queries: int, block_d: int, size: int, is_amd: bool) -> _AttentionTile:
-    """Return the tile for the queries of a key head. In these, code for sm_90 spills no registers.
+def _attention_tile(queries: int, block_d: int, size: int, kept: int, is_amd: bool) -> _AttentionTile:
+    """Return the tile for the queries of a key head.
 
-    One query needs no matrix product, and its keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of
-    each pass through shared memory, which suffices for two programs. A matrix product has at least 16 queries and keys.
+    In these, code for sm_90 spills no registers for heads of 128 channels. One query needs no matrix product, and its
+    keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of each pass through shared memory, which
+    suffices for two programs; or half as many keys if they have 8 bits, because registers hold their wider forms. A
+    matrix product has at least 16 queries and keys.
+
+    Args:
+        size, kept: bytes of an element of the queries, and of the keys and values.
     """
-    row = block_d * size
     if queries == 1:
-        return _AttentionTile(1, max(1, min(128, 8192 // row)), 4, 1)
-    keys = max(16, min(128, 16384 // row))
+        return _AttentionTile(1, max(1, min(128, 8192 // (block_d * kept))), 4, 1)
+    keys = max(16, min(128, 8192 // block_d) // (1 if kept == 2 else 2))
     if size == 2:
-        return _AttentionTile(16, keys, 4, 2) if queries <= 16 else _AttentionTile(32, keys, 8, 2)
+        wide = queries > 16 and (kept == 2 or block_d <= 256)
+        return _AttentionTile(32 if wide else 16, keys, 8 if wide and kept == 2 else 4, 2)
     # Three products in TF32 are as exact as one in float32. AMD GPUs have the latter.
     fits = block_d <= 128 and not is_amd
     return _AttentionTile(16, keys, 4, 2, "tf32x3") if fits else _AttentionTile(16, keys, 8, 2)

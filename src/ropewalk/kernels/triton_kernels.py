@@ -420,7 +420,7 @@ def step(
 
 _NOT_SPECIALIZED_OF_ATTENTION = [
     *("kv_heads", "group", "tokens", "count", "window", "sinks", "splits", "queries"),
-    *(f"{x}_{axis}" for x in ("q", "f", "k", "v") for axis in "bth"),
+    *(f"{x}_{axis}" for x in ("q", "f", "k", "v", "ks", "vs") for axis in "bth"),
     *("blocks_b", "order_b", "order_t", "first_b", "counts_b"),
 ]
 
@@ -432,10 +432,27 @@ def _base(most):
 
 
 @triton.jit
+def _widened(x, dtype: tl.constexpr):
+    """Return int8 numbers, or those of float8_e4m3fn in unsigned bytes, in another dtype, exactly.
+
+    The second is computed, because not all GPUs have the dtype. The float16 number with the same bits is the number
+    divided by 256. Its bit 14 must be 0, and 1 for NaN, the only number from which the addition carries. It is a copy
+    of the sign, which xor with itself, and with the carry, corrects.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        bits ^= (bits + 0x80) & 0x4000
+        x = bits.to(tl.float16, bitcast=True) * 256.0
+    return x.to(tl.float16).to(dtype)
+
+
+@triton.jit
 def _attend_keys(
     begin, end, most, weights, sums, q, keys, values, blocks, row, first_key, last_key, k_b, k_t, v_b, v_t,
+    key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PAGE: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [begin, end) of a row to the maximum score, the sum of weights and the weighted values.
 
@@ -456,10 +473,17 @@ def _attend_keys(
             block, slot = row, key.to(tl.int64)
         k_rows = keys + (block * k_b + slot * k_t) * ALIGN
         v_rows = values + (block * v_b + slot * v_t) * ALIGN
-        k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
-        v = tl.load(v_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
+        k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0)
+        v = tl.load(v_rows[:, None] + channel, mask=here[:, None] & inside, other=0)
+        if SCALED:
+            k = _widened(k, q.dtype if DOT else tl.float32)
+            v = _widened(v, tl.bfloat16 if DOT else tl.float32)
+            k_scale = tl.load(key_scales + block * ks_b + slot * ks_t, mask=here, other=0.0)
+            v_scale = tl.load(value_scales + block * vs_b + slot * vs_t, mask=here, other=0.0)
         if DOT:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
+            if SCALED:
+                score *= k_scale[None, :]
             seen = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
             score = tl.where(seen, score, -float("inf"))
             now = tl.maximum(most, tl.max(score, axis=1))
@@ -467,6 +491,8 @@ def _attend_keys(
             factor = tl.exp2(most - _base(now))
             weights = weights * factor + tl.sum(weight, axis=1)
             sums *= factor[:, None]
+            if SCALED:
+                weight *= v_scale[None, :]
             # The weights are float32. As a sum of 16-bit numbers, they can be multiplied by values of 16 bits.
             for _ in tl.static_range(PARTS):
                 part = weight.to(v.dtype)
@@ -474,11 +500,15 @@ def _attend_keys(
                 weight -= part.to(tl.float32)
         else:
             score = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1) * SCALE
+            if SCALED:
+                score *= k_scale
             score = tl.where((key >= first_key) & (key <= last_key), score, -float("inf"))
             now = tl.maximum(most, score)
             weight = tl.exp2(score - _base(now))
             factor = tl.exp2(most - _base(now))
             weights = weights * factor + weight
+            if SCALED:
+                weight *= v_scale
             sums = sums * factor[:, None] + weight[:, None] * v.to(tl.float32)
         most = now
     return most, weights, sums
@@ -506,12 +536,14 @@ def _store_attended(out, place, here, weights, sums, HEAD_DIM: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_ATTENTION)
 def attend(
-    q, far_q, keys, values, blocks, order, first, counts, out, work,
+    q, far_q, keys, values, key_scales, value_scales, blocks, order, first, counts, out, work,
     kv_heads, group, tokens, count, window, sinks, splits, queries,
-    q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, blocks_b, order_b, order_t, first_b, counts_b,
+    q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h,
+    blocks_b, order_b, order_t, first_b, counts_b,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, FAR: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend with up to BLOCK_R queries of a key head over a part of the keys that they see, in the online softmax.
 
@@ -549,6 +581,7 @@ def attend(
     channel = tl.arange(0, BLOCK_D)[None, :]
     known = here[:, None] & (channel < HEAD_DIM)
     of_keys, of_values = keys + head * k_h * ALIGN, values + head * v_h * ALIGN
+    key_scales, value_scales = key_scales + head * ks_h, value_scales + head * vs_h
     table = blocks + row * blocks_b
     if FAR:
         sinks_end = tl.minimum(tl.maximum(sinks - offset, begin), end).to(tl.int32)
@@ -556,14 +589,16 @@ def attend(
         most, weights, sums = _attend_keys(
             begin, sinks_end, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
             of_keys, of_values, table, row, first_key, tl.minimum(last_key, sinks_end - 1), k_b, k_t, v_b, v_t,
-            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+            key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
+            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
         )  # fmt: skip
         begin = sinks_end
     q_rows = q + (row * q_b + token * q_t + of_head * q_h) * ALIGN
     most, weights, sums = _attend_keys(
         begin, end, most, weights, sums, tl.load(q_rows[:, None] + channel, mask=known, other=0.0),
         of_keys, of_values, table, row, first_key, last_key, k_b, k_t, v_b, v_t,
-        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+        key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
+        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
     )  # fmt: skip
     if not dot:
         most, weights, sums = _join(most, weights, sums)
