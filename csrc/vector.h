@@ -109,14 +109,22 @@ struct F16 {
     }
 };
 
-// Numbers of 8 bits, which are loaded only, as a multiple of `unit`.
+// Numbers of 8 bits, which are loaded as a multiple of `unit`. `round` returns the codes of numbers up to `largest` in the lowest bits
+// of 32; Words and Reals are an integer and a float, or vectors of them.
 
 struct I8 {
     static constexpr bool is_bfloat = false;
     static constexpr int bytes = BYTES;
     using Stored = int8_t;
     using Real = float;
-    static constexpr float unit = 1;
+    static constexpr float unit = 1, largest = 127;
+
+    template <class Words, class Reals>
+    static Words round(Reals x) {
+        return bits<Words>(x + 0x1.8p23f);  // whose last bit is 1
+    }
+    static uint32_t put(float x) { return round<uint32_t>(x); }
+    static uint64_t put(double x) { return bits<uint64_t>(x + 0x1.8p52); }
 };
 
 struct E4M3 {
@@ -124,7 +132,18 @@ struct E4M3 {
     static constexpr int bytes = BYTES;
     using Stored = uint8_t;
     using Real = float;
-    static constexpr float unit = 0x1p8f;
+    static constexpr float unit = 0x1p8f, largest = 448;
+
+    template <class Words, class Reals>
+    static Words round(Reals x) {
+        Words u = bits<Words>(x), size = u & 0x7fffffff;
+        Words normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - 960;  // 960: the difference of the exponents
+        Words subnormal = bits<Words>(bits<Reals>(size) + 0x1p14f) - bits<uint32_t>(0x1p14f);  // whose last bit is 2^-9
+        Words code = size < bits<uint32_t>(0x1p-6f) ? subnormal : normal;
+        return (code < 0x7f ? code : Words{} + 0x7f) | (u >> 24 & 0x80);  // 0x7f: nan
+    }
+    static uint32_t put(float x) { return round<uint32_t>(x); }
+    static uint32_t put(double x) { return put(static_cast<float>(x)); }
 };
 
 #ifdef ROPEWALK_VECTORS
@@ -229,6 +248,15 @@ inline void store_narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
     put<past_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
 #else
     put<past_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
+#endif
+}
+
+// The lowest bytes of 32 bits.
+inline void store_bytes(void *to, Vector<uint32_t, WORDS> x) {
+#if defined(__AVX512F__)
+    write(to, _mm512_maskz_cvtepi32_epi8(0xffff, bits<__m512i>(x)));
+#else
+    write(to, __builtin_convertvector(x, Vector<uint8_t, WORDS>));
 #endif
 }
 

@@ -22,6 +22,11 @@ if not backend.FAST_PATH:
 import ropewalk.kernels._cpu as _cpu
 
 LEVELS = _cpu.levels()
+# Sinks with a window. In the first row of numbers, blocks behind the sinks are missing.
+TWO_RANGES = (
+    *(17, 33, 38, 66, 83, 87, 138, 157, 198, 247, 266, 267, 307, 311),
+    *(0, 5, 48, 54, 57, 106),
+)
 
 
 def attend(case: Case) -> Tensor | None:
@@ -39,6 +44,16 @@ def level(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_the_definition(level: None, seed: int) -> None:
     case = draw(seed)
+    check(case, attend(case))
+
+
+@pytest.mark.parametrize("seed", TWO_RANGES)
+def test_two_ranges_of_keys(level: None, seed: int) -> None:
+    """Sinks are visible outside of the window, also if blocks behind them are missing."""
+    case = draw(seed, two_ranges=True)
+    assert case.visible.sinks
+    assert case.visible.window
+    case = in_8_bits(case, EIGHT_BITS[seed % 2]) if seed % 3 == 0 else case
     check(case, attend(case))
 
 
@@ -131,10 +146,10 @@ class TestLeftToPython:
 class TestOperator:
     """Under torch.compile the kernel is an operator. Its plain PyTorch is used where the kernel may not run."""
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", [*range(15), *TWO_RANGES])
     def test_reference_equals_the_definition(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu, "attend_plain", lambda *arguments: None)
-        case = draw(seed)
+        case = draw(seed, two_ranges=True)
         case = case if seed % 3 else in_8_bits(case, EIGHT_BITS[seed % 2])
         arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
         attended = torch.ops.ropewalk.attend_cached(*arguments)
@@ -151,17 +166,21 @@ class TestOperator:
         )
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages"])
+    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages", "pages, sinks"])
     def test_a_compiled_layer_uses_it(self, kind: str) -> None:
         torch._dynamo.reset()
-        size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * (kind == "sinks")}
+        size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * ("sinks" in kind)}
         layer, rope = RotaryAttention(64, 4, num_kv_heads=2).eval(), Rope(16, 1e4, "half")
         counter = CompileCounterWithBackend("inductor")
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
         outputs: list[list[Tensor]] = []
         graphs: list[int] = []
         for way in (layer, compiled):
-            cache = PagedKVCache(1, 2, 16, blocks=19, block_size=4) if kind == "pages" else KVCache(1, 2, 2, 16, **size)
+            if kind.startswith("pages"):
+                pages = {"blocks": 19, "block_size": 4} | (size if "sinks" in kind else {})
+                cache: KVCache | PagedKVCache = PagedKVCache(1, 2, 16, **pages)
+            else:
+                cache = KVCache(1, 2, 2, 16, **size)
             if isinstance(cache, PagedKVCache):
                 cache.fork(cache.admit())
             generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
 from ropewalk.kernels.gpu import Launch
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -135,8 +135,9 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
         torch.empty(4, 1, dtype=torch.int64),
     )
     of_norm = (torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6, False) if norm else None
+    store = StoreArguments(v, pages, pages, slots)
     launch = gpu.step_launch(
-        (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, (v, pages, slots)
+        (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, store
     )
     found = sass(compiled(launch, SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
@@ -385,7 +386,7 @@ def fused_steps() -> Iterator[Launch]:
         cache = strided((3, 4, 1, head_dim), dtype, x_step)
         weight, table = strided((head_dim,), of_weight, 1), strided((3, pairs), of_table, step)
         norm = None if add_one is None else (weight, weight, 1e-6, add_one)
-        store = (v, cache, slots) if stores else None
+        store = StoreArguments(v, cache, cache, slots) if stores else None
         outputs = (q, cache if stores else k)
         yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -163,7 +163,7 @@ def some_launch(draw: random.Random) -> Make:
     norm = draw.choice(
         (None, (weight, weight, 1e-6, False), (weight, weight, 1e-6, True), (weight, weight, 1e-5, True))
     )
-    store = draw.choice((None, (some_tensor(draw, k, of_x), pages, slots)))
+    store = draw.choice((None, StoreArguments(some_tensor(draw, k, of_x), pages, pages, slots)))
     outputs = y[0], pages if store else y[1]
     return lambda: gpu.step_launch((x[0], x[1]), outputs, cos, sin, options, norm, store)
 

@@ -12,6 +12,7 @@ import torch
 from kernel_cases import LAYOUTS, PAIRINGS, as_bshd, bits, by_reference, same, shape
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
+from ropewalk.kernels.visible import StoreArguments
 from ropewalk.rotation import reference
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -70,7 +71,7 @@ def check(
                 if 0 <= slot < BLOCKS * BLOCK:
                     other[slot // BLOCK, slot % BLOCK] = tokens[n]
         slots = slots if layout == "thd" else slots.view(BATCH, seq)
-        gpu.step((q, k), (p, views[0]), *how, (v, views[1], slots))  # type: ignore[arg-type]
+        gpu.step((q, k), (p, views[0]), *how, StoreArguments(v, *views, slots))  # type: ignore[arg-type]
         assert all(torch.equal(bits(x), bits(y)) for x, y in zip(views, wanted, strict=True))
     assert same(p, exact[0], "")
 

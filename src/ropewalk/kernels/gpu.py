@@ -9,7 +9,7 @@ import functools
 import math
 from operator import or_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ropewalk._layout import AXES, Layout, Options
 
 if TYPE_CHECKING:
-    from ropewalk.kernels.visible import VisibleKeys
+    from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 device_name = "GPU"
 
@@ -158,7 +158,7 @@ def step(
     sin: Tensor,
     options: Options,
     norm: tuple[Tensor, Tensor, float, bool] | None,
-    store: tuple[Tensor, Tensor, Tensor] | None,
+    store: StoreArguments | None,
 ) -> None:
     """Normalize, rotate and store, as `backend.FusedStep` specifies."""
     _launch(*step_launch(tensors, outputs, cos, sin, options, norm, store))
@@ -359,12 +359,12 @@ def step_launch(
     sin: Tensor,
     options: Options,
     norm: tuple[Tensor, Tensor, float, bool] | None,
-    store: tuple[Tensor, Tensor, Tensor] | None,
+    store: StoreArguments | None,
 ) -> Launch:
     """Return the launch of `step`."""
     (q, k), (p, r) = tensors, outputs
     q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
-    v, w, slots = (k, r, k) if store is None else store
+    v, w, slots = (k, r, k) if store is None else cast(tuple[Tensor, ...], (store.v, store.v_cache, store.slots))
     arguments = q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots
     shapes, flags = (q.shape, k.shape, v.shape, r.shape, cos.shape), (norm is not None, add_one, store is not None)
     return _step_plan(shapes, _forms(arguments), options, eps, *flags), arguments
