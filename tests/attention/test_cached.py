@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_cases import EIGHT_BITS, Case, check, define, draw, every_number, in_8_bits, long_rows
+from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, define, draw, every_number, in_8_bits, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
 from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend, cpu
@@ -22,11 +22,6 @@ if not backend.FAST_PATH:
 import ropewalk.kernels._cpu as _cpu
 
 LEVELS = _cpu.levels()
-# Sinks with a window. In the first row of numbers, blocks behind the sinks are missing.
-TWO_RANGES = (
-    *(17, 33, 38, 66, 83, 87, 138, 157, 198, 247, 266, 267, 307, 311),
-    *(0, 5, 48, 54, 57, 106),
-)
 
 
 def attend(case: Case) -> Tensor | None:

@@ -134,6 +134,9 @@ MUTANTS = [
         "v_rows[:, None] + channel, mask=inside",
     ),
     Mutant("attention of sinks by near queries", KERNELS, "f_rows = far_q", "f_rows = q"),
+    Mutant("attention of sinks twice", KERNELS, "begin = tl.maximum(begin, front)", "pass"),
+    Mutant("attention of sinks instead of the window", KERNELS, "tl.maximum(part - front, 0)", "part"),
+    Mutant("attention to the next sink", KERNELS, "tl.minimum(last_sink, front - 1)", "front - 1"),
     Mutant(
         "attention over a part of the parts", KERNELS, "for start in range(0, splits, BLOCK_S)", "for start in range(1)"
     ),

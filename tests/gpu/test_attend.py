@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import EIGHT_BITS, Case, check, draw, every_number, in_8_bits, long_rows
+from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, draw, every_number, in_8_bits, long_rows
 from ropewalk.kernels import gpu
 from ropewalk.kernels.visible import VisibleKeys
 
@@ -82,6 +82,26 @@ def test_divided_keys(seed: int, monkeypatch: pytest.MonkeyPatch, launched: list
     case = draw(seed)
     check_attend(case)
     assert launched == ["attend", "combine"] or min(case.visible.keys, case.visible.window or 17) <= 16
+
+
+@pytest.mark.parametrize("least_keys", [16, 256])
+@pytest.mark.parametrize("seed", TWO_RANGES)
+def test_two_ranges_of_keys(seed: int, least_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks are visible outside of the window, also if blocks behind them are missing, or parts have some of them."""
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, least_keys))
+    case = draw(seed, two_ranges=True)
+    case = in_8_bits(case, EIGHT_BITS[seed % 2]) if seed % 3 == 0 else case
+    case.far_q = None if seed % 5 == 0 else case.far_q  # one rotation of the queries for all keys
+    check_attend(case)
+
+
+def test_more_sinks_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs have only sinks, some only keys of the window, one has both."""
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+    case = long_rows([130, 20, 43])
+    case.far_q = torch.randn(case.q.shape)
+    case.visible = case.visible._replace(sinks=40, window=36)
+    check_attend(case)
 
 
 class TestKeysOf8Bits:

@@ -159,9 +159,8 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
     first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
-    far_q = torch.empty_like(q) if how.get("far") else None
-    visible = VisibleKeys(order, keys, blocks, first, counts, None, 4, scales, scales)
-    launches = gpu.attention_launches(q, far_q, pool, pool, visible, 0.1, torch.empty_like(q))
+    visible = VisibleKeys(order, keys, blocks, first, counts, None, how.get("sinks", 0), scales, scales)
+    launches = gpu.attention_launches(q, None, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
 
@@ -392,10 +391,10 @@ def fused_steps() -> Iterator[Launch]:
 
 
 def attentions(kernel: str) -> Iterator[Launch]:
-    for dtype, kept, rows, paged, first, counts, far, many in product(
+    for dtype, kept, rows, paged, first, counts, sinks, many in product(
         (torch.float16, torch.bfloat16, torch.float32), (None, *EIGHT_BITS), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
     ):
-        how = {"paged": paged, "first": first, "counts": counts, "far": far, "many": many or kernel == "combine"}
+        how = {"paged": paged, "first": first, "counts": counts, "sinks": sinks, "many": many or kernel == "combine"}
         yield attention(dtype, rows, 200 if first else 64, kept=kept or dtype, **how)[kernel]
 
 

@@ -482,7 +482,7 @@ def attention_launches(
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
-    optional = far_q, key_scales, blocks, first, counts
+    optional = key_scales, blocks, first, counts
     # In the place of a tensor that is None, another one is passed.
     arguments = (
         *(q, q if far_q is None else far_q, keys, values),
@@ -517,7 +517,7 @@ def _attention_plans(
     division: Division,
 ) -> tuple[Plan, Plan | None]:
     (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
-    has_far, has_scales, has_blocks, has_first, has_counts = given
+    has_scales, has_blocks, has_first, has_counts = given
     count, window, sinks, scale = numbers_of_keys
     dtypes, (q, f, k, v, ks, vs, blocks, order, first, counts, _) = zip(*forms, strict=True)
     dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
@@ -525,7 +525,7 @@ def _attention_plans(
     tile = _attention_tile(tokens * group, block_d, dtype.itemsize, dtypes[2].itemsize, is_amd)
     programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
     # At most so many keys are seen: the tokens of a row follow each other.
-    seen = min(count, window + tokens - 1) if window else count
+    seen = min(count, sinks + window + tokens - 1) if window else count
     wanted = _blocks(division.programs * processors, max(1, programs))
     splits = max(1, min(wanted, _blocks(seen, division.least_keys)))
     strides = {
@@ -558,7 +558,7 @@ def _attention_plans(
         "PAGE": page if has_blocks else 0,
         "FIRST": has_first,
         "COUNTS": has_counts,
-        "FAR": has_far,
+        "SINKS": sinks > 0,
         "SPLIT": splits > 1,
         # How many numbers in the dtype of values, or bfloat16 if these have 8 bits, a weight is the sum of.
         "PARTS": {torch.float32: 1, torch.float16: 2}.get(dtypes[3], 3),

@@ -541,15 +541,16 @@ def attend(
     q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h,
     blocks_b, order_b, order_t, first_b, counts_b,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, FAR: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, SINKS: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend with up to BLOCK_R queries of a key head over a part of the keys that they see, in the online softmax.
 
     The queries are those of the tokens of a row, for the `group` of heads that share the key head. The weights are
-    powers of 2, and SCALE contains the factor. Only the keys that these queries see are divided into parts, so windows
-    and short rows occupy all programs, and the host knows no length. With SPLIT, `combine` adds up the parts.
+    powers of 2, and SCALE contains the factor. Only the keys that these queries see, the sinks and those of the window,
+    are divided into parts, so windows and short rows occupy all programs, and the host knows no length. With SPLIT,
+    `combine` adds up the parts.
     """
     dot: tl.constexpr = BLOCK_R > 1
     lanes: tl.constexpr = BLOCK_R if dot else BLOCK_N
@@ -563,17 +564,27 @@ def attend(
 
     offset = tl.load(first + row * first_b) if FIRST else tl.full((), 0, tl.int64)
     # The last and the first key that each query sees.
-    last = tl.load(order + row * order_b + token * order_t, mask=here, other=-1) - offset
-    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count)
-    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1)
+    of_token = tl.load(order + row * order_b + token * order_t, mask=here, other=-1)
+    last = of_token - offset
+    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count).to(tl.int32)
+    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1).to(tl.int32)
     end = tl.max(last, axis=0) + 1
     if COUNTS:
-        end = tl.minimum(end, tl.load(counts + row * counts_b))
-    begin = tl.min(tl.where(here, first_key, count), axis=0)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
-    begin += split * share
-    end = tl.minimum(end, begin + share).to(tl.int32)
-    begin, first_key, last_key = begin.to(tl.int32), first_key.to(tl.int32), tl.minimum(last, end - 1).to(tl.int32)
+        count = tl.minimum(count, tl.load(counts + row * counts_b)).to(tl.int32)
+        end = tl.minimum(end, count)
+    begin = tl.min(tl.where(here, first_key, end), axis=0)
+    front = 0  # the sinks that these queries see
+    if SINKS:
+        last_sink = tl.minimum(of_token, tl.minimum(sinks, count) - 1).to(tl.int32)
+        front = tl.maximum(tl.max(last_sink, axis=0) + 1, 0)
+        begin = tl.maximum(begin, front)
+    # A part of the sinks and of [begin, end), one behind the other.
+    total = front + tl.maximum(end - begin, 0)
+    share = tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N
+    part, part_end = split * share, tl.minimum(total, (split + 1) * share)
+    end = begin + part_end - front
+    begin += tl.maximum(part - front, 0)
+    last_key = tl.minimum(last, end - 1)
 
     most = tl.full((lanes,), -float("inf"), tl.float32)
     weights = tl.zeros((lanes,), tl.float32)
@@ -583,16 +594,16 @@ def attend(
     of_keys, of_values = keys + head * k_h * ALIGN, values + head * v_h * ALIGN
     key_scales, value_scales = key_scales + head * ks_h, value_scales + head * vs_h
     table = blocks + row * blocks_b
-    if FAR:
-        sinks_end = tl.minimum(tl.maximum(sinks - offset, begin), end).to(tl.int32)
+    if SINKS:
+        front = tl.minimum(part_end, front)
+        last_sink = tl.minimum(last_sink, front - 1)
         f_rows = far_q + (row * f_b + token * f_t + of_head * f_h) * ALIGN
         most, weights, sums = _attend_keys(
-            begin, sinks_end, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
-            of_keys, of_values, table, row, first_key, tl.minimum(last_key, sinks_end - 1), k_b, k_t, v_b, v_t,
+            part, front, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
+            of_keys, of_values, table, row, tl.zeros_like(last_sink), last_sink, k_b, k_t, v_b, v_t,
             key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
             SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
         )  # fmt: skip
-        begin = sinks_end
     q_rows = q + (row * q_b + token * q_t + of_head * q_h) * ALIGN
     most, weights, sums = _attend_keys(
         begin, end, most, weights, sums, tl.load(q_rows[:, None] + channel, mask=known, other=0.0),
