@@ -123,29 +123,52 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
-    """Qwen 3's heads, stored in pages: whole vectors, no spilled registers, and no product fused with a sum."""
+def fused_step(dtype: torch.dtype, pairing: str, norm: bool, kept: torch.dtype) -> Launch:
+    """Return the launch for Qwen 3's heads, stored in pages."""
     q, k, v = (torch.empty((4, 1, heads, 128), dtype=dtype) for heads in (16, 8, 8))
     pages, table, slots = (
-        torch.empty(9, 16, 8, 128, dtype=dtype),
+        torch.empty(9, 16, 8, 128, dtype=kept),
         torch.empty(4, 1, 64),
         torch.empty(4, 1, dtype=torch.int64),
     )
     of_norm = (torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6, False) if norm else None
-    store = StoreArguments(v, pages, pages, slots)
-    launch = gpu.step_launch(
-        (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, store
-    )
-    found = sass(compiled(launch, SM_90), tmp_path)
+    scales = torch.empty(pages.shape[:3]) if kept in EIGHT_BITS else None
+    store = StoreArguments(v, pages, pages, slots, scales, scales)
+    options = Options("bshd", pairing == "interleaved", 0)
+    return gpu.step_launch((q, k), (q, pages), table, table, options, of_norm, store)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
+    """Whole vectors, no spilled registers, and no product fused with a sum."""
+    found = sass(compiled(fused_step(dtype, pairing, norm, dtype), SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
     # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
     assert not named(found, "FFMA2", *([] if norm else ["DFMA", "FFMA"]))
     assert found["FFMA"] <= 4
     assert found["DADD"] <= 200  # halves are added once, not by every thread
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_step_in_8_bits(dtype: torch.dtype, kept: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
+    """Numbers of 8 bits are written in vectors, and computed without native float8."""
+    launch = fused_step(dtype, pairing, norm, kept)
+    compiled(launch, SM_80)
+    found = sass(compiled(launch, SM_90), tmp_path)
+    # A thread has 8 numbers of 16 bits, or 4 of 32 bits, in a vector. The scales are the 2 others of 32 bits.
+    of_numbers = Counter({"STG.E.64" if dtype == torch.bfloat16 else "STG.E": 4})
+    assert {name: found[name] for name in named(found, "STG")} == Counter({"STG.E.128": 2, "STG.E": 2}) + of_numbers
+    # The division of float64 has a branch for numbers that are not normal, which may save a number of 64 bits.
+    assert sum(found[name] for name in named(found, "LDL", "STL")) <= (2 if norm else 0)
+    code = compiled(launch, GFX942).asm["amdgcn"]
+    assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
+    assert not re.search(r"v_\w*(fp8|bf8)", code)
 
 
 def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **how: Any) -> dict[str, Launch]:
@@ -378,15 +401,26 @@ def tables_of_positions() -> Iterator[Launch]:
 
 def fused_steps() -> Iterator[Launch]:
     slots = strided((2, 3), torch.int64, 1)
-    for dtype, of_table, of_weight, (head_dim, pairs, offset), x_step, step, interleaved, add_one, stores in product(
-        DTYPES, TABLES, (torch.bfloat16, torch.float32), SIZES, (1, 2), (1, 2), BOTH, (None, False, True), BOTH
+    for dtype, of_table, of_weight, (head_dim, pairs, offset), x_step, step, interleaved, add_one, kept in product(
+        DTYPES,
+        TABLES,
+        (torch.bfloat16, torch.float32),
+        SIZES,
+        (1, 2),
+        (1, 2),
+        BOTH,
+        (None, False, True),
+        (None, torch.float16, *EIGHT_BITS),
     ):
+        if kept in EIGHT_BITS and (of_table, step) != (torch.float32, 1):
+            continue  # tables and caches do not meet in the kernel
         q, k, v = (strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 1, 1))
-        cache = strided((3, 4, 1, head_dim), dtype, x_step)
+        cache = strided((3, 4, 1, head_dim), kept if kept in EIGHT_BITS else dtype, x_step)
+        scales = strided((3, 4, 1), torch.float32, 1) if kept in EIGHT_BITS else None
         weight, table = strided((head_dim,), of_weight, 1), strided((3, pairs), of_table, step)
         norm = None if add_one is None else (weight, weight, 1e-6, add_one)
-        store = StoreArguments(v, cache, cache, slots) if stores else None
-        outputs = (q, cache if stores else k)
+        store = None if kept is None else StoreArguments(v, cache, cache, slots, scales, scales)
+        outputs = (q, k if kept is None else cache)
         yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
@@ -423,10 +457,11 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
         choices |= {name: named.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
         choices |= {name: named.get(name) for name in ("BLOCK_R", "PRECISION")}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
-    left, chosen = frozenset().union(*combined), []
-    while left:
-        best = max(combined, key=lambda threes: len(threes & left))
-        left, chosen = left - best, [*chosen, combined[best]]
+    chosen = []
+    while combined:
+        best = max(combined, key=len)
+        chosen.append(combined[best])
+        combined = {left: launch for threes, launch in combined.items() if (left := threes - best)}
     return chosen
 
 

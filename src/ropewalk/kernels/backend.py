@@ -136,8 +136,7 @@ class FusedStep(Protocol):
             cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
             options: with `inverse` False.
             norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
-            store: v, the caches and the slots. None writes to no cache. Only the kernel of the CPU takes caches of 8
-                bits and latent rows.
+            store: v, the caches and the slots. None writes to no cache.
         """
 
 

@@ -9,7 +9,7 @@ import functools
 import math
 from operator import or_
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -364,10 +364,18 @@ def step_launch(
     """Return the launch of `step`."""
     (q, k), (p, r) = tensors, outputs
     q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
-    v, w, slots = (k, r, k) if store is None else cast(tuple[Tensor, ...], (store.v, store.v_cache, store.slots))
-    arguments = q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots
-    shapes, flags = (q.shape, k.shape, v.shape, r.shape, cos.shape), (norm is not None, add_one, store is not None)
-    return _step_plan(shapes, _forms(arguments), options, eps, *flags), arguments
+    r, store_or_none = _numbers(r), (None,) * 6 if store is None else store
+    # In the place of a tensor that is None, another one is passed.
+    v, _, w, slots, r_scales, w_scales = (k if x is None else _numbers(x) for x in store_or_none)
+    arguments = q, p, k, r, v, w, r_scales, w_scales, cos, sin, q_weight, k_weight, slots
+    stores = () if store is None else (store.v is not None, store.k_scales is not None)
+    shapes = q.shape, k.shape, v.shape, r.shape, cos.shape
+    return _step_plan(shapes, _forms(arguments), options, eps, norm is not None, add_one, stores), arguments
+
+
+def _numbers(cache: Tensor) -> Tensor:
+    """Return a cache, with the bits of float8_e4m3fn as bytes: Triton has no such dtype on some GPUs."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @functools.lru_cache(1024)
@@ -378,19 +386,23 @@ def _step_plan(
     eps: float,
     has_norm: bool,
     add_one: bool,
-    stores: bool,
+    of_store: tuple[bool, ...],
 ) -> Plan:
+    """Return the plan. of_store: whether values are stored, and whether there are scales; empty without a store."""
     q_shape, k_shape, v_shape, cache, table = shapes
-    dtypes, (q, p, k, r, v, w, cos, sin, _, _, slots) = zip(*forms, strict=True)
-    dtype, of_table = dtypes[0], dtypes[6]
+    dtypes, (q, p, k, r, v, w, rs, ws, cos, sin, _, _, slots) = zip(*forms, strict=True)
+    dtype, of_table = dtypes[0], dtypes[8]
+    stores, (has_values, has_scales) = bool(of_store), of_store or (False, False)
     layout, interleaved, offset, _ = options
     at_batch, at_tokens, at_heads, _ = AXES[layout]
     batch, tokens, q_heads = _counts(q_shape, layout)
     k_heads, pairs = k_shape[at_heads], table[-1]
-    block_p, block_d = _power_of_two(pairs), _power_of_two(q_shape[-1])
+    block_p, block_d, block_v = (_power_of_two(size) for size in (pairs, q_shape[-1], v_shape[-1]))
     per_thread = _BYTES_PER_THREAD_OF_STEP // 2 // dtype.itemsize
-    warps = min(32, max(4, block_p // per_thread // 32))
-    (q_t, q_h), (k_t, k_h) = (_tile(heads, block_p, warps, per_thread) for heads in (q_heads, k_heads))
+    # A norm and scales need whole heads, which are at least twice as wide as the pairs.
+    wide = max(block_d, block_v) // 2 if has_scales else block_d // 2 if has_norm else block_p
+    warps = min(32, max(4, wide // per_thread // 32))
+    (q_t, q_h), (k_t, k_h) = (_tile(heads, wide, warps, per_thread) for heads in (q_heads, k_heads))
     q_programs, k_programs = (
         batch * _blocks(tokens, t) * _blocks(heads, h) for heads, t, h in ((q_heads, q_t, q_h), (k_heads, k_t, k_h))
     )
@@ -418,6 +430,7 @@ def _step_plan(
         "slots_t": slots[-1] if stores else 0,
         **{name: stride // unit for name, stride in of_tensors.items()},
         **{f"{name}_d": strides[-1] for name, (strides, _) in axes.items()},
+        **{f"{name}_{axis}": x[i] for name, x in (("rs", rs), ("ws", ws)) for i, axis in enumerate("bth")},
         **{name: stride for name, stride in of_tables.items() if not name.endswith("_h")},
         "Q_BLOCK_T": q_t,
         "Q_BLOCK_H": q_h,
@@ -425,6 +438,7 @@ def _step_plan(
         "K_BLOCK_H": k_h,
         "BLOCK_P": block_p,
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
         "HALVINGS": block_d.bit_length() - 1,
         "HEAD_DIM": q_shape[-1],
         "V_DIM": v_shape[-1],
@@ -439,8 +453,9 @@ def _step_plan(
         "ADD_ONE": add_one,
         "EPS": eps,
         "STORES": stores,
+        "SCALED": has_scales,
     }
-    return Plan("step", q_programs + k_programs * (2 if stores else 1), numbers, warps, {})
+    return Plan("step", q_programs + k_programs * (2 if has_values else 1), numbers, warps, {})
 
 
 def angles_launch(
@@ -478,8 +493,7 @@ def attention_launches(
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
     order, count, blocks, first, counts, window, sinks, key_scales, value_scales = visible
-    if keys.dtype == torch.float8_e4m3fn:
-        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
+    keys, values = _numbers(keys), _numbers(values)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
     optional = key_scales, blocks, first, counts

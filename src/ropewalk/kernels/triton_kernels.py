@@ -283,13 +283,9 @@ def angles(
 
 
 @triton.jit
-def _scale(
-    x_rows, x_stride, here, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
-    DENSE: tl.constexpr,
-):  # fmt: skip
-    """Return 1/√(mean of x² + ε) of each head, in float64."""
-    inside = here & (tl.arange(0, BLOCK_D)[None, None, :] < HEAD_DIM)
-    x = tl.load(x_rows + _channels(0, BLOCK_D, x_stride, DENSE), mask=inside, other=0.0).to(tl.float64)
+def _scale(x, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr):
+    """Return 1/√(mean of x² + ε) of each head, in float64. Channels beyond HEAD_DIM are 0."""
+    x = x.to(tl.float64)
     x = x * x
     for i in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # two terms: any order
@@ -321,15 +317,71 @@ def _to_rows(
 
 
 @triton.jit
+def _largest(x, inside):
+    """Return the bits of the largest |x| of each head. As integers, they have the order of |x|, with NaN above all."""
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.where(inside, bits, 0), axis=2, keep_dims=True)
+
+
+@triton.jit
+def _quotient(x, y):
+    """Return x / y, rounded to nearest, as Triton's own division of float32 is not."""
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
+
+
+@triton.jit
+def _store_scales(
+    scales, largest, batch, token, head, tokens, here, s_b, s_t, s_h, slots, slots_b, slots_t, block_size, slot_count,
+    kept: tl.constexpr,
+):  # fmt: skip
+    """Store and return the scale of each head, whose `largest` |x| becomes 127 in int8 and 448 in float8_e4m3fn."""
+    most = largest.to(tl.float64 if largest.dtype == tl.int64 else tl.float32, bitcast=True)
+    scale = _quotient(most, tl.full((), 127.0 if kept == tl.int8 else 448.0, most.dtype))
+    scale = tl.where(scale < 2.0**-100, 2.0**-100, scale).to(tl.float32)
+    rows, there = _to_rows(
+        scales, batch, token, head, tokens, here, s_b, s_t, s_h, slots, slots_b, slots_t, block_size, slot_count,
+        1, True,
+    )  # fmt: skip
+    tl.store(rows, scale, mask=there)
+    return scale
+
+
+@triton.jit
+def _in_8_bits(x, scale, kept: tl.constexpr):
+    """Return x / scale, rounded to nearest, as int8, or as float8_e4m3fn in unsigned bytes, without that dtype."""
+    x = _quotient(x, scale.to(x.dtype))
+    if kept == tl.int8:
+        if x.dtype == tl.float64:
+            code = (x + 1.5 * 2.0**52).to(tl.int64, bitcast=True)  # the last bit of the sum is 1
+        else:
+            code = (x + 1.5 * 2.0**23).to(tl.int32, bitcast=True)
+        code = tl.where(x == x, code, 0)
+    else:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - 960  # 960: the difference of the exponents
+        # Below 2**-6, the addition of 2**14, whose last bit is 2**-9, rounds.
+        subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.minimum(tl.where(size < 0x3C800000, subnormal, normal), 0x7F) | (bits >> 24 & 0x80)
+    return code.to(kept)
+
+
+@triton.jit
 def _step(
-    program, x, y, weight, cos, sin, slots, tokens, heads, block_size, slot_count, slots_b, slots_t,
-    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    program, x, y, scales, weight, cos, sin, slots, tokens, heads, block_size, slot_count, slots_b, slots_t,
+    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, ys_b, ys_t, ys_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
+    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    compute: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    given: tl.constexpr = x.dtype.element_ty
+    kept: tl.constexpr = y.dtype.element_ty
+    compute: tl.constexpr = tl.float64 if given == tl.float64 else tl.float32
+    whole: tl.constexpr = HEAD_DIM == 2 * PAIRS
     batch, token, head = _tile(program, heads, tokens, BLOCK_T, BLOCK_H)
     here = (token < tokens) & (head < heads)
     x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
@@ -339,53 +391,70 @@ def _step(
     )  # fmt: skip
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
     a, b = a.to(compute), b.to(compute)
+    channel = tl.arange(0, BLOCK_D)[None, None, :]
+    rest = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))  # not rotated
+    if NORM or (SCALED and not whole):
+        z = tl.load(x_rows + _channels(0, BLOCK_D, x_d, DENSE), mask=here & (channel < HEAD_DIM), other=0.0)
     if NORM:
-        scale = _scale(x_rows, x_d, here, EPS, HEAD_DIM, BLOCK_D, HALVINGS, DENSE).to(compute)
+        scale = _scale(z, EPS, HEAD_DIM, BLOCK_D, HALVINGS).to(compute)
         weights = weight + (token + head) * 0
         first, second = _load_pairs(weights, 1, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, True)
-        a = (a * scale * _gain(first, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
-        b = (b * scale * _gain(second, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
+        a = (a * scale * _gain(first, ADD_ONE, compute)).to(given).to(compute)
+        b = (b * scale * _gain(second, ADD_ONE, compute)).to(given).to(compute)
+        if not whole:
+            g = tl.load(weights + channel, mask=here & rest, other=0.0)
+            z = (z.to(compute) * scale * _gain(g, ADD_ONE, compute)).to(given)
     a, b = _rotated(
         a, b, batch, token, head, here, cos, sin, cos_b, cos_t, 0, cos_p, sin_b, sin_t, 0, sin_p,
         PAIRS, BLOCK_P, False, TABLE_DENSE, TABLE_ALIGN,
     )  # fmt: skip
-    a, b = a.to(y.dtype.element_ty), b.to(y.dtype.element_ty)
+    a, b = a.to(given), b.to(given)
+    if SCALED:
+        a, b = a.to(compute), b.to(compute)
+        inside = tl.arange(0, BLOCK_P)[None, None, :] < PAIRS
+        largest = tl.maximum(_largest(a, inside), _largest(b, inside))
+        if not whole:
+            z = z.to(compute)
+            largest = tl.maximum(largest, _largest(z, rest))
+        of_head = _store_scales(
+            scales, largest, batch, token, head, tokens, here, ys_b, ys_t, ys_h, slots, slots_b, slots_t,
+            block_size, slot_count, kept,
+        )  # fmt: skip
+        a, b = _in_8_bits(a, of_head, kept), _in_8_bits(b, of_head, kept)
+        if not whole:
+            z = _in_8_bits(z, of_head, kept)
     _store_pairs(y_rows, y_d, there, a, b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
-
-    if not NORM:
-        _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
-        _copy(x_rows, y_rows, x_d, y_d, there, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
-    else:
-        for start in tl.static_range(0, HEAD_DIM, BLOCK_P):
-            if start < OFFSET or start + BLOCK_P > OFFSET + 2 * PAIRS:
-                channel = start + tl.arange(0, BLOCK_P)[None, None, :]
-                rest = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))  # not rotated
-                z = tl.load(x_rows + _channels(start, BLOCK_P, x_d, DENSE), mask=here & rest, other=0.0).to(compute)
-                g = tl.load(weights + _channels(start, BLOCK_P, 1, True), mask=here & rest, other=0.0)
-                z = (z * scale * _gain(g, ADD_ONE, compute)).to(y.dtype.element_ty)
-                tl.store(y_rows + _channels(start, BLOCK_P, y_d, DENSE), z, mask=there & rest)
+    if not whole:
+        if NORM or SCALED:
+            tl.store(y_rows + _channels(0, BLOCK_D, y_d, DENSE), z, mask=there & rest)
+        else:
+            _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
+            _copy(x_rows, y_rows, x_d, y_d, there, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
 
 
 _NOT_SPECIALIZED_OF_STEP = [
     *("tokens", "q_heads", "k_heads", "q_programs", "k_programs", "block_size", "slot_count", "slots_b", "slots_t"),
     *(f"{table}_{axis}" for table in ("cos", "sin") for axis in "btp"),
     *(f"{x}_{axis}" for x in ("q", "k", "p", "r", "v", "w") for axis in "bthd"),
+    *(f"{x}_{axis}" for x in ("rs", "ws") for axis in "bth"),
 ]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_STEP)
 def step(
-    q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots,  # p, r and w are the outputs of q, k and v
+    # p, r and w are the outputs of q, k and v
+    q, p, k, r, v, w, r_scales, w_scales, cos, sin, q_weight, k_weight, slots,
     tokens, q_heads, k_heads, q_programs, k_programs, block_size, slot_count, slots_b, slots_t,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
-    v_b, v_t, v_h, v_d, w_b, w_t, w_h, w_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    v_b, v_t, v_h, v_d, w_b, w_t, w_h, w_d, rs_b, rs_t, rs_h, ws_b, ws_t, ws_h,
+    cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
     Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, HALVINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
+    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate q and k, and store k and v in a cache.
+    """Normalize and rotate q and k, and store k and v in a cache, with SCALED in 8 bits.
 
     The squares are summed in float64 by repeatedly adding the second half to the first, which is the order of the plain
     PyTorch code. A single `tl.sum` would add them in another order.
@@ -395,27 +464,40 @@ def step(
     program = tl.program_id(0)
     if program < q_programs:
         _step(
-            program, q, p, q_weight, cos, sin, slots, tokens, q_heads, block_size, slot_count, slots_b, slots_t,
-            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            program, q, p, r_scales, q_weight, cos, sin, slots, tokens, q_heads, block_size, slot_count,
+            slots_b, slots_t,
+            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, rs_b, rs_t, rs_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
             Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, BLOCK_D, HALVINGS, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED,
-            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, False,
+            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, False, False,
         )  # fmt: skip
     elif program < q_programs + k_programs:
         _step(
-            program - q_programs, k, r, k_weight, cos, sin, slots, tokens, k_heads, block_size, slot_count,
+            program - q_programs, k, r, r_scales, k_weight, cos, sin, slots, tokens, k_heads, block_size, slot_count,
             slots_b, slots_t,
-            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, rs_b, rs_t, rs_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
             K_BLOCK_T, K_BLOCK_H, BLOCK_P, BLOCK_D, HALVINGS, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED,
-            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, STORES,
+            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, STORES, SCALED,
         )  # fmt: skip
     else:
         batch, token, head = _tile(program - q_programs - k_programs, k_heads, tokens, K_BLOCK_T, K_BLOCK_H)
         here = (token < tokens) & (head < k_heads)
+        v_rows = _rows(v, batch, token, head, v_b, v_t, v_h, ALIGN)
         rows, there = _to_rows(
             w, batch, token, head, tokens, here, w_b, w_t, w_h, slots, slots_b, slots_t, block_size, slot_count,
             ALIGN, STORES,
         )  # fmt: skip
-        _copy(_rows(v, batch, token, head, v_b, v_t, v_h, ALIGN), rows, v_d, w_d, there, 0, V_DIM, BLOCK_P, DENSE)
+        if SCALED:
+            kept: tl.constexpr = w.dtype.element_ty
+            inside = tl.arange(0, BLOCK_V)[None, None, :] < V_DIM
+            z = tl.load(v_rows + _channels(0, BLOCK_V, v_d, DENSE), mask=here & inside, other=0.0)
+            z = z.to(tl.float64 if v.dtype.element_ty == tl.float64 else tl.float32)
+            scale = _store_scales(
+                w_scales, _largest(z, inside), batch, token, head, tokens, here, ws_b, ws_t, ws_h,
+                slots, slots_b, slots_t, block_size, slot_count, kept,
+            )  # fmt: skip
+            tl.store(rows + _channels(0, BLOCK_V, w_d, DENSE), _in_8_bits(z, scale, kept), mask=there & inside)
+        else:
+            _copy(v_rows, rows, v_d, w_d, there, 0, V_DIM, BLOCK_P, DENSE)
 
 
 _NOT_SPECIALIZED_OF_ATTENTION = [
