@@ -236,7 +236,7 @@ BUDGET = {
     "configs/tables": 2000,
     "engines": 2446,
     "integrations": 2350,
-    "kernels": 1800,
+    "kernels": 1952,
     "parallel": 650,
     "positions": 1550,
     "rope": 800,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_cases import Case, check, define, draw, in_8_bits, long_rows
+from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, define, draw, every_number, in_8_bits, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
 from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend, cpu
@@ -22,12 +22,6 @@ if not backend.FAST_PATH:
 import ropewalk.kernels._cpu as _cpu
 
 LEVELS = _cpu.levels()
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-# Sinks with a window. In the first row of numbers, blocks behind the sinks are missing.
-TWO_RANGES = (
-    *(17, 33, 38, 66, 83, 87, 138, 157, 198, 247, 266, 267, 307, 311),
-    *(0, 5, 48, 54, 57, 106),
-)
 
 
 def attend(case: Case) -> Tensor | None:
@@ -67,12 +61,8 @@ class TestKeysOf8Bits:
 
     @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
     def test_every_number(self, level: None, dtype: torch.dtype) -> None:
-        """Row i has one key, whose value has number i in all channels. The result is exact, also NaN."""
-        kept = torch.arange(256, dtype=torch.uint8)[:, None, None, None].expand(256, 1, 1, 40).contiguous().view(dtype)
-        scales, order = torch.full((256, 1, 1), 0.25), torch.zeros(256, 1, dtype=torch.int64)
-        visible = VisibleKeys(order, 1, key_scales=scales, value_scales=scales)
-        attended = attend(Case(torch.zeros(256, 1, 1, 40), None, torch.zeros_like(kept), kept, visible, 1.0))
-        torch.testing.assert_close(attended, kept.float() / 4, rtol=0, atol=0, equal_nan=True)
+        case, expected = every_number(dtype)
+        torch.testing.assert_close(attend(case), expected, rtol=0, atol=0, equal_nan=True)
 
     def test_left_to_python(self) -> None:
         case = in_8_bits(long_rows([10]), torch.int8)

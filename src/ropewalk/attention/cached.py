@@ -66,10 +66,9 @@ def _run_kernel(
 ) -> Tensor | None:
     """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
     kernels = backend.KERNELS.get(q.device.type)
-    two_ranges = visible.sinks and (visible.first is not None or visible.window is not None)
-    if kernels is None or kernels.attend is None or visible.key_scales is not None or two_ranges:
-        return None  # only the kernel of the CPU reads 8 bits, and sinks outside of a window
-    if observed.has_mode() or not _fits(q, far_q, keys, values, visible):
+    if kernels is None or kernels.attend is None or observed.has_mode():
+        return None
+    if not _fits(q, far_q, keys, values, visible):
         return None
     inputs = [x for x in (q, far_q, keys, values, *visible) if isinstance(x, Tensor)]
     if backend.kernel_for(*inputs) is not kernels:

@@ -73,11 +73,8 @@ class QuantizedStore:
         return rotated
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        if q.is_cpu:
-            visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
-            return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
-        keys, values = self.read(visible.blocks, visible.keys)  # no kernel of a GPU reads 8 bits
-        return attend_cached(q, far_q, keys, values, visible._replace(blocks=None), scale=scale)
+        visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
+        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
 
     def read(
         self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None

@@ -136,8 +136,7 @@ class FusedStep(Protocol):
             cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
             options: with `inverse` False.
             norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
-            store: v, the caches and the slots. None writes to no cache. Only the kernel of the CPU takes caches of 8
-                bits and latent rows.
+            store: v, the caches and the slots. None writes to no cache.
         """
 
 
@@ -150,8 +149,7 @@ class CachedAttention(Protocol):
         """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
 
         Args:
-            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`; all of one dtype, float32, bfloat16
-                or float16, with keys and values whose channels are adjacent.
+            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`.
             visible: the keys. Every block exists, and `visible.keys` is at most the number of slots of a row.
         """
 

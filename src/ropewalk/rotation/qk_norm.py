@@ -146,8 +146,7 @@ def run_fused(
         The new q and k, or only the new q with `store`. None if the caller must normalize, rotate and store in separate
         calls, in which case nothing was changed. The reason is one of these: no kernel can be used; a tensor is not
         plain; a gradient is recorded; a transform, mode or compilation is active; on a GPU, each head has its own
-        table, or the caches have 8 bits or latent rows; or, on the CPU, the arguments do not match (the separate calls
-        then raise the error).
+        table; or, on the CPU, the arguments do not match (the separate calls then raise the error).
     """
     # On a GPU, the caller has checked `store`.
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation):
@@ -172,8 +171,6 @@ def _run_kernel(
     rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: StoreArguments | None
 ) -> Any:
     """Do the work of `run_fused` with the fused step of a backend. Return None if separate calls must be used."""
-    if store is not None and (store.v is None or store.k_scales is not None):
-        return None  # only the kernel of the CPU writes latent rows and 8 bits
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
     inputs = (q, k, rotation.cos, rotation.sin, *weights, *(x for x in store or () if x is not None))
     if observed.has_mode() or not set(map(type, inputs)).issubset(backend.PLAIN):
@@ -201,7 +198,7 @@ def _run_kernel(
     )
     if store is None:
         return outputs
-    written = (store.k_cache, store.v_cache)
+    written = (store.k_cache, store.v_cache, store.k_scales, store.v_scales)
     torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
     return outputs[0]
 
