@@ -75,6 +75,18 @@ ROPEWALK_INLINE inline void add_elements(Floats *sums) {
     if constexpr (LEFT > 1) add_elements<LEFT / 2>(sums);
 }
 
+// Combine all elements of a vector, two halves at a time.
+template <class V, class Combine>
+ROPEWALK_INLINE inline float across(V x, const Combine &combine) {
+    if constexpr (sizeof x == 16) {
+        return combine(combine(x[0], x[1]), combine(x[2], x[3]));
+    } else {
+        Vector<float, int(sizeof x) / 8> halves[2];
+        std::memcpy(halves, &x, sizeof x);
+        return across(combine(halves[0], halves[1]), combine);
+    }
+}
+
 // The channels of a head of a key or a value as vectors of float32, COUNT vectors at a time. Those of bfloat16 are in another order:
 // first the even ones, then the odd ones.
 template <class T>
@@ -86,6 +98,8 @@ struct Channels {
         if constexpr (T::is_bfloat) {
             auto both = read<Neighbours<T>>(from);
             to[0] = first_of<T>(both), to[1] = second_of<T>(both);
+        } else if constexpr (sizeof(*from) == 1) {
+            widen_to_floats(from, to);
         } else {
             for (int i = 0; i < COUNT; ++i) to[i] = load<T>(from + i * LANE);
         }
@@ -144,20 +158,25 @@ struct Attention {
 
     int64_t order_of(int64_t row, int64_t token) const { return a.order[row * a.order_stride[0] + token * a.order_stride[1]]; }
 
-    // The keys [first, end) that the tokens of a row attend to, the order of key 0, and the least and the largest order of tokens.
+    static int64_t chunks_of(int64_t keys) { return (keys + KEYS - 1) / KEYS; }
+
+    // The keys that the tokens of a row attend to: the first `sinks`, and [first, end), whose order is `offset` larger than their index.
+    // The least and the largest order of tokens.
     struct Row {
-        int64_t first, end, offset, least, most;
-        int64_t chunks() const { return (end - first + KEYS - 1) / KEYS; }
+        int64_t sinks, first, end, offset, least, most;
+        int64_t chunks() const { return chunks_of(sinks) + chunks_of(end - first); }
     };
 
     Row row_of(int64_t row) const {
-        Row r{0, a.counts ? smaller(a.keys, a.counts[row]) : a.keys, a.first ? a.first[row] : 0, order_of(row, 0), order_of(row, 0)};
+        auto larger = [](int64_t x, int64_t y) { return x > y ? x : y; };
+        const int64_t keys = a.counts ? smaller(a.keys, a.counts[row]) : a.keys;
+        Row r{0, 0, 0, a.first ? a.first[row] : 0, order_of(row, 0), order_of(row, 0)};
         for (int64_t i = 1; i < a.queries; ++i) {
-            r.least = smaller(r.least, order_of(row, i)), r.most = -smaller(-r.most, -order_of(row, i));
+            r.least = smaller(r.least, order_of(row, i)), r.most = larger(r.most, order_of(row, i));
         }
-        r.end = smaller(r.end, r.most - r.offset + 1);
-        if (a.window && r.least - r.offset - a.window + 1 > 0) r.first = r.least - r.offset - a.window + 1;
-        if (r.end < r.first) r.end = r.first;
+        r.sinks = r.first = larger(0, smaller(smaller(a.sinks, keys), r.most + 1));
+        if (a.window) r.first = larger(r.first, r.least - r.offset - a.window + 1);
+        r.end = larger(r.first, smaller(keys, r.most - r.offset + 1));
         return r;
     }
 
@@ -173,16 +192,18 @@ struct Attention {
         bool hides, are_sinks;                         // hides: some query does not attend to some key
     };
 
-    bool attends(int64_t query_order, int64_t order) const {
-        return order <= query_order && (!a.window || query_order - order < a.window);
+    bool attends(int64_t query_order, const Chunk &chunk, int64_t key) const {
+        const int64_t distance = query_order - chunk.order - key;
+        return distance >= 0 && (chunk.are_sinks || !a.window || distance < a.window);
     }
 
-    // Describe the keys from `at` on, up to `end`, that fit into a chunk. Sinks do not share a chunk with other keys, because other
-    // queries belong to them.
-    void describe(int64_t row, const Row &r, int64_t at, int64_t end, Chunk &chunk) const {
-        chunk.order = r.offset + at, chunk.are_sinks = chunk.order < a.sinks;
-        chunk.count = smaller(KEYS, end - at);
-        if (chunk.are_sinks) chunk.count = smaller(chunk.count, a.sinks - chunk.order);
+    // Describe a chunk of the keys of a row. Those of sinks come first: other queries belong to them.
+    void describe(int64_t row, const Row &r, int64_t number, Chunk &chunk) const {
+        const int64_t of_sinks = chunks_of(r.sinks);
+        chunk.are_sinks = number < of_sinks;
+        int64_t at = chunk.are_sinks ? number * KEYS : r.first + (number - of_sinks) * KEYS;
+        chunk.order = chunk.are_sinks ? at : r.offset + at;
+        chunk.count = smaller(KEYS, (chunk.are_sinks ? r.sinks : r.end) - at);
         for (int64_t n = 0; n < chunk.count; ++n, ++at) {
             int64_t block = a.blocks ? a.blocks[row * a.block_stride + at / a.block_size] : row;
             int64_t slot = a.blocks ? at % a.block_size : at;
@@ -194,7 +215,7 @@ struct Attention {
             }
         }
         int64_t last = chunk.order + chunk.count - 1;
-        chunk.hides = last > r.least || (a.window && r.most - chunk.order >= a.window);
+        chunk.hides = last > r.least || (!chunk.are_sinks && a.window && r.most - chunk.order >= a.window);
     }
 
     // Call use with the dtype of queries and results.
@@ -274,21 +295,17 @@ struct Attention {
     float weigh(float *scores, int64_t count, float &most, float &weights) const {
         constexpr float LEAST = -INFINITY;
         for (int64_t n = count; n < padded(count, LANE); ++n) scores[n] = LEAST;
+        auto larger = [](auto x, auto y) ROPEWALK_INLINE { return x > y ? x : y; };
         Floats largest = read<Floats>(scores);
-        for (int64_t n = LANE; n < count; n += LANE) {
-            Floats x = read<Floats>(scores + n);
-            largest = x > largest ? x : largest;
-        }
-        float now = most;
-        for (int i = 0; i < LANE; ++i) now = largest[i] > now ? largest[i] : now;
+        for (int64_t n = LANE; n < count; n += LANE) largest = larger(read<Floats>(scores + n), largest);
+        const float now = larger(across(largest, larger), most);
         const float base = now == LEAST ? 0 : now;  // nothing visible yet: all weights are 0
         Floats sum{};
         for (int64_t n = 0; n < count; n += LANE) {
             Floats x = power_of_2(read<Floats>(scores + n) - base);
             write(scores + n, x), sum += x;
         }
-        float total = 0;
-        for (int i = 0; i < LANE; ++i) total += sum[i];
+        const float total = across(sum, [](auto x, auto y) ROPEWALK_INLINE { return x + y; });
         const float factor = now == most ? 1 : power_of_2(Floats{} + (most - base))[0];
         most = now, weights = weights * factor + total;
         return factor;
@@ -357,7 +374,7 @@ struct Attention {
             if (chunk.hides) {
                 int64_t order = order_of(row, (query + r) % a.queries);
                 for (int64_t n = 0; n < chunk.count; ++n) {
-                    if (!attends(order, chunk.order + n)) scores[r * KEYS + n] = -INFINITY;
+                    if (!attends(order, chunk, n)) scores[r * KEYS + n] = -INFINITY;
                 }
             }
             factors[r] = weigh(scores + r * KEYS, chunk.count, sums.most(query + r), sums.weights(query + r));
@@ -393,8 +410,8 @@ struct Attention {
             const Row r = row_of(row);
             count = r.chunks();
             if (before + count <= begin) continue;
-            int64_t at = r.first + (begin > before ? begin - before : 0) * KEYS;
-            const int64_t last = smaller(r.end, r.first + (end - before) * KEYS);
+            int64_t number = begin > before ? begin - before : 0;
+            const int64_t last = smaller(count, end - before);
             with_dtype([&](auto type) {
                 using T = decltype(type);
                 convert_queries<T>(a.q, a.q_stride, row, factor, near);
@@ -404,11 +421,12 @@ struct Attention {
             std::memset(to.at, 0, static_cast<size_t>(sums_size) * sizeof(float));
             for (int64_t i = 0; i < a.heads * a.queries; ++i) to.most(i) = -INFINITY;
             Chunk pair[2];
-            describe(row, r, at, last, pair[0]);
-            for (int n = 0; pair[n].count > 0; n = 1 - n) {
+            if (number < last) describe(row, r, number, pair[0]);
+            for (int n = 0; number < last; n = 1 - n) {
                 const Chunk &chunk = pair[n];
                 Chunk &next = pair[1 - n];
-                describe(row, r, at += chunk.count, last, next);
+                next.count = 0;
+                if (++number < last) describe(row, r, number, next);
                 for (int64_t i = next.count; i < chunk.count; ++i) next.key[i] = chunk.key[i], next.value[i] = chunk.value[i];
                 attend_chunk(chunk.are_sinks ? far : near, chunk, next, row, to);
             }

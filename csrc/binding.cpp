@@ -295,7 +295,7 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
         strides[2] = per_head ? view->strides[at_head] : 0;
         strides[3] = view->strides[table_axes - 1];
     }
-    call.size = call.views[0].dtype_bits / 8;
+    call.size = call.views[0].element_size();
     call.ok = true;
     return call;
 }
@@ -344,7 +344,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
         for (int n = 0; n < call.count; ++n) {
             if (!writable(call.tensors[n], call.views[n], inference)) return left_to_python;
         }
-        if (call.count == 2 && !ropewalk::certainly_disjoint(call.views[0], call.views[1], call.size)) {
+        if (call.count == 2 && !ropewalk::certainly_disjoint(call.views[0], call.views[1])) {
             return left_to_python;
         }
     } else {
@@ -377,76 +377,130 @@ bool read_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropew
     return true;
 }
 
-// Read a cache [block, slot, head, channel] for x [..., heads, channels]. Returns false if it is not plain, cannot be written or
-// does not match x.
-bool read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
-                ropewalk::TensorView &view) {
-    if (!torch.view(cache.ptr(), view) || view.axes != 4 || dtype_of(view) != dtype_of(x) || view.elements() == 0) return false;
-    if (view.shape[2] != x.shape[at.at[2]] || view.shape[3] != x.shape[at.at[3]]) return false;
-    if (!writable(cache.ptr(), view, inference) || (grad && torch.requires_gradient(cache.ptr()))) return false;
-    to.out = view.first();
-    for (int i = 0; i < 4; ++i) to.out_stride[i] = view.strides[i];
+bool has_8_bits(int dtype) { return dtype == ROPEWALK_I8 || dtype == ROPEWALK_E4M3; }
+
+// Returns whether a view has the scales of a cache [block, slot, head, channel] of 8 bits, float32 [block, slot, head].
+bool are_scales(const ropewalk::TensorView &view, const ropewalk::TensorView &cache) {
+    if (!view.is_float(32) || view.axes != 3) return false;
+    for (int i = 0; i < 3; ++i) {
+        if (view.shape[i] != cache.shape[i]) return false;
+    }
     return true;
 }
 
-// Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
-// q. Returns None, without any effect, if the call is left to Python. `slots` has one int64 per token, in the order of `layout`.
+// The caches [block, slot, head, channel] that a step writes, and their scales if they have 8 bits.
+struct Written {
+    int count = 0;
+    PyObject *tensors[4];
+    ropewalk::TensorView views[4];
+
+    // Returns a view, or null if the tensor is not plain, cannot be written or may share elements with another.
+    const ropewalk::TensorView *add(nb::handle tensor, const PlainCall &call, bool inference) {
+        ropewalk::TensorView &view = views[count];
+        if (!torch.view(tensor.ptr(), view) || view.elements() == 0 || !writable(tensor.ptr(), view, inference)) return nullptr;
+        if (call.grad && torch.requires_gradient(tensor.ptr())) return nullptr;
+        for (int i = 0; i < count; ++i) {
+            if (!ropewalk::certainly_disjoint(view, views[i])) return nullptr;
+        }
+        tensors[count++] = tensor.ptr();
+        return &view;
+    }
+    bool shares(const ropewalk::TensorView &x) const {
+        for (int i = 0; i < count; ++i) {
+            if (!ropewalk::certainly_disjoint(x, views[i])) return true;
+        }
+        return false;
+    }
+    void count_changes() const {
+        nb::list changed;
+        for (int i = 0; i < count; ++i) changed.append(nb::handle(tensors[i]));
+        count_change(nb::tuple(changed));
+    }
+};
+
+// Read where a step writes k and, if it is passed, v. Returns false if something does not match.
+bool read_store(PlainCall &call, ropewalk_step &s, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots,
+                nb::handle k_scales, nb::handle v_scales, Written &written) {
+    const Axes &at = call.at;
+    ropewalk::TensorView of_v{}, of_slots;
+    const ropewalk::TensorView &of_k = call.views[1];
+    const bool inference = is_inference(call), has_v = !v.is_none();
+    if (has_v) {
+        if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || of_v.elements() == 0) return false;
+        if (dtype_of(of_v) != call.r.dtype || (call.grad && torch.requires_gradient(v.ptr()))) return false;
+        for (int i = 0; i < at.at[3]; ++i) {
+            if (of_v.shape[i] != of_k.shape[i]) return false;
+        }
+        s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
+        at.strides(of_v.strides, s.v.in_stride);
+    } else if (!v_cache.is_none() || !k_scales.is_none() || !v_scales.is_none()) {
+        return false;
+    }
+    for (int n = 0; n < (has_v ? 2 : 1); ++n) {
+        const ropewalk::TensorView &x = n == 0 ? of_k : of_v;
+        ropewalk_tensor &to = n == 0 ? call.r.tensors[1] : s.v;
+        const nb::handle scales = n == 0 ? k_scales : v_scales;
+        const ropewalk::TensorView *cache = written.add(n == 0 ? k_cache : v_cache, call, inference);
+        if (!cache || cache->axes != 4 || cache->shape[2] != to.heads || cache->shape[3] != x.shape[at.at[3]]) return false;
+        if (cache->shape[0] != written.views[0].shape[0] || cache->shape[1] != written.views[0].shape[1]) return false;
+        const int kept = kept_dtype_of(*cache);
+        if (has_8_bits(kept)) {
+            if (!has_v || cache->strides[3] != 1 || to.heads * cache->shape[3] > ROPEWALK_CHANNELS_OF_8_BITS) return false;
+            const ropewalk::TensorView *view = written.add(scales, call, inference);
+            if (!view || !are_scales(*view, *cache)) return false;
+            s.scale[n] = reinterpret_cast<float *>(view->first());
+            for (int i = 0; i < 3; ++i) s.scale_stride[n][i] = view->strides[i];
+        } else if (kept != call.r.dtype || !scales.is_none()) {
+            return false;
+        }
+        if (n == 1 && kept != s.kept) return false;
+        s.kept = static_cast<ropewalk_dtype>(kept);
+        to.out = cache->first();
+        for (int i = 0; i < 4; ++i) to.out_stride[i] = cache->strides[i];
+    }
+    if (written.shares(call.views[0]) || written.shares(of_k) || (has_v && written.shares(of_v))) return false;
+    // Slots have the axes of tokens: batch, if the layout has it, and tokens.
+    const int axes = at.at[0] < 0 ? 1 : 2;
+    if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return false;
+    if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return false;
+    s.slots = reinterpret_cast<const int64_t *>(of_slots.first());
+    s.slot_stride[0] = axes == 2 ? of_slots.strides[0] : 0, s.slot_stride[1] = of_slots.strides[axes - 1];
+    s.block_size = written.views[0].shape[1];
+    for (int64_t batch = 0; batch < call.r.batch; ++batch) {
+        for (int64_t token = 0; token < call.r.tokens; ++token) {
+            int64_t slot = s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]];
+            if (slot < -1 || slot >= written.views[0].shape[0] * s.block_size) return false;
+        }
+    }
+    return true;
+}
+
+// Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and, if it is passed, v to their slots
+// and returns q. Returns None, without any effect, if the call is left to Python. `slots` has one int64 per token, in the order of
+// `layout`.
 nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                       int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, nb::handle q_weight,
                       nb::handle k_weight, double eps, bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache,
-                      nb::handle slots, bool profiled) {
+                      nb::handle slots, nb::handle k_scales, nb::handle v_scales, bool profiled) {
     const nb::object left_to_python = nb::none();
     if (k.is_none()) return left_to_python;
     PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
     if (!call.ok) return left_to_python;
-    const bool grad = call.grad, stores = !v.is_none();
+    const bool grad = call.grad;
     ropewalk_step s{};
     s.norm.eps = eps, s.norm.add_one = add_one;
     if (!q_weight.is_none() && !(read_weight(q_weight, grad, call.r, s.norm, 0) && read_weight(k_weight, grad, call.r, s.norm, 1))) {
         return left_to_python;
     }
+    Written written;
     nb::object outputs[2];
     if (!(outputs[0] = new_output(call, 0)).ptr()) return left_to_python;
-    if (stores) {
-        const Axes &at = call.at;
-        const ropewalk::TensorView &of_k = call.views[1];
-        const bool inference = is_inference(call);
-        ropewalk::TensorView of_v, of_slots;
-        if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) {
-            return left_to_python;
+    if (slots.is_none()) {
+        for (nb::handle x : {v, k_cache, v_cache, k_scales, v_scales}) {
+            if (!x.is_none()) return left_to_python;
         }
-        for (int i = 0; i < at.at[3]; ++i) {
-            if (of_v.shape[i] != of_k.shape[i]) return left_to_python;
-        }
-        if (grad && torch.requires_gradient(v.ptr())) return left_to_python;
-        ropewalk::TensorView caches[2];
-        if (!read_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], caches[0]) ||
-            !read_cache(v_cache, of_v, at, grad, inference, s.v, caches[1]) || caches[0].shape[0] != caches[1].shape[0] ||
-            caches[0].shape[1] != caches[1].shape[1] || !ropewalk::certainly_disjoint(caches[0], caches[1], call.size)) {
-            return left_to_python;
-        }
-        for (const ropewalk::TensorView &cache : caches) {
-            for (const ropewalk::TensorView &x : {call.views[0], of_k, of_v}) {
-                if (!ropewalk::certainly_disjoint(x, cache, call.size)) return left_to_python;
-            }
-        }
-        const int64_t blocks = caches[0].shape[0];
-        s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
-        at.strides(of_v.strides, s.v.in_stride);
-        s.block_size = caches[0].shape[1];
-        // Slots have the axes of tokens: batch, if the layout has it, and tokens.
-        const int axes = at.at[0] < 0 ? 1 : 2;
-        if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return left_to_python;
-        if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return left_to_python;
-        s.slots = reinterpret_cast<const int64_t *>(of_slots.first());
-        s.slot_stride[0] = axes == 2 ? of_slots.strides[0] : 0, s.slot_stride[1] = of_slots.strides[axes - 1];
-        for (int64_t batch = 0; batch < call.r.batch; ++batch) {
-            for (int64_t token = 0; token < call.r.tokens; ++token) {
-                int64_t slot = s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]];
-                if (slot < -1 || slot >= blocks * s.block_size) return left_to_python;
-            }
-        }
-    } else if (!(outputs[1] = new_output(call, 1)).ptr()) {
+        if (!(outputs[1] = new_output(call, 1)).ptr()) return left_to_python;
+    } else if (!read_store(call, s, v, k_cache, v_cache, slots, k_scales, v_scales, written)) {
         return left_to_python;
     }
     s.rotation = call.r;
@@ -458,8 +512,8 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
         nb::gil_scoped_release release;
         ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->step(&s, begin, end); });
     }
-    if (!stores) return nb::make_tuple(outputs[0], outputs[1]);
-    count_change(nb::make_tuple(k_cache, v_cache));
+    if (slots.is_none()) return nb::make_tuple(outputs[0], outputs[1]);
+    written.count_changes();
     return outputs[0];
 }
 
@@ -569,26 +623,13 @@ bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
     return batch == 1 || view.strides[0] == 1;
 }
 
-// Read the scales of keys or values that have 8 bits, float32 [block, slot, kv head]. Returns false if there are others.
-bool read_scales(nb::handle scales, const ropewalk::TensorView &of, bool expected, const float *&to, int64_t *strides) {
-    ropewalk::TensorView view;
-    if (scales.is_none()) return !expected;
-    if (!expected || !torch.view(scales.ptr(), view) || !view.is_float(32) || view.axes != 3) return false;
-    for (int i = 0; i < 3; ++i) {
-        if (view.shape[i] != of.shape[i]) return false;
-        strides[i] = view.strides[i];
-    }
-    to = reinterpret_cast<const float *>(view.first());
-    return true;
-}
-
 // Attend with queries [batch, token, head, channel] over the keys and values [block, slot, kv head, channel] of a cache. The other
 // arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
 nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
                         nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
                         nb::handle key_scales, nb::handle value_scales, double scale, bool profiled) {
     const nb::object left_to_python = nb::none();
-    ropewalk::TensorView of_q, of_far, of_keys, of_values, of_blocks, of_order, of_out;
+    ropewalk::TensorView of_q, of_far, of_keys, of_values, of_key_scales, of_value_scales, of_blocks, of_order, of_out;
     if (!kernels->attend || torch.is_observed(profiled)) return left_to_python;
     if (!torch.view(q.ptr(), of_q) || !torch.view(keys.ptr(), of_keys) || !torch.view(values.ptr(), of_values)) return left_to_python;
     if (of_q.axes != 4 || of_keys.axes != 4 || of_values.axes != 4 || of_q.elements() == 0) return left_to_python;
@@ -601,9 +642,15 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     const int dtype = dtype_of(of_q);
     const int kept = kept_dtype_of(of_keys);
     if (dtype < 0 || dtype == ROPEWALK_F64 || kept_dtype_of(of_values) != kept) return left_to_python;
-    const bool scaled = kept == ROPEWALK_I8 || kept == ROPEWALK_E4M3;
-    if ((!scaled && kept != dtype) || !read_scales(key_scales, of_keys, scaled, a.key_scale, a.key_scale_stride) ||
-        !read_scales(value_scales, of_values, scaled, a.value_scale, a.value_scale_stride)) {
+    if (has_8_bits(kept)) {
+        if (!torch.view(key_scales.ptr(), of_key_scales) || !torch.view(value_scales.ptr(), of_value_scales)) return left_to_python;
+        if (!are_scales(of_key_scales, of_keys) || !are_scales(of_value_scales, of_values)) return left_to_python;
+        a.key_scale = reinterpret_cast<const float *>(of_key_scales.first());
+        a.value_scale = reinterpret_cast<const float *>(of_value_scales.first());
+        for (int i = 0; i < 3; ++i) {
+            a.key_scale_stride[i] = of_key_scales.strides[i], a.value_scale_stride[i] = of_value_scales.strides[i];
+        }
+    } else if (kept != dtype || !key_scales.is_none() || !value_scales.is_none()) {
         return left_to_python;
     }
     a.dtype = static_cast<ropewalk_dtype>(dtype), a.kept = static_cast<ropewalk_dtype>(kept);
@@ -692,7 +739,7 @@ NB_MODULE(_cpu, m) {
           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
+          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg());

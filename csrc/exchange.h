@@ -25,6 +25,7 @@ struct TensorView {
         for (int i = 0; i < axes; ++i) n *= shape[i];
         return n;
     }
+    int64_t element_size() const { return dtype_bits / 8; }
     bool is_float(int bits) const { return dtype_code == 2 && dtype_bits == bits && dtype_lanes == 1; }
     bool is_bfloat() const { return dtype_code == 4 && dtype_bits == 16 && dtype_lanes == 1; }
     bool is_e4m3fn() const { return dtype_code == 10 && dtype_bits == 8 && dtype_lanes == 1; }

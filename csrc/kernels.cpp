@@ -3,6 +3,7 @@
 // function by one compiled for AVX-512.
 #include "attention.h"
 #include "norm.h"
+#include "quantize.h"
 #include "vector.h"
 
 #define ROPEWALK_STRING(name) #name
@@ -417,10 +418,24 @@ void copy_token(const ropewalk_tensor &x, int64_t channels, int64_t batch, int64
     }
 }
 
+// Write the heads of one token, adjacent at `from`, in 8 bits to a slot of the n-th cache.
+template <class T, class K>
+void quantize_token(const ropewalk_step &s, int n, int64_t channels, const typename T::Stored *from, int64_t block, int64_t inside) {
+    const ropewalk_tensor &x = n == 0 ? s.rotation.tensors[1] : s.v;
+    const int64_t *stride = s.scale_stride[n];
+    auto *out = static_cast<typename K::Stored *>(x.out) + block * x.out_stride[0] + inside * x.out_stride[1];
+    float *scale = s.scale[n] + block * stride[0] + inside * stride[1];
+    for (int64_t head = 0; head < x.heads; ++head) {
+        quantize_head<T, K>(from + head * channels, channels, out + head * x.out_stride[2], scale[head * stride[2]]);
+    }
+}
+
 template <class T, bool interleaved>
 void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
     using Stored = typename T::Stored;
     const ropewalk_rotation &all = s.rotation;
+    const bool in_8_bits = s.slots && (s.kept == ROPEWALK_I8 || s.kept == ROPEWALK_E4M3);
+    alignas(64) Stored buffer[ROPEWALK_CHANNELS_OF_8_BITS];  // k or v before it is quantized
     for (int64_t row = begin; row < end; ++row) {
         int64_t batch = row / all.tokens, token = row % all.tokens;
         int64_t slot = s.slots ? s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]] : 0;
@@ -430,17 +445,30 @@ void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
         for (int n = 0; n < of_token.tensor_count; ++n) {
             ropewalk_tensor &x = of_token.tensors[n];
             bool stored = s.slots && n == 1;
-            void *to = static_cast<Stored *>(x.out) + (stored ? block : batch) * x.out_stride[0] +
-                       (stored ? inside : token) * x.out_stride[1];
+            void *to = buffer;
+            if (stored && in_8_bits) {
+                x.out_stride[2] = all.head_dim, x.out_stride[3] = 1, x.through_caches = 1;
+            } else {
+                to = static_cast<Stored *>(x.out) + (stored ? block : batch) * x.out_stride[0] +
+                     (stored ? inside : token) * x.out_stride[1];
+            }
+            x.out_stride[0] = x.out_stride[1] = 0;
             if (s.norm.weight[n]) {
                 normalize_token<T>(x, s, s.norm.weight[n], batch, token, to);
-                std::memcpy(x.in_stride, x.out_stride, sizeof x.in_stride);
-                x.in_stride[0] = x.in_stride[1] = 0, x.in = to;
+                std::memcpy(x.in_stride, x.out_stride, sizeof x.in_stride), x.in = to;
             }
-            x.out = to, x.out_stride[0] = x.out_stride[1] = 0;
+            x.out = to;
         }
         rotate_rows<T, interleaved>(of_token, row, row + 1);
-        if (s.slots && slot >= 0) {
+        if (!s.slots || slot < 0 || !s.v.out) continue;
+        if (in_8_bits) {
+            auto quantize = s.kept == ROPEWALK_I8 ? quantize_token<T, I8> : quantize_token<T, E4M3>;
+            quantize(s, 0, all.head_dim, buffer, block, inside);
+            ropewalk_tensor v = s.v;
+            v.out_stride[2] = s.v_dim, v.out_stride[3] = 1;
+            copy_token<Stored>(v, s.v_dim, batch, token, buffer);
+            quantize(s, 1, s.v_dim, buffer, block, inside);
+        } else {
             void *to = static_cast<Stored *>(s.v.out) + block * s.v.out_stride[0] + inside * s.v.out_stride[1];
             copy_token<Stored>(s.v, s.v_dim, batch, token, to);
         }

@@ -94,15 +94,15 @@ private:
 // Returns whether two tensors certainly share no element: their address ranges are disjoint, or they are slices of one tensor that
 // lie side by side in each step along its outer axes, such as q and k of a fused projection, or keys and values of one pool. False
 // means that this quick test cannot exclude it.
-inline bool certainly_disjoint(const TensorView &a, const TensorView &b, int64_t size) {
+inline bool certainly_disjoint(const TensorView &a, const TensorView &b) {
     const TensorView &low = a.first() <= b.first() ? a : b, &high = a.first() <= b.first() ? b : a;
-    const int64_t between = high.first() - low.first();
+    const int64_t between = high.first() - low.first(), size = low.element_size();
     // The bytes from the first element to the end of the last, along all axes that are not outer axes yet.
     int64_t of_low = size, of_high = size;
     for (int i = 0; i < low.axes; ++i) of_low += (low.shape[i] - 1) * low.strides[i] * size;
     for (int i = 0; i < high.axes; ++i) of_high += (high.shape[i] - 1) * high.strides[i] * size;
     if (between >= of_low) return true;
-    if (low.axes != high.axes || low.axes > 4) return false;
+    if (low.axes != high.axes || low.axes > 4 || size != high.element_size()) return false;
     int order[4];  // axes by stride, the largest first
     for (int i = 0; i < low.axes; ++i) {
         int at = i;

@@ -11,11 +11,14 @@ extern "C" {
 /* Instruction sets, in increasing order of speed. */
 typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX512_BF16, ROPEWALK_LEVELS } ropewalk_level;
 
-/* The last two, int8 and float8_e4m3fn, are for the keys and values of ropewalk_attention only. */
+/* The last two, int8 and float8_e4m3fn, are for cached keys and values only. */
 typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16, ROPEWALK_I8, ROPEWALK_E4M3 } ropewalk_dtype;
 
 /* Outputs of together this many bytes and more are written past the caches, since they do not stay there until they are read. */
 #define ROPEWALK_LARGE (INT64_C(16) << 20)
+
+/* The largest number of channels that k or v of one token may have, all heads together, if they are written in 8 bits. */
+#define ROPEWALK_CHANNELS_OF_8_BITS INT64_C(16384)
 
 /* Queries or keys, [batch, token, head, channel]. Strides count elements, in this order of axes. */
 typedef struct {
@@ -70,7 +73,11 @@ typedef struct {
  *
  * If `slots` is NULL, k is written like q, and `v` and the members that describe the cache are ignored. Otherwise `out` of k and
  * of v are caches [block, slot of the block, head, channel]. Token n is written to slot slots[n] % block_size of block
- * slots[n] / block_size, or is not written if slots[n] is negative. */
+ * slots[n] / block_size, or is not written if slots[n] is negative. If `out` of v is NULL, only k is written.
+ *
+ * If `kept` is int8 or float8_e4m3fn, k, rounded to its dtype, and v are written in 8 bits: each head as x / scale, rounded to
+ * nearest, ties to even, and its scale, max |x| / 127 or max |x| / 448, at least 2^-100, rounded to float32. A number that is not
+ * finite makes the scale inf or nan. The channels of such caches are adjacent, and `out` of v is not NULL. */
 typedef struct {
     ropewalk_rotation rotation; /* of q and k; not inverse, and not in place */
     ropewalk_norm norm;
@@ -79,6 +86,9 @@ typedef struct {
     int64_t block_size;
     ropewalk_tensor v; /* as many heads as k */
     int64_t v_dim;     /* channels of a head of v */
+    ropewalk_dtype kept;        /* of the caches; if not of 8 bits, it is ignored, and they have the dtype of the tensors */
+    float *scale[2];            /* of k and of v, only for 8 bits: [block, slot of the block, head] */
+    int64_t scale_stride[2][3];
 } ropewalk_step;
 
 /* cos and sin of position * phase step, times factor. A phase step is a 64-bit fraction of a turn. The wraparound of the
@@ -100,13 +110,14 @@ typedef struct {
 /* Attention of the new tokens of each row over its keys and values in a cache: softmax(scale * q k) v, computed in float32.
  *
  * Key i of row r is in slot i % block_size of block blocks[r, i / block_size]; without `blocks`, in slot i of block r. Its order,
- * the index of its token in the row, is first[r] + i. A token attends to the keys whose order is not larger than its own and, with
- * a window, less than `window` smaller. The result of a token without keys is 0. Slots that no token attends to are not read.
+ * the index of its token in the row, is i for the first `sinks` keys and first[r] + i for the others. A token attends to the keys
+ * whose order is not larger than its own and, except for sinks, less than `window` smaller. The result of a token without keys is
+ * 0. Slots that no token attends to are not read.
  *
  * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. kept is the same or has 8 bits. Then
  * each head of a key and a value is multiplied by a scale. */
 typedef struct {
-    const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for keys with an order below `sinks` */
+    const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for sinks */
     void *out;              /* [batch, token, head, v_dim] */
     const void *key, *value; /* [block, slot, kv head, channel] */
     int64_t q_stride[4], far_q_stride[4], out_stride[4], key_stride[4], value_stride[4];

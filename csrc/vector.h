@@ -109,14 +109,22 @@ struct F16 {
     }
 };
 
-// Numbers of 8 bits, which are loaded only, as a multiple of `unit`.
+// Numbers of 8 bits, which are loaded as a multiple of `unit`. `round` returns the codes of numbers up to `largest` in the lowest bits
+// of 32; Words and Reals are an integer and a float, or vectors of them.
 
 struct I8 {
     static constexpr bool is_bfloat = false;
     static constexpr int bytes = BYTES;
     using Stored = int8_t;
     using Real = float;
-    static constexpr float unit = 1;
+    static constexpr float unit = 1, largest = 127;
+
+    template <class Words, class Reals>
+    static Words round(Reals x) {
+        return bits<Words>(x + 0x1.8p23f);  // whose last bit is 1
+    }
+    static uint32_t put(float x) { return round<uint32_t>(x); }
+    static uint64_t put(double x) { return bits<uint64_t>(x + 0x1.8p52); }
 };
 
 struct E4M3 {
@@ -124,7 +132,18 @@ struct E4M3 {
     static constexpr int bytes = BYTES;
     using Stored = uint8_t;
     using Real = float;
-    static constexpr float unit = 0x1p8f;
+    static constexpr float unit = 0x1p8f, largest = 448;
+
+    template <class Words, class Reals>
+    static Words round(Reals x) {
+        Words u = bits<Words>(x), size = u & 0x7fffffff;
+        Words normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - 960;  // 960: the difference of the exponents
+        Words subnormal = bits<Words>(bits<Reals>(size) + 0x1p14f) - bits<uint32_t>(0x1p14f);  // whose last bit is 2^-9
+        Words code = size < bits<uint32_t>(0x1p-6f) ? subnormal : normal;
+        return (code < 0x7f ? code : Words{} + 0x7f) | (u >> 24 & 0x80);  // 0x7f: nan
+    }
+    static uint32_t put(float x) { return round<uint32_t>(x); }
+    static uint32_t put(double x) { return put(static_cast<float>(x)); }
 };
 
 #ifdef ROPEWALK_VECTORS
@@ -232,41 +251,58 @@ inline void store_narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #endif
 }
 
-// Conversion from 8 bits to float32.
-
-inline Vector<float, WORDS> widen_to_float(const int8_t *from) {
+// The lowest bytes of 32 bits.
+inline void store_bytes(void *to, Vector<uint32_t, WORDS> x) {
 #if defined(__AVX512F__)
-    auto wide = bits<Vector<int32_t, WORDS>>(_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(from)));
-#elif defined(__AVX2__)
-    auto wide = bits<Vector<int32_t, WORDS>>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+    write(to, _mm512_maskz_cvtepi32_epi8(0xffff, bits<__m512i>(x)));
 #else
-    auto wide = __builtin_convertvector(read<Vector<int8_t, WORDS>>(from), Vector<int32_t, WORDS>);
+    write(to, __builtin_convertvector(x, Vector<uint8_t, WORDS>));
 #endif
-    return __builtin_convertvector(wide, Vector<float, WORDS>);
+}
+
+// Conversion from 8 bits to two vectors of float32.
+
+inline void widen_to_floats(const int8_t *from, Vector<float, WORDS> *to) {
+    for (int i = 0; i < 2; ++i, from += WORDS) {
+#if defined(__AVX512F__)
+        auto wide = bits<Vector<int32_t, WORDS>>(_mm512_maskz_cvtepi8_epi32(0xffff, read<__m128i>(from)));
+#elif defined(__AVX2__)
+        auto wide = bits<Vector<int32_t, WORDS>>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+#else
+        auto wide = __builtin_convertvector(read<Vector<int8_t, WORDS>>(from), Vector<int32_t, WORDS>);
+#endif
+        to[i] = __builtin_convertvector(wide, Vector<float, WORDS>);
+    }
 }
 
 // float8_e4m3fn, divided by E4M3::unit: a sign, 4 bits of the exponent and 3 of the fraction, and nan if all of these are 1.
-inline Vector<float, WORDS> widen_to_float(const uint8_t *from) {
+inline void widen_to_floats(const uint8_t *from, Vector<float, WORDS> *to) {
 #if defined(__F16C__)
     // The number divided by `unit` is a float16 number with the same bits. Bit 14 must be 0, and 1 for nan, the only number from which
     // the addition carries. It is a copy of the sign, which xor with itself, and with the carry, corrects.
-#if defined(__AVX512F__)
-    auto words = bits<Vector<uint16_t, WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
+#if defined(__AVX512BW__)
+    auto words = bits<Vector<uint16_t, 2 * WORDS>>(_mm512_maskz_cvtepi8_epi16(0xffffffff, read<__m256i>(from)));
 #else
-    auto words = bits<Vector<uint16_t, WORDS>>(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from))));
+    auto words = bits<Vector<uint16_t, 2 * WORDS>>(_mm256_cvtepi8_epi16(read<__m128i>(from)));
 #endif
     words <<= 7;
     words ^= (words + 0x80) & 0x4000;
+    Vector<uint16_t, WORDS> halves[2];
+    std::memcpy(halves, &words, sizeof words);
+    for (int i = 0; i < 2; ++i) {
 #if defined(__AVX512F__)
-    return bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(words)));
+        to[i] = bits<Vector<float, WORDS>>(_mm512_maskz_cvtph_ps(0xffff, bits<__m256i>(halves[i])));
 #else
-    return bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(words)));
+        to[i] = bits<Vector<float, WORDS>>(_mm256_cvtph_ps(bits<__m128i>(halves[i])));
 #endif
+    }
 #else
     // Multiplying by 2^112 corrects the exponent, also of subnormal numbers.
-    auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
-    auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p112f);
-    return bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
+    for (int i = 0; i < 2; ++i, from += WORDS) {
+        auto u = __builtin_convertvector(read<Vector<uint8_t, WORDS>>(from), Vector<uint32_t, WORDS>);
+        auto rest = bits<Vector<uint32_t, WORDS>>(bits<Vector<float, WORDS>>((u & 0x7f) << 20) * 0x1p112f);
+        to[i] = bits<Vector<float, WORDS>>(((u & 0x7f) == 0x7f ? rest | 0x7fc00000 : rest) | (u & 0x80) << 24);
+    }
 #endif
 }
 
@@ -276,8 +312,6 @@ template <class T>
 inline Reals<T> load(const typename T::Stored *from) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
         return read<Reals<T>>(from);
-    } else if constexpr (sizeof(typename T::Stored) == 1) {
-        return widen_to_float(from);
     } else if constexpr (T::is_bfloat) {
         return bits<Reals<T>>(widen(from) << 16);
 #if defined(__AVX512F__)

@@ -10,6 +10,13 @@ from torch import Tensor
 
 from ropewalk.kernels.visible import VisibleKeys
 
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+# Seeds of `draw` for sinks with a window. In the first row of numbers, blocks behind the sinks are missing.
+TWO_RANGES = (
+    *(17, 33, 38, 66, 83, 87, 138, 157, 198, 247, 266, 267, 307, 311),
+    *(0, 5, 48, 54, 57, 106),
+)
+
 
 @dataclass
 class Case:
@@ -23,7 +30,8 @@ class Case:
     scale: float
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int, *, two_ranges: bool = False) -> Case:
+    """Draw a case. two_ranges: sinks also with a window, behind which blocks may be missing, as in a `PagedKVCache`."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     batch, seq, kv_heads, group = (
@@ -53,9 +61,28 @@ def draw(seed: int) -> Case:
     visible = VisibleKeys(
         order, total, table, first, counts if rng.random() < 0.7 else None, rng.choice([None, 1, 33]), sinks
     )
+    if sinks:
+        visible = (
+            with_sinks(visible, slots)
+            if two_ranges
+            else visible._replace(order=order - first[:, None], first=None, window=None)
+        )
     hide_unseen(keys, values, visible)
     q = normal(batch, seq, kv_heads * group, head_dim) * rng.choice([1, 5])
     return Case(q, normal(*q.shape) if sinks else None, keys, values, visible, rng.choice([head_dim**-0.5, 0.3]))
+
+
+def with_sinks(visible: VisibleKeys, size: int) -> VisibleKeys:
+    """Return the same keys with an order that has a gap only where no token attends to the keys before it."""
+    assert visible.first is not None
+    in_row, front = visible.order - visible.first[:, None], -(-visible.sinks // size) * size
+    has_gap = in_row.amin(1) - front >= (10**9 if visible.window is None else visible.window - 1)
+    first = size * has_gap * torch.arange(1, len(has_gap) + 1)
+    return visible._replace(order=in_row + first[:, None], first=first)
+
+
+def order_of(visible: VisibleKeys, row: int, key: int) -> int:
+    return key if key < visible.sinks or visible.first is None else int(visible.first[row]) + key
 
 
 def in_8_bits(case: Case, dtype: torch.dtype, head_dim: int = 200) -> Case:
@@ -73,6 +100,15 @@ def in_8_bits(case: Case, dtype: torch.dtype, head_dim: int = 200) -> Case:
     return Case(q, far_q, kept[0], kept[2], visible, case.scale)
 
 
+def every_number(dtype: torch.dtype, group: int = 1) -> tuple[Case, Tensor]:
+    """Return a case and its exact result, also NaN: row i has one key, whose value has number i in all channels."""
+    kept = torch.arange(256, dtype=torch.uint8)[:, None, None, None].expand(256, 1, 1, 40).contiguous().view(dtype)
+    scales, order = torch.full((256, 1, 1), 0.25), torch.zeros(256, 1, dtype=torch.int64)
+    visible = VisibleKeys(order, 1, key_scales=scales, value_scales=scales)
+    case = Case(torch.zeros(256, 1, group, 40), None, torch.zeros_like(kept), kept, visible, 1.0)
+    return case, (kept.float() / 4).expand_as(case.q)
+
+
 def places_of(visible: VisibleKeys, row: int, size: int) -> list[tuple[int, int]]:
     """Return the block and the slot of each key that a row has."""
     count = visible.keys if visible.counts is None else min(visible.keys, int(visible.counts[row]))
@@ -82,8 +118,12 @@ def places_of(visible: VisibleKeys, row: int, size: int) -> list[tuple[int, int]
 
 def seen_by(visible: VisibleKeys, row: int, token: int, count: int) -> list[int]:
     """Return the keys that a token attends to, of `count` keys of its row."""
-    here = int(visible.order[row, token]) - (0 if visible.first is None else int(visible.first[row]))
-    return [i for i in range(count) if i <= here and (not visible.window or here - i < visible.window)]
+    window, seen = visible.window or 10**9, []
+    for i in range(count):
+        distance = int(visible.order[row, token]) - order_of(visible, row, i)
+        if distance >= 0 and (distance < window or i < visible.sinks):
+            seen.append(i)
+    return seen
 
 
 def hide_unseen(keys: Tensor, values: Tensor, visible: VisibleKeys) -> None:
@@ -107,7 +147,6 @@ def define(case: Case) -> tuple[Tensor, Tensor]:
         for x, scales in ((case.keys, visible.key_scales), (case.values, visible.value_scales))
     )
     for row in range(batch):
-        first = 0 if visible.first is None else int(visible.first[row])
         places = places_of(visible, row, case.keys.shape[1])
         for token in range(seq):
             seen = seen_by(visible, row, token, len(places))
@@ -118,7 +157,7 @@ def define(case: Case) -> tuple[Tensor, Tensor]:
                 k, v = (x[block, slot, head // group] for x in (keys, values))
                 q = torch.stack(
                     [
-                        (case.far_q if case.far_q is not None and first + i < visible.sinks else case.q)[
+                        (case.far_q if case.far_q is not None and i < visible.sinks else case.q)[
                             row, token, head
                         ].double()
                         for i in seen

@@ -13,7 +13,7 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Rotary
-from ropewalk import CacheStep, KVCache, PagedStep, Rope, RotaryAttention, SelfExtend, TwoPass, YaRN
+from ropewalk import CacheStep, KVCache, PagedStep, Rope, RotaryAttention, Rotation, SelfExtend, TwoPass, YaRN
 from ropewalk.attention.on_read import OnRead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
@@ -138,8 +138,12 @@ class Token:
     v_error: Tensor
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, position: int, rounding: float) -> Token:
-        return cls(k, v, position, rounding * _largest(k), rounding * _largest(v))
+    def of(cls, k: Tensor, v: Tensor, position: int, rounding: float, rotary: Rotary | None = None) -> Token:
+        """Return a token whose keys are given as they are cached, or before their rotation."""
+        if rotary is None:
+            return cls(k, v, position, rounding * _largest(k), rounding * _largest(v))
+        k = rotary(k, torch.tensor(position).expand(len(k)))
+        return cls(k, v, position, rounding * _largest(k) + 1e-13, rounding * _largest(v))
 
     def moved(self, rotary: Rotary | None, delta: int, rounding: float) -> Token:
         """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again.
@@ -187,6 +191,15 @@ def check_rotated(
             k = rotary(torch.stack([token.k[-1] for token in of_row]), places)
             error = torch.stack([token.k_error[-1] for token in of_row])  # that of a pair rotates
             assert ((rotated[row, list(there.values())] - k).abs() <= 2**0.5 * rotary.factor * error + 1e-13).all()
+
+
+@torch.no_grad()
+def attend_in_layer(
+    step: CacheStep | PagedStep, layer: int, k: Tensor, v: Tensor, rotation: Rotation | TwoPass
+) -> None:
+    """Let random queries attend in a layer, which rotates and stores k and v in one call if it can."""
+    q = torch.randn(*k.shape[:2], HEADS, k.shape[-1], dtype=k.dtype)
+    step.layer(layer).attend(q, k, v, rotation=rotation)
 
 
 def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
@@ -258,22 +271,28 @@ class RowRequests:
             k, v = k.fill_(torch.nan), v.fill_(torch.nan)
         order = [x.tolist() for x in step.key_order]
         rotation = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64)
+        attends, keys, values = self.draw.random() < 0.5, k[-1], v[-1]
         for i in range(layers):
-            keys, values = step.layer(i).append(k[i], v[i])
+            if attends:
+                attend_in_layer(step, i, k[i], v[i], rotation)
+            else:
+                keys, values = step.layer(i).append(k[i], v[i])
         if layers < LAYERS:
             return
+        turn = self.moves_by[1] if attends else None
         everything_seen = []
         for row, kept in enumerate(real):
             seen, count = self.visible(row), len(self.tokens[row])
             chosen = kept.nonzero()[:, 0].tolist()
-            new = [Token.of(k[:, row, j], v[:, row, j], int(places[row, j]), self.rounding) for j in chosen]
+            new = [Token.of(k[:, row, j], v[:, row, j], int(places[row, j]), self.rounding, turn) for j in chosen]
             self.tokens[row] = self.tokens[row] + new
             if new:
                 self.following[row] = int(places[row, kept].max()) + 1
             seen |= set(range(count, count + len(new)))
-            self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
+            if not attends:
+                self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
             everything_seen.append(seen)
-        if self.moves_by == (None, None):
+        if self.moves_by == (None, None) and not attends:
             check_rotated(step, keys, rotation, self.tokens, everything_seen)
 
     def truncate(self) -> None:

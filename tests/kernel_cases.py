@@ -110,6 +110,14 @@ def same(x: Tensor, y: Tensor, level: str) -> bool:
     return bool(equal.all())
 
 
+def same_in_8_bits(kept: Tensor, scales: Tensor, x: Tensor) -> bool:
+    """Return whether heads x `[..., head_dim]` are kept as the oracle quantizes them, except for the sign of NaN."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    numbers, of_heads = oracle.quantized(wide.numpy(), "int8" if kept.dtype == torch.int8 else "fp8")
+    pairs = ((kept.float(), torch.from_numpy(numbers)), (scales, torch.from_numpy(of_heads)))
+    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in pairs)
+
+
 def unchanged(x: Tensor, before: Tensor) -> bool:
     return torch.equal(bits(x), bits(before))
 

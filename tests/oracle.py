@@ -175,6 +175,27 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, add_one: bool = Fals
     return wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.longdouble(eps)) * gain
 
 
+def quantized(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return heads [..., head_dim], float32 or float64, as numbers of 8 bits and their scales, each in float32.
+
+    An int8 number of a head whose scale is not finite is 0, and reads as NaN.
+    """
+    largest = {"int8": 127, "fp8": 448}[name]
+    with np.errstate(invalid="ignore"):
+        scales = np.maximum(abs(x).max(-1) / x.dtype.type(largest), x.dtype.type(2.0**-100)).astype(np.float32)
+        scaled = x / scales[..., None]
+    if name == "int8":
+        return np.nan_to_num(np.rint(scaled), nan=0).astype(np.int8).astype(np.float32), scales
+    # e4m3 has 4 bits of the exponent and 3 of the fraction. Between two of its numbers, the even one is chosen.
+    grid = np.array([(8 + i % 8) * 2.0 ** (i // 8 - 10) if i > 7 else i * 2.0**-9 for i in range(127)])
+    size = abs(scaled.astype(np.float32)).astype(np.float64)
+    above = np.minimum(np.searchsorted(grid, size), len(grid) - 1)
+    below = np.maximum(above - 1, 0)
+    to_above, to_below = grid[above] - size, size - grid[below]
+    code = np.where((to_above < to_below) | ((to_above == to_below) & (above % 2 == 0)), above, below)
+    return np.where(np.isnan(scaled), np.nan, np.copysign(grid[code], scaled)).astype(np.float32), scales
+
+
 def rms_norm_gradient(
     x: np.ndarray, weight: np.ndarray, grad: np.ndarray, eps: float, add_one: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_model import ROPES, ROUNDING, StoppedError, Token, check_rotated, draw_moves
+from cache_model import ROPES, ROUNDING, StoppedError, Token, attend_in_layer, check_rotated, draw_moves
 from ropewalk import PagedKVCache, PagedStep, RopeError
 
 LAYERS, HEADS, WIDTH = 2, 2, 6
@@ -195,23 +195,31 @@ class Requests:
         self.check_everything()
         assert torch.equal(step.positions, places)
         rotation, everything_seen = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64), []
+        attends, keys, values = self.draw.random() < 0.5, k[-1], v[-1]
         for i in range(layers):
-            keys, values = step.layer(i).append(k[i], v[i])
+            if attends:
+                attend_in_layer(step, i, k[i], v[i], rotation)
+            else:
+                keys, values = step.layer(i).append(k[i], v[i])
         if layers < LAYERS:
             raise StoppedError
+        turn = self.moves_by[1] if attends else None
         for i, row in enumerate(chosen):
-            new = [Token.of(k[:, i, j], v[:, i, j], int(places[i, j]), self.rounding) for j in range(seq) if real[i, j]]
+            kept_tokens = real[i].nonzero()[:, 0].tolist()
+            new = [Token.of(k[:, i, j], v[:, i, j], int(places[i, j]), self.rounding, turn) for j in kept_tokens]
             self.tokens[row] = self.tokens[row] + new
             if new:
                 self.following[row] = int(places[i, real[i]].max()) + 1
             # The first new token does not attend to these tokens.
             unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
-            self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
             everything_seen.append({*range(unseen, len(self.tokens[row])), *range(min(unseen, self.sinks))})
+            if attends:
+                continue
+            self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
             if new:  # otherwise, a block that another row shares may hold NaN after the last token
                 assert keys[i].isfinite().all()
                 assert values[i].isfinite().all()
-        if self.moves_by == (None, None):
+        if self.moves_by == (None, None) and not attends:
             check_rotated(step, keys, rotation, [self.tokens[row] for row in chosen], everything_seen)
         self.served += 1
 

@@ -256,9 +256,21 @@ std::vector<double> normed(const ropewalk_step &s, int n, const unsigned char *i
     return x;
 }
 
+// What a step writes k and v to. In ROWS, there is no v.
+enum Store { NOTHING, PLAIN, ROWS, IN_I8, IN_E4M3, STORES };
+constexpr const char *STORE_NAMES[] = {"nothing", "caches", "rows", "int8", "float8_e4m3fn"};
+
 void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &shape, const Place &place, const Place &cache,
-               bool per_head, bool stores) {
+               bool per_head, Store store) {
     ropewalk_rotation &r = s.rotation;
+    const bool stores = store != NOTHING, in_8_bits = store >= IN_I8;
+    const ropewalk_dtype kept = store == IN_I8 ? ROPEWALK_I8 : store == IN_E4M3 ? ROPEWALK_E4M3 : r.dtype;
+    // The largest number, and the error of numbers x * scale in 8 bits.
+    const double most = store == IN_I8 ? 127 : 448;
+    auto quantized = [&](double x, double scale) {
+        if (!in_8_bits) return 0.0;
+        return store == IN_I8 ? 0.5001 * scale : 1.0001 * std::fmax(std::fabs(x) / 16, scale / 1024);
+    };
     Tensors tensors(r, shape, {place, BSHD, false});
     const TableKind &kind = per_head ? PER_HEAD : PER_BATCH;
     int64_t table[] = {r.batch, r.tokens, per_head ? shape.heads[0] : 1, r.pairs};
@@ -278,17 +290,32 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
     for (int64_t i = 0; i < rows; ++i) slots[static_cast<size_t>(i)] = i % 3 == 1 ? -1 : BLOCKS * s.block_size - 1 - i;
     int64_t of_k[] = {BLOCKS, s.block_size, heads, r.head_dim}, of_v[] = {BLOCKS, s.block_size, heads, s.v_dim};
     int64_t v_sizes[] = {r.batch, r.tokens, heads, s.v_dim};
-    Memory v = placed(r.dtype, place, v_sizes, s.v.in_stride), v_cache = placed(r.dtype, cache, of_v, s.v.out_stride);
+    Memory v = placed(r.dtype, place, v_sizes, s.v.in_stride), v_cache = placed(kept, cache, of_v, s.v.out_stride);
     v.set_random();
     int64_t k_stride[4];
-    Memory k_cache = placed(r.dtype, cache, of_k, k_stride);
+    Memory k_cache = placed(kept, cache, of_k, k_stride);
+    // The scales of k and v, in memory one after the other for each head.
+    const int64_t of_scales[] = {BLOCKS, s.block_size, heads, 2};
+    int64_t scale_stride[4];
+    Memory scales = placed(ROPEWALK_F32, cache, of_scales, scale_stride);
+    auto scale_of = [&](int64_t slot, int64_t head, int64_t n) {
+        int64_t i = at(scale_stride, slot / s.block_size, slot % s.block_size, head, n);
+        return in_8_bits ? get(ROPEWALK_F32, scales.bytes.get(), i) : 1;
+    };
+    if (in_8_bits) {
+        s.kept = kept;
+        for (int n = 0; n < 2; ++n) {
+            s.scale[n] = reinterpret_cast<float *>(scales.bytes.get()) + n;
+            std::memcpy(s.scale_stride[n], scale_stride, sizeof s.scale_stride[n]);
+        }
+    }
     if (stores) {
         s.slots = slots.get(), s.slot_stride[0] = r.tokens, s.slot_stride[1] = 1;
         r.tensors[1].out = k_cache.bytes.get(), std::memcpy(r.tensors[1].out_stride, k_stride, sizeof k_stride);
-        s.v.in = v.bytes.get(), s.v.out = v_cache.bytes.get(), s.v.heads = heads;
+        if (store != ROWS) s.v.in = v.bytes.get(), s.v.out = v_cache.bytes.get(), s.v.heads = heads;
     }
     tensors.remember();
-    auto k_before = k_cache.copy(), v_before = v_cache.copy(), v_given = v.copy();
+    auto k_before = k_cache.copy(), v_before = v_cache.copy(), v_given = v.copy(), scales_before = scales.copy();
     call(kernels.step, s, rows);
     check(v.copy() == v_given, "v, which must not change,");
     std::vector<bool> k_written(static_cast<size_t>(k_cache.count)), v_written(static_cast<size_t>(v_cache.count));
@@ -304,10 +331,14 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
             if (to_cache && slot < 0) continue;
             int64_t outer = to_cache ? slot / s.block_size : batch, inner = to_cache ? slot % s.block_size : token;
             auto y = normed(s, n, tensors.in_before[index].data(), batch, token, head);
+            const double scale = to_cache ? scale_of(slot, head, 0) : 1;
+            double largest = 0;
             auto compare = [&](int64_t channel, double want, double bound) {
                 int64_t to = at(x.out_stride, outer, inner, head, channel);
                 if (to_cache) k_written[static_cast<size_t>(to)] = true;
-                check_close(get(r.dtype, out.bytes.get(), to), want, bound, "a channel of q or k");
+                double got = get(out.dtype, out.bytes.get(), to);
+                largest = std::fmax(largest, std::fabs(got));
+                check_close(got * scale, want, bound + (to_cache ? quantized(std::fabs(want) + bound, scale) : 0), "a channel of q or k");
             };
             // Rounding of 1 + weight, two products, the root and, in float64, the sum, then to the dtype.
             double share = s.norm.weight[n] ? 24 * real_share(r.dtype) + SHARE[r.dtype] : 0;
@@ -329,19 +360,37 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
                     compare(p == 0 ? first_of(r, i) : second_of(r, i), want[p], bound);
                 }
             }
+            check(!to_cache || !in_8_bits || largest == most, "the scale of k");
         }
     }
-    auto size = static_cast<size_t>(SIZES[r.dtype]);
     auto same = [&](const std::vector<unsigned char> &bytes, int64_t i, const Memory &of, int64_t to, const char *what) {
+        auto size = static_cast<size_t>(SIZES[of.dtype]);
         check(!std::memcmp(&bytes[static_cast<size_t>(i) * size], &of.bytes[static_cast<size_t>(to) * size], size), what);
     };
-    for (int64_t row = 0; stores && row < rows * heads; ++row) {
+    for (int64_t row = 0; s.v.out && row < rows * heads; ++row) {
         int64_t head = row % heads, token = row / heads % r.tokens, batch = row / heads / r.tokens;
         int64_t slot = slots[static_cast<size_t>(batch * r.tokens + token)];
+        double largest = 0;
         for (int64_t i = 0; slot >= 0 && i < s.v_dim; ++i) {
+            int64_t from = at(s.v.in_stride, batch, token, head, i);
             int64_t to = at(s.v.out_stride, slot / s.block_size, slot % s.block_size, head, i);
             v_written[static_cast<size_t>(to)] = true;
-            same(v_given, at(s.v.in_stride, batch, token, head, i), v_cache, to, "a channel of v");
+            if (!in_8_bits) {
+                same(v_given, from, v_cache, to, "a channel of v");
+                continue;
+            }
+            double want = get(r.dtype, v_given.data(), from), scale = scale_of(slot, head, 1), got = get(kept, v_cache.bytes.get(), to);
+            largest = std::fmax(largest, std::fabs(got));
+            check_close(got * scale, want, quantized(want, scale), "a channel of v");
+        }
+        check(!in_8_bits || slot < 0 || largest == most, "the scale of v");
+    }
+    for (int64_t i = 0; i < BLOCKS * s.block_size; ++i) {
+        bool written = false;
+        for (int64_t row = 0; row < rows; ++row) written = written || slots[static_cast<size_t>(row)] == i;
+        for (int64_t n = 0; n < 2 * heads && (!written || !in_8_bits); ++n) {
+            int64_t to = at(scale_stride, i / s.block_size, i % s.block_size, n / 2, n % 2);
+            same(scales_before, to, scales, to, "a scale of a slot that no token has");
         }
     }
     for (int64_t i = 0; i < k_cache.count; ++i) {
@@ -470,10 +519,11 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     a.q = q.bytes.get(), a.far_q = has_sinks ? far_q.bytes.get() : nullptr, a.out = out.bytes.get();
     a.key = key.bytes.get(), a.value = value.bytes.get(), a.blocks = has_blocks ? blocks.get() : nullptr;
     a.block_stride = blocks_of_row, a.order = order.get(), a.order_stride[0] = a.queries, a.order_stride[1] = 1;
-    a.first = first.get(), a.counts = counts.get(), a.sinks = has_sinks ? 5 : 0;
+    a.first = first.get(), a.counts = counts.get(), a.sinks = !has_sinks ? 0 : a.keys > 100 ? 40 : 5;
     auto sees = [&](int64_t row, int64_t token, int64_t i) {
-        int64_t distance = order[static_cast<size_t>(row * a.queries + token)] - first[static_cast<size_t>(row)] - i;
-        return i < counts[static_cast<size_t>(row)] && distance >= 0 && (!a.window || distance < a.window);
+        int64_t own = order[static_cast<size_t>(row * a.queries + token)];
+        int64_t distance = own - (i < a.sinks ? 0 : first[static_cast<size_t>(row)]) - i;
+        return i < counts[static_cast<size_t>(row)] && distance >= 0 && (i < a.sinks || !a.window || distance < a.window);
     };
     auto place_of = [&](const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
@@ -517,7 +567,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         double most = -INFINITY, total = 0, largest = 0;
         for (int64_t i = 0; i < a.keys; ++i) {
             if (!sees(row, token, i)) continue;
-            bool far = has_sinks && first[static_cast<size_t>(row)] + i < a.sinks;
+            bool far = i < a.sinks;
             double score = 0, sum = 0;
             for (int64_t c = 0; c < a.head_dim; ++c) {
                 double x = far ? get(a.dtype, far_q.bytes.get(), at(a.far_q_stride, row, token, head, c))
@@ -596,12 +646,14 @@ void test_level(const ropewalk_kernels &kernels) {
             constexpr Place places[][2] = {{BSHD, BSHD}, {BHSD, SLICED}, {SLICED, BHSD}, {APART, BSHD}, {ONE_HEAD, APART}};
             for (const auto &[place, cache] : places) {
                 for (int norm = 0; norm < 4; ++norm) {  // none, weights as stored, weights as computed, 1 + weight
-                    bool per_head = ++cases % 3 == 0, stores = cases % 5 != 0;
+                    bool per_head = ++cases % 3 == 0;
+                    Store store = static_cast<Store>(cases % STORES);
+                    const Place &into = store >= IN_I8 && cache.channel != 1 ? BHSD : cache;  // its channels must be adjacent
                     s.norm.eps = norm == 0 ? 0 : 1e-5, s.norm.add_one = norm == 3;
                     s.norm.dtype = norm == 1 ? s.rotation.dtype : wide ? ROPEWALK_F64 : ROPEWALK_F32;
                     const Shape &shape = per_head ? alike : small;
-                    tell(s.rotation, shape, {place, cache, false}, norm == 0 ? "step" : "step with norm");
-                    test_step(kernels, s, shape, place, cache, per_head, stores);
+                    tell(s.rotation, shape, {place, into, false}, STORE_NAMES[store]);
+                    test_step(kernels, s, shape, place, into, per_head, store);
                 }
             }
         }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attention_cases import Case, check, define, draw, in_8_bits, long_rows
+from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, define, draw, every_number, in_8_bits, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
 from ropewalk.attention.cached import attend_cached
 from ropewalk.kernels import backend, cpu
@@ -22,7 +22,6 @@ if not backend.FAST_PATH:
 import ropewalk.kernels._cpu as _cpu
 
 LEVELS = _cpu.levels()
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 
 
 def attend(case: Case) -> Tensor | None:
@@ -43,6 +42,16 @@ def test_equals_the_definition(level: None, seed: int) -> None:
     check(case, attend(case))
 
 
+@pytest.mark.parametrize("seed", TWO_RANGES)
+def test_two_ranges_of_keys(level: None, seed: int) -> None:
+    """Sinks are visible outside of the window, also if blocks behind them are missing."""
+    case = draw(seed, two_ranges=True)
+    assert case.visible.sinks
+    assert case.visible.window
+    case = in_8_bits(case, EIGHT_BITS[seed % 2]) if seed % 3 == 0 else case
+    check(case, attend(case))
+
+
 class TestKeysOf8Bits:
     @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
     @pytest.mark.parametrize("seed", range(30))
@@ -52,12 +61,8 @@ class TestKeysOf8Bits:
 
     @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
     def test_every_number(self, level: None, dtype: torch.dtype) -> None:
-        """Row i has one key, whose value has number i in all channels. The result is exact, also NaN."""
-        kept = torch.arange(256, dtype=torch.uint8)[:, None, None, None].expand(256, 1, 1, 40).contiguous().view(dtype)
-        scales, order = torch.full((256, 1, 1), 0.25), torch.zeros(256, 1, dtype=torch.int64)
-        visible = VisibleKeys(order, 1, key_scales=scales, value_scales=scales)
-        attended = attend(Case(torch.zeros(256, 1, 1, 40), None, torch.zeros_like(kept), kept, visible, 1.0))
-        torch.testing.assert_close(attended, kept.float() / 4, rtol=0, atol=0, equal_nan=True)
+        case, expected = every_number(dtype)
+        torch.testing.assert_close(attend(case), expected, rtol=0, atol=0, equal_nan=True)
 
     def test_left_to_python(self) -> None:
         case = in_8_bits(long_rows([10]), torch.int8)
@@ -136,10 +141,10 @@ class TestLeftToPython:
 class TestOperator:
     """Under torch.compile the kernel is an operator. Its plain PyTorch is used where the kernel may not run."""
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", [*range(15), *TWO_RANGES])
     def test_reference_equals_the_definition(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu, "attend_plain", lambda *arguments: None)
-        case = draw(seed)
+        case = draw(seed, two_ranges=True)
         case = case if seed % 3 else in_8_bits(case, EIGHT_BITS[seed % 2])
         arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
         attended = torch.ops.ropewalk.attend_cached(*arguments)
@@ -156,17 +161,21 @@ class TestOperator:
         )
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages"])
+    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages", "pages, sinks"])
     def test_a_compiled_layer_uses_it(self, kind: str) -> None:
         torch._dynamo.reset()
-        size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * (kind == "sinks")}
+        size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * ("sinks" in kind)}
         layer, rope = RotaryAttention(64, 4, num_kv_heads=2).eval(), Rope(16, 1e4, "half")
         counter = CompileCounterWithBackend("inductor")
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
         outputs: list[list[Tensor]] = []
         graphs: list[int] = []
         for way in (layer, compiled):
-            cache = PagedKVCache(1, 2, 16, blocks=19, block_size=4) if kind == "pages" else KVCache(1, 2, 2, 16, **size)
+            if kind.startswith("pages"):
+                pages = {"blocks": 19, "block_size": 4} | (size if "sinks" in kind else {})
+                cache: KVCache | PagedKVCache = PagedKVCache(1, 2, 16, **pages)
+            else:
+                cache = KVCache(1, 2, 2, 16, **size)
             if isinstance(cache, PagedKVCache):
                 cache.fork(cache.admit())
             generator = torch.Generator().manual_seed(0)

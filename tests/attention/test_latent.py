@@ -13,6 +13,8 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, RopeError
+from ropewalk.attention.store import PlainStore
+from ropewalk.kernels import backend
 
 HEADS, LATENT, NOPE, ROTARY, VALUE = 4, 10, 6, 4, 5
 ROPE = Rope(LATENT + ROTARY, 1e4, "interleaved", rotary_dim=ROTARY, rotary_offset=LATENT)
@@ -88,6 +90,22 @@ def test_equals_unabsorbed_attention(
     for row in range(2):
         wanted = unabsorbed(q[row].double(), rows[row].double(), torch.arange(12), size.get("window", 99))
         torch.testing.assert_close(torch.cat(outputs, 1)[row].double(), wanted, rtol=0, atol=near)
+
+
+@pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
+@pytest.mark.parametrize(("make", "size"), CACHES[::2], ids=["whole", "pages"])
+def test_one_call_rotates_and_writes(make: Any, size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainStore, "write", None)
+    cache, rows = make(**size), torch.randn(2, 3, LATENT + ROTARY)
+    run(cache, torch.randn(2, 2, HEADS, NOPE + ROTARY), rows[:, :2])
+    run(cache, torch.randn(2, 1, HEADS, NOPE + ROTARY), rows[:, 2:])
+    kept, _ = cache._stores[1].read(torch.tensor([[0], [1]], dtype=torch.int32) if make is paged else None, 3)
+    for row in range(2):
+        wanted = torch.cat(
+            [rows[row, :, :LATENT], ROTARY_OF_ROPE(rows[row, :, None, LATENT:].double(), torch.arange(3))[:, 0]], -1
+        )
+        assert torch.equal(kept[row, :, 0, :LATENT], rows[row, :, :LATENT])
+        torch.testing.assert_close(kept[row, :, 0].double(), wanted, rtol=0, atol=1e-6)
 
 
 def test_one_tensor_for_each_layer() -> None:

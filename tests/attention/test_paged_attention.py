@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -29,6 +30,7 @@ from cache_model import (
     run_whole_row,
 )
 from ropewalk import Axes, KVCache, PagedKVCache, Rope, RopeError, SelfExtend
+from ropewalk.kernels import backend
 
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
@@ -90,6 +92,32 @@ def test_equals_a_contiguous_cache(
             pages.shift([rope] * LAYERS if rope is None else rope, delta)
         assert torch.equal(pages.length, whole.length)
         assert torch.equal(pages.position, whole.position)
+
+
+@pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
+@pytest.mark.parametrize(
+    "size", [{"window": 3, "sinks": 2}, {"window": 7, "sinks": 5}, {"window": 1, "sinks": 4}], ids=str
+)
+@pytest.mark.parametrize("store", [None, "int8"])
+def test_few_tokens_attend_to_sinks_in_the_kernel(
+    size: dict[str, int], store: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows, before and after the window has left the blocks of the sinks. No keys are gathered."""
+    torch.manual_seed(0)
+    cache = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, blocks=20, block_size=3, store=store, **size)
+    rows, layers = [cache.admit(), cache.admit()], [copy.deepcopy(layer).float() for layer in MODEL]
+    monkeypatch.setattr(type(cache._stores[0]), "read", None)
+    x, outputs = torch.randn(2, 21, HIDDEN), []
+    for start, stop in ((0, 3), *((i, i + 1) for i in range(3, 9)), (9, 12), (12, 20), (20, 21)):
+        step, y = cache.step(stop - start, rows=rows), x[:, start:stop]
+        rotation = step.rotation(ROPE)
+        for i, layer in enumerate(layers):
+            with torch.no_grad():
+                y = y + layer(y, rotation, cache=step.layer(i))
+        outputs.append(y)
+    for row, found in enumerate(torch.cat(outputs, 1)):
+        wanted = run_whole_row(x[row].double(), TURN, *distances(21, size))
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-2 if store else 3e-6)
 
 
 def test_selected_rows() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk import KVCache, PagedKVCache
+from kernel_cases import same_in_8_bits
+from paged_model import blocks_of
+from ropewalk import KVCache, PagedKVCache, QKNorm, Rope
 from ropewalk.attention.quantized import QuantizedStore
 from ropewalk.kernels import backend
 
@@ -85,6 +87,46 @@ def test_a_decoded_token_attends_over_8_bits(name: str, pages: bool, monkeypatch
         attended = cache.step(1).layer(0).attend(q[:, 9:], k[:, 9:], v[:, 9:])
     weights = (torch.einsum("bqhd,bkhd->bhqk", q[:, 9:].double(), keys) / 40**0.5).softmax(-1)
     torch.testing.assert_close(attended.double(), torch.einsum("bhqk,bkhd->bqhd", weights, values), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["one call", "separate calls"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_keeps_normalized_and_rotated_keys(
+    name: str, pages: bool, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several padded tokens, then single ones, are rounded to dtype and quantized: the bits are those of the oracle."""
+    if way == "separate calls":
+        monkeypatch.setattr(backend, "FAST_PATH", False)
+    elif backend.FAST_PATH:
+        monkeypatch.setattr(QuantizedStore, "write", None)
+    torch.manual_seed(0)
+    cache: Any = PagedKVCache(1, 2, 24, blocks=9, block_size=3, dtype=dtype, store=name)
+    if pages:
+        cache.admit(), cache.admit()
+    else:
+        cache = KVCache(1, 2, 2, 24, capacity=9, dtype=dtype, store=name)
+    rope = Rope(24, 1e4, "half", rotary_dim=16, rotary_offset=4)
+    norm = QKNorm(*(torch.randn(24).to(dtype) for _ in range(2)), eps=1e-6)
+    written: list[list[Tensor]] = [[], []]
+    for mask in ([[1, 1, 0, 1], [0, 1, 1, 0]], [[1], [1]], [[1], [1]]):
+        real = torch.tensor(mask)
+        q, k, v = (torch.randn(*real.shape, heads, 24).to(dtype) for heads in (4, 2, 2))
+        step = cache.step(real.shape[1], attention_mask=real)
+        rotation = step.rotation(rope)
+        step.layer(0).attend(q, k, v, rotation=rotation, norm=norm)
+        for new, x in zip(written, (rotation(*norm(q, k), layout="bshd")[1], v), strict=True):
+            new.append(x.masked_fill(real[..., None, None] == 0, torch.nan))
+    assert cache.length.tolist() == [5, 4]
+    store = cache._stores[0]
+    kept = (store.keys, store.key_scales), (store.values, store.value_scales)
+    for (numbers, scales), new in zip(kept, written, strict=True):
+        for row, x in enumerate(torch.cat(new, 1)):
+            x = x[~x.isnan().any(-1).any(-1)]
+            blocks = blocks_of(cache)[row][0] if pages else [row]
+            of_row = [y[blocks].flatten(0, 1)[: len(x)] for y in (numbers, scales)]
+            assert same_in_8_bits(*of_row, x)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import oracle
+from gguf_files import write
 from ropewalk import RopeError, diff, from_config
 
 LLAMA: dict[str, Any] = {
@@ -61,18 +63,17 @@ def test_an_attention_factor_alone() -> None:
     assert found.facts["kv_cache"] == {
         "fit": False,
         "rescale": pytest.approx(ratio, rel=1e-12),
-        "why": "only the attention factor differs",
+        "why": "of the rotation, only the attention factor differs",
     }
     assert "KV cache  fits after the rotated channels of its keys are multiplied by 0.878249" in found.text()
-    assert "weights   fit unchanged: only the attention factor differs." in found.text()
+    assert "weights   fit unchanged: of the rotation, only the attention factor differs." in found.text()
 
 
 def test_another_pairing() -> None:
     mine = {**LLAMA, "model_type": "mine"}
     half, interleaved = (from_config(mine, pairing=pairing) for pairing in ("half", "interleaved"))
     assert half.layers != interleaved.layers
-    meta = {"dim": 4096, "n_heads": 32, "n_layers": 4, "rope_theta": 10_000.0, "norm_eps": 1e-5, "vocab_size": 8}
-    found = diff.configs(LLAMA, meta)
+    found = diff.configs(LLAMA, {**LLAMA, "model_type": "cohere"})
     assert changed(found) == {"pairing": ("half", "interleaved")}
     assert found.facts["weights"] == {"fit": False, "permute": True, "why": "the pairings differ"}
     assert "weights   must be permuted (q and k): the pairings differ." in found.text()
@@ -191,6 +192,45 @@ class TestArguments:
 def test_all_facts_are_json() -> None:
     found = diff.configs(LLAMA, {**LLAMA, "rope_scaling": YARN}).facts
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_a_faithful_conversion_is_the_same(tmp_path: Path) -> None:
+    """A GGUF file holds the factors of Llama 3.1 in float32. Its weights and Meta's are in the order interleaved."""
+    config = {**LLAMA, "rope_theta": 5e5, "max_position_embeddings": 131_072, "rope_scaling": LLAMA3}
+    params = {"dim": 4096, "n_heads": 32, "n_layers": 4, "rope_theta": 5e5, "use_scaled_rope": True}
+    slowed = oracle.by_parts(5e5, 128, 8, 1, 4, 8192)
+    factors = [float(w / v) for w, v in zip(oracle.inv_freq(5e5, 128), slowed, strict=True)]
+    shape = {"embedding_length": 4096, "attention.head_count": 32, "block_count": 4, "context_length": 131_072}
+    for index, (error, same) in enumerate(((0.0, True), (1e-6, False))):
+        tensor = {"rope_freqs.weight": [factor * (1 + error) for factor in factors]}
+        file = write(tmp_path / f"{index}.gguf", {**shape, "rope.freq_base": 5e5}, tensor)
+        for found in (diff.configs(config, file), diff.configs(file, config)):
+            assert found.same is same
+            assert found.facts["weights"]["permute"]
+            assert not found.facts["kv_cache"]["fit"]
+    lists = {"short_factor": [1.1] * 64, "long_factor": [1.3] * 64}
+    longrope = {"type": "longrope", **lists, "attention_factor": 1.19}
+    phi = {**LLAMA, "model_type": "phi3", "rope_scaling": longrope, "original_max_position_embeddings": 2048}
+    keys = {**shape, "context_length": 4096, "rope.freq_base": 1e4, "rope.scaling.attn_factor": 1.19}
+    tensors = {f"rope_factors_{name}.weight": lists[f"{name}_factor"] for name in ("short", "long")}
+    for trained, same in ((2048, True), (2049, False)):
+        keys["rope.scaling.original_context_length"] = trained
+        file = write(tmp_path / f"{trained}.gguf", keys, tensors, architecture="phi3")
+        assert diff.configs(phi, file).same is same
+    found = diff.configs(params, config, factor=8.0)
+    assert found.same
+    text = "must be permuted (q and k): the pairings of these formats differ, and converters permute the weights."
+    assert text in found.text()
+    assert not diff.configs(params, {**config, "rope_theta": 1e4}, factor=8.0).same
 
 
 def test_the_factor_of_a_params_json() -> None:

@@ -59,6 +59,14 @@ def test_a_layer_of_the_draft_may_have_the_rope_of_any_layer_of_the_target() -> 
     plain |= {"max_position_embeddings": 32_768}
     assert [diff.draft(gemma, {**plain, "rope_theta": base}).alike for base in (1e4, 1e6, 1e5)] == [True, True, False]
 
+    # If none has its rope, it is compared with the layers of its kind, or with the nearest ones.
+    scaled = {**gemma, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    for target, other, what in ((scaled, gemma, "scaling"), (gemma, {**plain, "rope_theta": 9e5}, "base")):
+        [row] = diff.draft(target, other).facts["layers"]
+        assert [(change["what"], change["first"]) for change in row["changed"]] == [
+            (what, {"rope_type": "linear", "factor": 8.0} if what == "scaling" else 1e6)
+        ]
+
 
 @pytest.mark.parametrize(("changed", "status"), [({}, 0), ({"rope_theta": 1e4}, 1), ({"rope_theta": "no"}, 2)])
 def test_the_exit_status(changed: dict[str, Any], status: int, tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ def test_ropes_are_those_that_the_models_build(name: str) -> None:
     assert {scheme for _, *rest in compared for scheme in rest[1:]} == {"default", "linear", "llama3", "yarn"}
 
 
+def test_a_config_whose_layers_are_alike_and_a_file_that_tells_them_apart() -> None:
+    """The converter of llama.cpp reads further keys of the base for the sliding layers of gpt-oss."""
+    recorded = golden("ropes", "llama.cpp")
+    row = next(row for row in recorded["rows"] if row["case"] == "gpt_oss, v4, default")
+    config = with_keys(recorded["configs"]["gpt_oss"], row["keys"])
+    compare(from_config(config, engine="llama.cpp").rope, row["ropes"][0]["rope"], in_forward_pass=False)
+
+
 def compare(rope: Any, wanted: Any, *, in_forward_pass: bool) -> None:
     """Compare a rope with a recorded one.
 

@@ -74,6 +74,14 @@ def test_the_table_of_sglang_depends_on_the_head_size() -> None:
     assert profile("sglang", "deepseek_v3", latent).table == "float32"  # its head has 64 channels
 
 
+def test_sglang_rotates_gemma_3_with_a_table_in_the_dtype_of_the_model() -> None:
+    """Its `Gemma3RotaryEmbedding` casts cos and sin to the dtype of x. `get_rope` builds a table in float32."""
+    gemma = {**LLAMA, "model_type": "gemma3_text", "head_dim": 256, "sliding_window": 512}
+    rows = diff.engines(gemma, names=("sglang",)).facts["ropes"]
+    found = [(row["engines"][0]["rounding"]["table"], row["engines"][0]["rounding"]["rotation"]) for row in rows]
+    assert {*found} == {("the model's", "float32")}
+
+
 def test_every_profile_names_its_source() -> None:
     for engine in {**ENGINES, **TRAINERS}.values():
         found = engine.apply_rule(ConfigRope(ROPE, model_type="llama")).rounding

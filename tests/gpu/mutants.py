@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SUITES = [
     ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_kernels.py"),
     ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_attend.py"),
+    ({"TRITON_INTERPRET": "1"}, "tests/gpu/test_step.py"),
     ({}, "tests/gpu/test_compiled.py"),
     ({}, "tests/gpu/test_launch.py"),
 ]
@@ -134,6 +135,9 @@ MUTANTS = [
         "v_rows[:, None] + channel, mask=inside",
     ),
     Mutant("attention of sinks by near queries", KERNELS, "f_rows = far_q", "f_rows = q"),
+    Mutant("attention of sinks twice", KERNELS, "begin = tl.maximum(begin, front)", "pass"),
+    Mutant("attention of sinks instead of the window", KERNELS, "tl.maximum(part - front, 0)", "part"),
+    Mutant("attention to the next sink", KERNELS, "tl.minimum(last_sink, front - 1)", "front - 1"),
     Mutant(
         "attention over a part of the parts", KERNELS, "for start in range(0, splits, BLOCK_S)", "for start in range(1)"
     ),
@@ -144,9 +148,54 @@ MUTANTS = [
     Mutant(
         "attention with weights of 16 bits",
         GPU,
-        "torch.float16: 2, torch.bfloat16: 3",
-        "torch.float16: 1, torch.bfloat16: 1",
+        "torch.float16: 2}.get(dtypes[3], 3)",
+        "torch.float16: 1}.get(dtypes[3], 1)",
     ),
+    Mutant("NaN of 8 bits is a number", KERNELS, "bits ^= (bits + 0x80) & 0x4000", "bits &= -0x4001"),
+    Mutant("no scales of keys", KERNELS, "score *= k_scale[None, :]", "pass"),
+    Mutant("no scales of values", KERNELS, "weight *= v_scale[None, :]", "pass"),
+    Mutant("no scales of keys for one query", KERNELS, "score *= k_scale\n", "pass\n"),
+    Mutant("no scales of values for one query", KERNELS, "weight *= v_scale\n", "pass\n"),
+    Mutant("scales behind the last key", KERNELS, "slot * vs_t, mask=here, other=0.0", "slot * vs_t"),
+    Mutant("values of 8 bits in float16", KERNELS, "tl.bfloat16 if DOT", "tl.float16 if DOT"),
+    Mutant("narrow loads of 8 bits", GPU, "_VECTOR // dtypes[2].itemsize", "_VECTOR // dtype.itemsize"),
+    Mutant(
+        "step of 8 bits ignores NaN", KERNELS, "bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF", "bits = tl.abs(x)"
+    ),
+    Mutant(
+        "step of 8 bits without the rest of a head", KERNELS, "largest = tl.maximum(largest, _largest(z, rest))", "pass"
+    ),
+    Mutant(
+        "step of 8 bits without the second of pairs",
+        KERNELS,
+        "_largest(a, inside), _largest(b,",
+        "_largest(a, inside), _largest(a,",
+    ),
+    Mutant(
+        "step of 8 bits not rounded to the dtype",
+        KERNELS,
+        "    a, b = a.to(given), b.to(given)\n    if SCALED",
+        "    if SCALED",
+    ),
+    Mutant("step of 8 bits with tiny scales", KERNELS, "tl.where(scale < 2.0**-100, 2.0**-100, scale)", "scale"),
+    Mutant("step of e4m3 rounds half up", KERNELS, "size + 0x7FFFF + (size >> 20 & 1)", "size + 0x80000"),
+    Mutant(
+        "step of e4m3 without subnormal numbers", KERNELS, "tl.where(size < 0x3C800000, subnormal, normal)", "normal"
+    ),
+    Mutant("step of e4m3 without signs", KERNELS, "| (bits >> 24 & 0x80)", ""),
+    Mutant(
+        "step of int8 truncates",
+        KERNELS,
+        "code = (x + 1.5 * 2.0**23).to(tl.int32, bitcast=True)",
+        "code = x.to(tl.int32)",
+    ),
+    Mutant(
+        "step of int8 in slots that do not exist",
+        KERNELS,
+        "tl.store(rows, scale, mask=there)",
+        "tl.store(rows, scale, mask=here)",
+    ),
+    Mutant("step writes values of latent rows", GPU, "(2 if has_values else 1)", "2"),
     Mutant("attention in TF32", GPU, '4, 2, "tf32x3")', '4, 2, "tf32")'),
     Mutant("kept for any address", GPU, "reduce(or_, pointers) % 16 == 0", "reduce(or_, pointers) >= 0"),
     Mutant("kept for any dtype", GPU, "[(x.dtype, x.stride()) for", "[(tensors[0].dtype, x.stride()) for"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import Case, check, draw, long_rows
+from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, draw, every_number, in_8_bits, long_rows
 from ropewalk.kernels import gpu
 from ropewalk.kernels.visible import VisibleKeys
 
@@ -82,6 +82,49 @@ def test_divided_keys(seed: int, monkeypatch: pytest.MonkeyPatch, launched: list
     case = draw(seed)
     check_attend(case)
     assert launched == ["attend", "combine"] or min(case.visible.keys, case.visible.window or 17) <= 16
+
+
+@pytest.mark.parametrize("least_keys", [16, 256])
+@pytest.mark.parametrize("seed", TWO_RANGES)
+def test_two_ranges_of_keys(seed: int, least_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks are visible outside of the window, also if blocks behind them are missing, or parts have some of them."""
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, least_keys))
+    case = draw(seed, two_ranges=True)
+    case = in_8_bits(case, EIGHT_BITS[seed % 2]) if seed % 3 == 0 else case
+    case.far_q = None if seed % 5 == 0 else case.far_q  # one rotation of the queries for all keys
+    check_attend(case)
+
+
+def test_more_sinks_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs have only sinks, some only keys of the window, one has both."""
+    monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+    case = long_rows([130, 20, 43])
+    case.far_q = torch.randn(case.q.shape)
+    case.visible = case.visible._replace(sinks=40, window=36)
+    check_attend(case)
+
+
+class TestKeysOf8Bits:
+    @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+    @pytest.mark.parametrize("seed", range(15))
+    def test_equals_the_definition(self, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        if seed % 2:
+            monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+        check_attend(in_8_bits(draw(seed), dtype, (33, 48, 80, 96, 200)[seed % 5]))
+
+    @pytest.mark.parametrize("group", [1, 2])
+    @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+    def test_every_number(self, dtype: torch.dtype, group: int) -> None:
+        case, expected = every_number(dtype, group)
+        torch.testing.assert_close(attend(case), expected, rtol=0, atol=0, equal_nan=True)
+
+    def test_weights_times_scales_below_float16(self) -> None:
+        """The values of 999 keys, with weights and scales that only together are too small for float16."""
+        keys, values = torch.zeros(2, 1, 1000, 1, 16, dtype=torch.int8)
+        keys[0, 0], values[0, 1:] = 100, 127
+        visible = VisibleKeys(torch.tensor([[999]]), 1000, key_scales=torch.ones(1, 1000, 1))
+        visible = visible._replace(value_scales=torch.full((1, 1000, 1), 2.0**-12))
+        check_attend(Case(torch.ones(1, 1, 2, 16).half(), None, keys, values, visible, 9.7 / 1600))
 
 
 @pytest.mark.parametrize("lengths", [[1500], [2, 1500], [1500, 2, 2], [700, 800, 900, 2]], ids=str)

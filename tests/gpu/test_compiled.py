@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import EIGHT_BITS
 from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
 from ropewalk.kernels.gpu import Launch
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -34,6 +35,8 @@ NAMES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 
 
@@ -120,22 +123,27 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
-    """Qwen 3's heads, stored in pages: whole vectors, no spilled registers, and no product fused with a sum."""
+def fused_step(dtype: torch.dtype, pairing: str, norm: bool, kept: torch.dtype) -> Launch:
+    """Return the launch for Qwen 3's heads, stored in pages."""
     q, k, v = (torch.empty((4, 1, heads, 128), dtype=dtype) for heads in (16, 8, 8))
     pages, table, slots = (
-        torch.empty(9, 16, 8, 128, dtype=dtype),
+        torch.empty(9, 16, 8, 128, dtype=kept),
         torch.empty(4, 1, 64),
         torch.empty(4, 1, dtype=torch.int64),
     )
     of_norm = (torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6, False) if norm else None
-    launch = gpu.step_launch(
-        (q, k), (q, pages), table, table, Options("bshd", pairing == "interleaved", 0), of_norm, (v, pages, slots)
-    )
-    found = sass(compiled(launch, SM_90), tmp_path)
+    scales = torch.empty(pages.shape[:3]) if kept in EIGHT_BITS else None
+    store = StoreArguments(v, pages, pages, slots, scales, scales)
+    options = Options("bshd", pairing == "interleaved", 0)
+    return gpu.step_launch((q, k), (q, pages), table, table, options, of_norm, store)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
+    """Whole vectors, no spilled registers, and no product fused with a sum."""
+    found = sass(compiled(fused_step(dtype, pairing, norm, dtype), SM_90), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
     # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
@@ -144,18 +152,38 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     assert found["DADD"] <= 200  # halves are added once, not by every thread
 
 
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_step_in_8_bits(dtype: torch.dtype, kept: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
+    """Numbers of 8 bits are written in vectors, and computed without native float8."""
+    launch = fused_step(dtype, pairing, norm, kept)
+    compiled(launch, SM_80)
+    found = sass(compiled(launch, SM_90), tmp_path)
+    # A thread has 8 numbers of 16 bits, or 4 of 32 bits, in a vector. The scales are the 2 others of 32 bits.
+    of_numbers = Counter({"STG.E.64" if dtype == torch.bfloat16 else "STG.E": 4})
+    assert {name: found[name] for name in named(found, "STG")} == Counter({"STG.E.128": 2, "STG.E": 2}) + of_numbers
+    # The division of float64 has a branch for numbers that are not normal, which may save a number of 64 bits.
+    assert sum(found[name] for name in named(found, "LDL", "STL")) <= (2 if norm else 0)
+    code = compiled(launch, GFX942).asm["amdgcn"]
+    assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
+    assert not re.search(r"v_\w*(fp8|bf8)", code)
+
+
 def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **how: Any) -> dict[str, Launch]:
     """Return the launches for 8 key heads, a group and a number of tokens, and many keys or few."""
     keys, (group, tokens), meta = 32768 if how.get("many", True) else 64, rows, {"device": "meta"}
     q = torch.empty(2, tokens, 8 * group, head_dim, dtype=dtype, **meta)
     paged = how.get("paged", False)
-    pool = torch.empty(2 * keys // 16 if paged else 2, 16 if paged else keys, 8, head_dim, dtype=dtype, **meta)
+    slots, kept = (2 * keys // 16, 16) if paged else (2, keys), how.get("kept", dtype)
+    pool = torch.empty(*slots, 8, head_dim, dtype=kept, **meta)
+    scales = torch.empty(*slots, 8, **meta) if kept in EIGHT_BITS else None
     blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
     first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
-    far_q = torch.empty_like(q) if how.get("far") else None
-    visible = VisibleKeys(order, keys, blocks, first, counts, sinks=4)
-    launches = gpu.attention_launches(q, far_q, pool, pool, visible, 0.1, torch.empty_like(q))
+    visible = VisibleKeys(order, keys, blocks, first, counts, None, how.get("sinks", 0), scales, scales)
+    launches = gpu.attention_launches(q, None, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
 
@@ -184,6 +212,30 @@ def test_attention_for_nvidia(dtype: torch.dtype, rows: tuple[int, int], paged: 
         assert sum(found[name] for name in named(found, "HMMA")) == (6 if float32 else 4) * one
     assert program.metadata.shared <= 64 * 1024
     assert not named(sass(compiled(launches["combine"], SM_90), tmp_path), *SPILLS)
+
+
+@pytest.mark.parametrize("kept", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("rows", QUERIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_over_8_bits_for_nvidia(
+    dtype: torch.dtype, rows: tuple[int, int], kept: torch.dtype, tmp_path: Path
+) -> None:
+    """Numbers of 8 bits are read in whole vectors, and become 16 bits in registers. No registers are spilled."""
+    launch = attention(dtype, rows, paged=True, kept=kept)["attend"]
+    compiled(launch, SM_80)  # where Triton has no float8_e4m3fn
+    program = compiled(launch, SM_90)
+    found = sass(program, tmp_path)
+    assert not named(found, *SPILLS)
+    assert program.metadata.shared <= 64 * 1024
+    if rows == (1, 1):
+        assert found["LDG.E.128"] >= 8
+    else:
+        assert found["LDGSTS.E.BYPASS.128"] >= 2
+        # Scores in the dtype of queries; values times weights that are sums of three, in bfloat16.
+        plan = launch[0]
+        one = plan.numbers["BLOCK_R"] * plan.numbers["BLOCK_N"] * 128 // (16 * 8 * 16) // plan.warps
+        counted = [sum(found[name] for name in named(found, "HMMA") if name.endswith(end)) for end in ("TF32", "BF16")]
+        assert counted == ([6 * one, 3 * one] if dtype == torch.float32 else [0, 4 * one])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -300,14 +352,19 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
 
 
+@pytest.mark.parametrize("kept", [None, *EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("rows", QUERIES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention_for_amd(dtype: torch.dtype, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_for_amd(
+    dtype: torch.dtype, rows: tuple[int, int], kept: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native float8 of this GPU, another one, is not used."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for launch in attention(dtype, rows, paged=True).values():
+    for launch in attention(dtype, rows, paged=True, kept=kept or dtype).values():
         program = compiled(launch, GFX942)
         assert program.metadata.shared <= 64 * 1024
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", program.asm["amdgcn"])
+        assert not re.search(r"v_\w*(fp8|bf8)", program.asm["amdgcn"])
 
 
 def strided(size: tuple[int, ...], dtype: torch.dtype, step: int) -> Tensor:
@@ -344,24 +401,35 @@ def tables_of_positions() -> Iterator[Launch]:
 
 def fused_steps() -> Iterator[Launch]:
     slots = strided((2, 3), torch.int64, 1)
-    for dtype, of_table, of_weight, (head_dim, pairs, offset), x_step, step, interleaved, add_one, stores in product(
-        DTYPES, TABLES, (torch.bfloat16, torch.float32), SIZES, (1, 2), (1, 2), BOTH, (None, False, True), BOTH
+    for dtype, of_table, of_weight, (head_dim, pairs, offset), x_step, step, interleaved, add_one, kept in product(
+        DTYPES,
+        TABLES,
+        (torch.bfloat16, torch.float32),
+        SIZES,
+        (1, 2),
+        (1, 2),
+        BOTH,
+        (None, False, True),
+        (None, torch.float16, *EIGHT_BITS),
     ):
+        if kept in EIGHT_BITS and (of_table, step) != (torch.float32, 1):
+            continue  # tables and caches do not meet in the kernel
         q, k, v = (strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 1, 1))
-        cache = strided((3, 4, 1, head_dim), dtype, x_step)
+        cache = strided((3, 4, 1, head_dim), kept if kept in EIGHT_BITS else dtype, x_step)
+        scales = strided((3, 4, 1), torch.float32, 1) if kept in EIGHT_BITS else None
         weight, table = strided((head_dim,), of_weight, 1), strided((3, pairs), of_table, step)
         norm = None if add_one is None else (weight, weight, 1e-6, add_one)
-        store = (v, cache, slots) if stores else None
-        outputs = (q, cache if stores else k)
+        store = None if kept is None else StoreArguments(v, cache, cache, slots, scales, scales)
+        outputs = (q, k if kept is None else cache)
         yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
 def attentions(kernel: str) -> Iterator[Launch]:
-    for dtype, rows, paged, first, counts, far, many in product(
-        (torch.float16, torch.bfloat16, torch.float32), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
+    for dtype, kept, rows, paged, first, counts, sinks, many in product(
+        (torch.float16, torch.bfloat16, torch.float32), (None, *EIGHT_BITS), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
     ):
-        how = {"paged": paged, "first": first, "counts": counts, "far": far, "many": many or kernel == "combine"}
-        yield attention(dtype, rows, 200 if first else 64, **how)[kernel]
+        how = {"paged": paged, "first": first, "counts": counts, "sinks": sinks, "many": many or kernel == "combine"}
+        yield attention(dtype, rows, 200 if first else 64, kept=kept or dtype, **how)[kernel]
 
 
 # Each kernel, with the launches that its launcher can make.
@@ -389,10 +457,11 @@ def variants(launches: Iterable[Launch]) -> list[Launch]:
         choices |= {name: named.get(name, 0) > 0 for name in ("OFFSET", "PAGE")}
         choices |= {name: named.get(name) for name in ("BLOCK_R", "PRECISION")}
         combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
-    left, chosen = frozenset().union(*combined), []
-    while left:
-        best = max(combined, key=lambda threes: len(threes & left))
-        left, chosen = left - best, [*chosen, combined[best]]
+    chosen = []
+    while combined:
+        best = max(combined, key=len)
+        chosen.append(combined[best])
+        combined = {left: launch for threes, launch in combined.items() if (left := threes - best)}
     return chosen
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -147,21 +147,29 @@ def some_launch(draw: random.Random) -> Make:
         axis = draw.choice((None, steps))
         return lambda: gpu.angles_launch(positions, steps, cos, sin, factor, axis)
     if kind == gpu.attention_launches:
-        pool = torch.empty(batch, 64, *k[2:], dtype=of_x)
+        kept = draw.choice((of_x, torch.int8, torch.float8_e4m3fn))
+        pool = torch.empty(batch, 64, *k[2:], dtype=kept)
+        scales = draw.choice((torch.empty(pool.shape[:3]), torch.empty(64, batch, k[2]).mT)) if kept != of_x else None
         x[0] = x[0] if x[0].stride(-1) == 1 else x[0].contiguous()  # otherwise, each launch would do it
         far_q, order = draw.choice((None, x[0])), torch.empty(table[:2], dtype=torch.int64)
         blocks = draw.choice((None, torch.empty(batch, 1, dtype=torch.int32)))
         first, counts = (draw.choice((None, order[:, 0])) for _ in range(2))
         window, sinks, scale = draw.choice((None, 8)), draw.choice((0, 4)), draw.choice((1.0, 0.25))
-        visible = VisibleKeys(order, draw.choice((63, 64)), blocks, first, counts, window, sinks)
+        visible = VisibleKeys(order, draw.choice((63, 64)), blocks, first, counts, window, sinks, scales, scales)
         out = torch.empty_like(x[0])
         return lambda: gpu.attention_launches(x[0], far_q, pool, pool, visible, scale, out)[0]
     weight = torch.empty(q[-1], dtype=draw.choice((torch.bfloat16, torch.float32)))
-    pages, slots = torch.empty(draw.choice((1, 5)), 16, *k[2:], dtype=of_x), torch.empty(table[:2], dtype=torch.int64)
+    kept, slots = draw.choice((of_x, torch.int8, torch.float8_e4m3fn)), torch.empty(table[:2], dtype=torch.int64)
+    pages = torch.empty(draw.choice((1, 5)), 16, *k[2:], dtype=kept)
+    scales = draw.choice((torch.empty(pages.shape[:3]), torch.empty(16, 5, k[2]).mT)) if kept != of_x else None
     norm = draw.choice(
         (None, (weight, weight, 1e-6, False), (weight, weight, 1e-6, True), (weight, weight, 1e-5, True))
     )
-    store = draw.choice((None, (some_tensor(draw, k, of_x), pages, slots)))
+    v = some_tensor(draw, k, of_x)
+    rows = (
+        (None, pages, None, slots) if kept == of_x and draw.random() < 0.3 else (v, pages, pages, slots, *[scales] * 2)
+    )
+    store = draw.choice((None, StoreArguments(*rows)))
     outputs = y[0], pages if store else y[1]
     return lambda: gpu.step_launch((x[0], x[1]), outputs, cos, sin, options, norm, store)
 

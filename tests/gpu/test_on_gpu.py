@@ -282,11 +282,13 @@ def test_fused_step() -> None:
 
 
 def cases_of_attention() -> list[attention_cases.Case]:
-    """A cache with one block for each row, and one with pages, whose lengths change in place."""
-    return [attention_cases.long_rows([1000, 3000]), *map(attention_cases.draw, (0, 2, 3, 5, 11))]
+    """A cache with one block for each row, and others with pages, 8 bits or sinks, whose lengths change in place."""
+    cases = [attention_cases.long_rows([1000, 3000]), *map(attention_cases.draw, (0, 2, 3, 5, 11))]
+    cases += [attention_cases.in_8_bits(cases[i], kept) for i, kept in enumerate(attention_cases.EIGHT_BITS)]
+    return [*cases, attention_cases.draw(attention_cases.TWO_RANGES[0], two_ranges=True)]
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(9))
 def test_attention_over_a_cache_in_a_graph(index: int, forbid_synchronization: None) -> None:
     """The kernel is used, waits for nothing, and a captured graph reads queries, keys, orders and lengths again."""
     case = cases_of_attention()[index]
@@ -326,15 +328,17 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda").copy_(x)
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_decode_calls_the_kernel(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("store", [None, "fp8"])
+@pytest.mark.parametrize("kind", ["capacity", "pages", "pages, sinks"])
+def test_decode_calls_the_kernel(kind: str, store: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers of a step each attend in one call, and gather nothing."""
     calls: list[int] = []
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *arguments: (calls.append(1), attend(*arguments))[1])
-    size: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    if paged:
-        cache: Any = PagedKVCache(8, 2, 64, blocks=9, **size)
+    size: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "store": store}
+    if kind != "capacity":
+        pages = {"blocks": 9} | ({"window": 8, "sinks": 2} if "sinks" in kind else {})
+        cache: Any = PagedKVCache(8, 2, 64, **pages, **size)
         cache.admit(), cache.admit()
     else:
         cache = KVCache(8, 2, 2, 64, capacity=40, **size)

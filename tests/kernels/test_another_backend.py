@@ -127,9 +127,10 @@ class TestAttention:
 
     @pytest.mark.parametrize("seed", [0, 3, 5])
     def test_goes_to_the_backend(self, made: MadeUp, seed: int) -> None:
-        case = attention_cases.draw(seed)
-        attention_cases.check(case, attend(case))
-        assert made.calls == ["attend"]
+        drawn = attention_cases.draw(seed)
+        for case in (drawn, attention_cases.in_8_bits(drawn, torch.int8)):
+            attention_cases.check(case, attend(case))
+        assert made.calls == ["attend", "attend"]
 
     def test_of_caches(self, made: MadeUp) -> None:
         q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)

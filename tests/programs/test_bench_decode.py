@@ -19,8 +19,9 @@ from ropewalk.tools.bench import decode_model, machine
 from ropewalk.tools.bench.decode import DecodeSettings
 from ropewalk.tools.bench.decode_caches import Fill, Geometry
 
-TINY = Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
+TINY = Geometry(32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, row=28, latent=20)
 OURS = ["ropewalk, KVCache", "ropewalk, PagedKVCache", "ropewalk, int8", "ropewalk, fp8"]
+LATENT = "ropewalk, latent rows"
 NAMES = [*OURS, "transformers, DynamicCache", "transformers, StaticCache"]
 
 
@@ -37,25 +38,26 @@ def test_all_are_right_and_timed(tmp_path: Path) -> None:
     dtypes = ("float32", "bfloat16")
     found = run(said.append, file, rows=(1, 3), held=(20, 33), dtypes=dtypes, rounds=3)
     cells = [(dtype, batch, held) for dtype in dtypes for held in (20, 33) for batch in (1, 3)]
-    for part, names in (("attention", ["read keys and values", *NAMES]), ("model", NAMES)):
+    with_rows = ["read keys and values", *OURS, LATENT, *NAMES[4:]]
+    for part, names in (("attention", with_rows), ("model", NAMES)):
         keys = [(row["dtype"], row["batch"], row["held"], row["contender"]) for row in found[part]]
         assert keys == [(*cell, name) for cell in cells for name in names]
         for row in found[part]:
             assert (row["state"], row["rounds"]) == ("timed", 3), row
             assert 0 < row["p10"] <= row["median"] <= row["p90"]
-    for read, *others in zip(*(found["attention"][i::7] for i in range(7)), strict=True):
+    for read, *others in zip(*(found["attention"][i::8] for i in range(8)), strict=True):
         tokens = read["batch"] * read["held"]
         for row in (read, *others):
             assert row["times_read"] == row["median"] / read["median"]
             assert row["per_token"] == pytest.approx(row["median"] / tokens)
-        assert [row["planning"] is None for row in (read, *others)] == [True, *[False] * 4, True, True]
+        assert [row["planning"] is None for row in (read, *others)] == [True, *[False] * 5, True, True]
     for kv, *others in zip(*(found["model"][i::6] for i in range(6)), strict=True):
         for row in (kv, *others):
             assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["median"])
             assert row["ahead"] == row["median"] / kv["median"]
     assert json.loads(file.read_text()) == json.loads(json.dumps(found))
     text = "\n".join(said)
-    assert "4 query heads, 2 key heads of 16; the model has 2 layers of hidden 32, MLP 48" in text
+    assert "4 query heads, 2 key heads of 16; the model has 2 layers of hidden 32, MLP 48; latent rows have" in text
     assert "attention of one layer, 3 rows x 33 held tokens, bfloat16: 0.0 MB of keys and values" in text
     assert "model of 2 layers, 1 row x 20 held tokens, float32: 0.0 MB of keys and values" in text
 
@@ -70,7 +72,9 @@ def test_a_wrong_contender_is_not_timed(part: str, dtype: str, monkeypatch: pyte
     said: list[str] = []
     *rows, dynamic, static = run(said.append, dtypes=(dtype,))[part]
     assert [row["state"] for row in (dynamic, static)] == ["timed", "timed"]
-    for row in rows[-4:]:
+    ours = rows[1:] if part == "attention" else rows
+    assert [row["contender"] for row in ours] == [*OURS, *([LATENT] if part == "attention" else [])]
+    for row in ours:
         assert row["state"] == "wrong"
         assert row["error"] > row["allowed"]
     assert "wrong: error" in "\n".join(said)
@@ -80,6 +84,9 @@ def test_only_the_named_caches_are_timed() -> None:
     found = run(only=["Static"])
     assert [row["contender"] for row in found["attention"]] == ["read keys and values", "transformers, StaticCache"]
     assert [(row["contender"], row["ahead"]) for row in found["model"]] == [("transformers, StaticCache", None)]
+    found = run(only=["latent"])
+    assert [row["contender"] for row in found["attention"]] == ["read keys and values", LATENT]
+    assert found["model"] == []  # the model has no latent rows
     with pytest.raises(ropewalk.RopeError, match=r"bench: only must name a cache, got 'nobody'\. The cont"):
         run(only=["nobody"])
 
@@ -98,6 +105,7 @@ def test_caches_that_do_not_fit_are_not_built(monkeypatch: pytest.MonkeyPatch) -
     # With int8, 16 channels and a scale take 20 bytes, and attention makes a float32 copy of one layer.
     fill = Fill(TINY, batch=2, held=20, room=128, dtype=torch.float32)
     assert fill.needed_bytes(["ropewalk, int8"]) == (2 * 20 + 16 * 4) * 2 * 2 * 2 * (20 + 128 + 16)
+    assert fill.needed_bytes([LATENT]) == 2 * 2 * 28 * 4 * (20 + 128 + 16)
     assert "not timed: the caches need 1 GiB, 0 GiB are free. Name fewer caches with --only." in "\n".join(said)
 
 

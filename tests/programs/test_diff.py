@@ -187,6 +187,14 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
     assert ran.exit_code == 2
     assert "were not judged" in ran.stdout
     assert "vLLM 0.32.0 (not judged) " in ran.stdout
+    assert "    vLLM (not judged): equal up to" in ran.stdout
+
+
+def test_an_engine_that_runs_no_rope_has_no_row_of_roundings(tmp_path: Path) -> None:
+    path = written(tmp_path, "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    out = run(path, "--engines", "exllamav3").stdout
+    assert "exllamav3 1.6.5 does not run it" in out
+    assert "how the engines round" not in out
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:

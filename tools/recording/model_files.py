@@ -39,6 +39,7 @@ class Engine:
             load the config.
         fill: completes a config, and returns it with the names of the added keys.
         always: maps a model_type to keys about rotation without which its file cannot be built.
+        by_transformers: the model_types whose file computes frequencies with the functions of transformers.
         permutes: the model_types whose weights of q and k the engine permutes when it loads them. The pairing with
             which it rotates them says nothing about the original weights.
         runs: whether `layers` returns the ropes that a forward pass applies, and not only those that were built.
@@ -52,6 +53,7 @@ class Engine:
     layers: Probe
     fill: Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]] = lambda config: (config, [])
     always: dict[str, dict[str, Any]] = field(default_factory=dict)
+    by_transformers: frozenset[str] = frozenset()
     permutes: frozenset[str] = frozenset()
     runs: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class Engine:
             needs += found.pop("needs", [])
             if self.described:
                 found = _without_other(found)
+            found |= {"by_transformers": True} if name.partition("/")[0] in self.by_transformers else {}
             return {"model_type": name, "file": file, **({"needs": needs} if needs else {}), **found}
         raise CannotRecordError("; ".join(dict.fromkeys(errors)) or "there is no config")
 
@@ -592,17 +595,22 @@ class Trace:
         """Mark schemes in place of which the file applies another one.
 
         Schemes that give the same rope are marked. If the slowest pair is slowed by the factor and the fastest is not,
-        this scheme is YaRN. Linear scaling slows every pair by the factor.
+        this scheme is YaRN. Linear scaling slows every pair by the factor. LongRoPE with the short list for a sequence
+        above the trained length is another scheme, unless the reference states a trained length of its own.
         """
+        states = "original_max_position_embeddings" in self.reference.text(self.reference.whole)
+        short = None if states else {round(1 / _lists(1, 8.0)["short_factor"][0], 4)}
         for section in SECTIONS:
             same: dict[str, list[str]] = {}
-            for scheme in ("linear", "llama3", "yarn"):
+            for scheme in ("linear", "llama3", "yarn", "longrope"):
                 if outcomes.get((section, scheme)) == "applied":
                     values, unscaled = self._form(section, index, plain)
                     rope = self._rope(values | self._scaled(section, kind, scheme, pairs, 8.0, _NAMES), index)
                     slowed = {round(a / b, 4) for a, b in zip(rope["inv_freq"], unscaled["inv_freq"], strict=False)}
                     is_own = slowed == {0.125} if scheme == "linear" else scheme == "yarn" and slowed >= {1.0, 0.125}
                     if scheme == "linear" and not is_own and base_of(unscaled, ()) is not None:
+                        outcomes[section, scheme] = OTHER
+                    if scheme == "longrope" and slowed == short:
                         outcomes[section, scheme] = OTHER
                     same.setdefault(repr(rope), []).append("" if is_own else scheme)
             marked = [each for schemes in same.values() if len(schemes) > 1 for each in schemes if each]

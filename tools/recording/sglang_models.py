@@ -1,6 +1,7 @@
 """The ropes of SGLang's models: the class of a model is built with stubs for everything that needs a GPU.
 
 Its calls of `get_rope` are recorded. Then SGLang's own `get_rope` builds the rotary modules, which rotate in PyTorch.
+A model whose file has a rotary class of its own need not rotate with them, so its forward pass is run.
 The config is read by SGLang's own classes or by those of transformers, in the version that SGLang requires.
 """
 
@@ -181,8 +182,82 @@ def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     dtype = replaced(torch, "get_default_dtype", lambda: getattr(torch, config.get("torch_dtype", "float32")))
     with torch.device("meta"), dtype:
         model = engine.classes[architecture(config, engine.classes)](config=values)
+    if text := _with_own_rotary(model):
+        rotated = [_rotated_in_forward(text, layer, tokens) for layer in list(text.layers)]
+        distinct = {q.numpy().tobytes(): q for q in rotated}
+        ropes = {key: rope_of(pairs_of(q), q.shape[-1]) for key, q in distinct.items()}
+        return [ropes[q.numpy().tobytes()] for q in rotated]
     named = {name: module for name, module in model.named_modules() if isinstance(module, Recorded)}
     return per_layer(named, lambda module: _measure(engine, module, tokens))
+
+
+def _with_own_rotary(model: nn.Module) -> Any:
+    """Return the part of a model whose layers rotate with a rotary class of the model's file, or None.
+
+    Raises:
+        CannotRecordError: another part has such a class.
+    """
+    for name, module in model.named_modules():
+        classes = [type(child) for child in module.children()]
+        own = any("Rotary" in cls.__name__ and cls.__module__.startswith("sglang.srt.models") for cls in classes)
+        if own and not re.search("vision|visual|audio", name):
+            if not hasattr(module, "layers"):
+                raise CannotRecordError("its forward pass was not run")
+            return module
+    return None
+
+
+class _Projected(nn.Module):
+    """Stands for the projection to q, k and v. It returns one tensor for every input."""
+
+    def __init__(self, qkv: torch.Tensor) -> None:
+        super().__init__()
+        self.qkv = qkv
+
+    def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.qkv, None
+
+
+class _RotatedError(Exception):
+    """Ends a forward pass when q is rotated."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        super().__init__()
+        self.q = q
+
+
+class _Attended(nn.Module):
+    """Stands for the product of rotated q and k."""
+
+    def forward(self, q: torch.Tensor, *_: Any, **__: Any) -> None:
+        raise _RotatedError(q)
+
+
+def _rotated_in_forward(text: Any, layer: Any, tokens: int) -> torch.Tensor:
+    """Rotate each channel alone, in a head of its own, with the forward pass of a text model that has only this layer.
+
+    Returns:
+        float32 `[positions, channels, channels]`, at the positions 0, 1 and the last one of a sequence of `tokens`.
+    """
+    attention = layer.self_attn
+    channels = attention.head_dim
+    positions = torch.tensor([0, 1, tokens - 1])
+    q = torch.eye(channels).flatten().repeat(len(positions), 1)
+    for name, child in text.named_children():
+        if "Rotary" in type(child).__name__:
+            setattr(text, name, type(child)(config=child.config))  # the model was built on the meta device
+    text.layers = nn.ModuleList([layer])
+    layer.input_layernorm = attention.q_norm = attention.k_norm = nn.Identity()
+    attention.num_heads, attention.q_size = channels, channels * channels
+    attention.qkv_proj = _Projected(torch.cat([q, torch.zeros(len(positions), 2 * attention.kv_size)], -1))
+    attention.attn = _Attended()
+    try:
+        text(None, positions[None], None, input_embeds=q)
+    except _RotatedError as found:
+        return found.q
+    except Exception as error:
+        raise CannotRecordError(f"its forward pass fails: {error}") from error
+    raise CannotRecordError("its forward pass ends before its attention")
 
 
 def per_layer(named: dict[str, Recorded], measure: Any) -> list[Rope | None]:
@@ -240,5 +315,11 @@ def fill(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 ENGINE = Engine(
-    "sglang", "sglang", file, layers, fill, permutes=frozenset({"llama4", "llama4_text"})
-)  # permute_qk_weight_for_rotary
+    "sglang",
+    "sglang",
+    file,
+    layers,
+    fill,
+    by_transformers=frozenset({"gemma3", "gemma3_text"}),  # Gemma3RotaryEmbedding
+    permutes=frozenset({"llama4", "llama4_text"}),  # permute_qk_weight_for_rotary
+)

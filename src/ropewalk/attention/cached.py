@@ -66,9 +66,9 @@ def _run_kernel(
 ) -> Tensor | None:
     """Do the work of `attend_cached` with a backend. Return None if PyTorch's attention must be used."""
     kernels = backend.KERNELS.get(q.device.type)
-    if kernels is None or kernels.attend is None or visible.key_scales is not None:
-        return None  # only the kernel of the CPU reads 8 bits
-    if observed.has_mode() or not _fits(q, far_q, keys, values, visible):
+    if kernels is None or kernels.attend is None or observed.has_mode():
+        return None
+    if not _fits(q, far_q, keys, values, visible):
         return None
     inputs = [x for x in (q, far_q, keys, values, *visible) if isinstance(x, Tensor)]
     if backend.kernel_for(*inputs) is not kernels:
@@ -115,9 +115,10 @@ def _reference(
         return x if scales is None else x * rows_of(scales[..., None], None)
 
     index = torch.arange(count, device=q.device)
-    key_order = index if first is None else first[:, None] + index  # [batch, keys] or [keys]
+    is_sink = index < sinks
+    key_order = index if first is None else torch.where(is_sink, index, first[:, None] + index)  # [keys], [batch, keys]
     distance = order[:, :, None] - (key_order if first is None else key_order[:, None])
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen = distance >= 0 if window is None else (distance >= 0) & ((distance < window) | is_sink)
     seen = seen if counts is None else seen & (index < counts[:, None, None])
     unseen = ~seen.any(1)[:, :, None, None]  # slots that nobody sees may hold NaN
     k, v = (
@@ -126,7 +127,6 @@ def _reference(
     )
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k)
     if far_q is not None:
-        is_sink = (key_order < sinks).expand(batch, count)[:, None, None]
         scores = torch.where(is_sink, torch.einsum("bqhd,bkhd->bhqk", far_q.float(), k), scores)
     scores = (scale * scores).masked_fill(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1).masked_fill(~seen.any(-1)[:, None, :, None], 0)

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
+from ropewalk.kernels.visible import StoreArguments
 from ropewalk.positions.sizes import can_read
 from ropewalk.rotation import writable
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.qk_norm import QKNorm, StoreArguments, run_fused
+from ropewalk.rotation.qk_norm import QKNorm, run_fused
 
 _WHO = "rotate_and_store"
 
@@ -61,36 +62,37 @@ def rotate_and_store(
     if norm is not None and not isinstance(norm, QKNorm):
         fix = "Create it with QKNorm(q_weight, k_weight, eps=...)."
         raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), fix)
-    store = StoreArguments(v, k_cache, v_cache, slot_mapping)
+    given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
-        _check(q, k, store, norm, layout)
+        _check(given, norm, layout)
+    store = StoreArguments(v, k_cache, v_cache, slot_mapping)
     rotated: Tensor | None = run_fused(rotation, q, k, layout=layout, norm=norm, store=store)
     if rotated is None:
         if on_cpu:  # the compiled kernel does these checks itself, so they run only if it was not used
-            _check(q, k, store, norm, layout)
+            _check(given, norm, layout)
         if not isinstance(rotation, Rotation):
             got = _checks.shown(rotation)
             raise _checks.error(_WHO, "rotation must be a Rotation", got, "Compute it with rope.at(positions).")
         rotated, k = rotation(q, k, layout=layout) if norm is None else norm.rotate(rotation, q, k, layout=layout)
-        _write(k, store, layout)
+        _write((k, v), (k_cache, v_cache), slot_mapping, layout)
     return rotated
 
 
-def _write(k: Tensor, store: StoreArguments, layout: Layout) -> None:
+def _write(new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], slots: Tensor, layout: Layout) -> None:
     """Write k and v to their slots in plain PyTorch. No shape depends on a value, and nothing is read back.
 
     The indexed write needs a slot for every token. In place of each token without a slot, a token that has one is
     written to its own slot a second time. If no token has a slot, the first slot is overwritten with its own content.
     """
-    slots, block_size = store.slots.flatten(), store.k_cache.shape[1]
+    slots, (blocks, block_size) = slots.flatten(), caches[0].shape[:2]
     if not slots.numel():
         return
-    kept = (slots >= 0) & (slots < store.k_cache.shape[0] * block_size)
+    kept = (slots >= 0) & (slots < blocks * block_size)
     source = torch.where(kept, torch.arange(len(slots), device=slots.device), kept.int().argmax())
     slot = torch.where(kept.any(), slots[source], 0)
     index = (slot // block_size, slot % block_size)
-    for x, cache in ((k, store.k_cache), (store.v, store.v_cache)):
+    for x, cache in zip(new, caches, strict=True):
         cache.index_put_(index, torch.where(kept.any(), _tokens_first(x, layout)[source], cache[index]))
 
 
@@ -102,22 +104,23 @@ def _tokens_first(x: Tensor, layout: Layout) -> Tensor:
     return x.movedim((batch, tokens, heads), (0, 1, 2)).flatten(0, 1)
 
 
-def _check(q: Tensor, k: Tensor, store: StoreArguments, norm: QKNorm | None, layout: Layout) -> None:
+def _check(given: dict[str, Tensor], norm: QKNorm | None, layout: Layout) -> None:
     """Raise unless k and v match the caches, and slot_mapping matches the tokens."""
     _checks.choice(_WHO, "layout", layout, AXES)
     batch, tokens, heads, count = AXES[layout]
-    for name, x in (("q", q), ("k", k), *zip(("v", "k_cache", "v_cache", "slot_mapping"), store, strict=True)):
+    for name, x in given.items():
         if not isinstance(x, Tensor):
             raise _checks.error(_WHO, f"{name} must be a tensor", _checks.shown(x), f"Pass a torch.Tensor as {name}.")
-    for name, x in (("k", k), ("v", store.v)):
+    q, k, v, *caches, slots = given.values()
+    for name, x in (("k", k), ("v", v)):
         if x.ndim != count:
             must = f"{name} in layout {layout!r} must have {count} axes"
             raise _checks.error(_WHO, must, _checks.describe(x), f"Pass the layout of {name}.")
-    if store.v.shape[:-1] != k.shape[:-1]:
-        must, got = "v must have the batch, tokens and heads of k", f"{_checks.describe(store.v)}"
+    if v.shape[:-1] != k.shape[:-1]:
+        must, got = "v must have the batch, tokens and heads of k", f"{_checks.describe(v)}"
         raise _checks.error(_WHO, must, got, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
-    blocks = store.k_cache.shape[:2]
-    for name, cache, x in (("k_cache", store.k_cache, k), ("v_cache", store.v_cache, store.v)):
+    blocks = caches[0].shape[:2]
+    for name, cache, x in (("k_cache", caches[0], k), ("v_cache", caches[1], v)):
         inner = (x.shape[heads], x.shape[-1])
         if cache.ndim != 4 or cache.shape[:2] != blocks or cache.shape[2:] != inner or 0 in blocks:
             must = f"{name} must have shape [blocks, block_size, {inner[0]}, {inner[1]}], with the blocks of k_cache"
@@ -127,16 +130,15 @@ def _check(q: Tensor, k: Tensor, store: StoreArguments, norm: QKNorm | None, lay
             got = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
             raise _checks.error(_WHO, must, got, "Build the cache with the dtype and device of the model's keys.")
     shape = (k.shape[tokens],) if batch is None else (k.shape[batch], k.shape[tokens])
-    slots = store.slots
     if slots.dtype != torch.int64 or slots.shape != shape or slots.device != q.device:
         must = f"slot_mapping must be int64 of shape {tuple(shape)} on {q.device}, a slot for each token"
         raise _checks.error(_WHO, must, _checks.describe(slots), "Use -1 for tokens that are not stored.")
-    inputs = (q, k, store.v, store.k_cache, store.v_cache, *(() if norm is None else (norm.q_weight, norm.k_weight)))
+    inputs = (q, k, v, *caches, *(() if norm is None else (norm.q_weight, norm.k_weight)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         fix = "Run under torch.no_grad() or torch.inference_mode()."
         raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
     if not torch.compiler.is_compiling():
-        _check_caches((store.k_cache, store.v_cache), (q, k, store.v))
+        _check_caches(caches, (q, k, v))
     if can_read(slots) and slots.numel():
         low, high = int(slots.min()), int(slots.max())
         if low < -1 or high >= blocks[0] * blocks[1]:
@@ -144,7 +146,7 @@ def _check(q: Tensor, k: Tensor, store: StoreArguments, norm: QKNorm | None, lay
             raise _checks.error(_WHO, must, str(low if low < -1 else high), "Pass the slot mapping of this cache.")
 
 
-def _check_caches(caches: tuple[Tensor, Tensor], inputs: tuple[Tensor, ...]) -> None:
+def _check_caches(caches: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
     """Raise unless the caches can be written in place, and share no element with each other or with the inputs."""
     for cache in caches:
         writable.check_elements(_WHO, cache, "Allocate the caches with torch.zeros, outside of inference mode.")

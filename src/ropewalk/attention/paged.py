@@ -229,18 +229,21 @@ class PagedStep(Step):
         )
 
     def _find_sinks(self) -> tuple[Tensor, int]:
-        return self.key_order < self._sinks, 0
+        return self.key_order < self._sinks, self._sinks
 
     def _visible_keys(self, window: int | None) -> VisibleKeys | None:
-        if self._sinks:  # the orders of the keys have a gap behind the sinks, which kernels do not know
+        if self._sinks and window != self._window:  # a layer with a window of its own has no sinks
             return None
+        # In a compiled layer `_keys` may be the size of a mask that the graph does not use, and then it is undefined.
+        keys = self.block_table.shape[1] * self._positions_of_slots.shape[1]
         return VisibleKeys(
             self.order,
-            self._keys,
+            keys,
             blocks=self.block_table,
             first=self._skipped,
             counts=self._counts,
             window=window,
+            sinks=self._sinks,
         )
 
     def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
@@ -287,7 +290,7 @@ class PagedKVCache:
         window: each token attends to itself and the previous window − 1 tokens. A block becomes free when no later
             token can attend to it.
         sinks: with window, tokens at the start of a row that every token attends to, as in `KVCache`. Their blocks are
-            not freed. Layers attend in PyTorch, without the kernel for few tokens, and there is no `flex`.
+            not freed. There is no `flex`.
         flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers, and all layers
             if flex is False, first gather the blocks of the rows. flex requires the layout "NHD".
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.attention.cached import attend_cached
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
+from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
 
@@ -35,7 +36,7 @@ class QuantizedStore:
         e4m3:  Σ|qᵢ| · max(|kᵢ| / 16, scale / 1024)
 
     plus roundings of float32. `read` rounds once more, to `dtype`, and each `rotate` quantizes the keys again. A head
-    with a number that is not finite reads as NaN in int8, and such numbers as NaN in e4m3.
+    with a number that is not finite reads as NaN.
 
     Attributes:
         keys, values: the 8-bit numbers, `[blocks, block_size, kv_heads, head_dim]`, int8 or float8_e4m3fn.
@@ -67,14 +68,13 @@ class QuantizedStore:
     def rotate_and_write(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
     ) -> Tensor | None:
-        return None
+        store = StoreArguments(v, self.keys, self.values, slots, self.key_scales, self.value_scales)
+        rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
+        return rotated
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        if q.is_cpu:
-            visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
-            return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
-        keys, values = self.read(visible.blocks, visible.keys)  # no kernel of a GPU reads 8 bits
-        return attend_cached(q, far_q, keys, values, visible._replace(blocks=None), scale=scale)
+        visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
+        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
 
     def read(
         self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention.cached import attend_cached
 from ropewalk.attention.quantized import STORES
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
@@ -136,9 +136,10 @@ class PlainStore:
     def rotate_and_write(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
     ) -> Tensor | None:
-        if self.latent is not None:
-            return None
-        store = qk_norm.StoreArguments(v, self.keys, self._kept[1], slots)
+        if self.latent is None:
+            store = StoreArguments(v, self.keys, self._kept[1], slots)
+        else:
+            store = StoreArguments(None, self.keys, None, slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
 

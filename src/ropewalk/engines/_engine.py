@@ -168,7 +168,8 @@ class Engine:
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
         override: how a user gives it other rope parameters; None if that was not looked up.
-        lender: the engine whose code this engine uses for models without a file of their own.
+        lender: the engine whose code this engine uses for models without a file of their own, and for frequencies in
+            some files.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
         built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
     """
@@ -196,14 +197,15 @@ class Engine:
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
         if found.config is None:
             return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)
-        lent = found.file is not None and found.file.as_transformers and self.lender is not None
+        file = found.file or _model_files.ModelFile("")
+        lent = file.as_transformers or file.by_transformers
         ruled = (self.lender if self.lender is not None and lent else self).apply_rule(found.config)
-        factor = None if found.file is None else found.file.attention_factor
+        factor = file.attention_factor
         scaling: Any = None if ruled.rope is None else ruled.rope.scaling
         if factor is not None and hasattr(scaling, "attention_factor"):
             ruled = replace(ruled, rope=found.config.with_scaling(with_attention_factor(scaling, factor)))
         weakest = max((evidence, ruled.evidence), key=("run", "read", "not recorded").index)
-        files = "" if lent else f"{source}, "
+        files = "" if file.as_transformers else f"{source}, "
         sources = ", ".join(dict.fromkeys(filter(None, f"{files}{ruled.source}".split(", "))))
         return replace(ruled, notes=(*found.notes, *ruled.notes), source=sources, evidence=weakest)
 

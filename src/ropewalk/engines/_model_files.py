@@ -29,6 +29,7 @@ class ModelFile:
         evidence: "run" if the keys were found by building the model of the engine, "read" if only in its source.
         as_transformers: whether the engine runs the model with the code of transformers. The config is then read as it
             is, because the ropes that ropewalk reads from it are compared with transformers.
+        by_transformers: whether the file computes frequencies with the functions of transformers.
         rotates: whether the engine's model rotates at all.
         base: the keys of the base. The first one that the config has counts.
         otherwise: the base of a config without these keys, or the error of the engine. None if it was not recorded.
@@ -51,6 +52,7 @@ class ModelFile:
     file: str
     evidence: Evidence = "run"
     as_transformers: bool = False
+    by_transformers: bool = False
     rotates: bool = True
     base: tuple[str, ...] = ()
     otherwise: float | str | None = None
@@ -86,6 +88,7 @@ class Reading:
 
 
 _OTHER = "another scheme"
+_ALL = "all"  # the kind of the layers of a config in which all are alike
 _LISTS = ("base", "scaling", "fraction", "needs", "every")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 
@@ -144,15 +147,14 @@ def read(table: str, config: ConfigRope) -> Reading:
     if kind != config.kind:
         notes.append(f"It does not read layer_types, and gives these layers the rope of {kind}.")
     rope = config.ropes.get(kind, config.rope)
-    file = file.kinds.get(kind, file)
-    if not file.rotates or rope is None or file.kinds:
-        return Reading(
-            None,
-            file,
-            stop=f"how it rotates {f'layers of the kind {kind}' if kind else 'the layers'} was not recorded",
-            why="unknown",
-        )
-    return _read(file, replace(config, rope=rope, kind=kind), notes)
+    # A file must read layers without a kind alike, whatever kind it takes them for.
+    parts = [*file.kinds.values()] if kind in ("", _ALL) and file.kinds else [file.kinds.get(kind, file)]
+    if rope is not None and all(part.rotates and not part.kinds for part in parts):
+        first, *others = [_read(part, replace(config, rope=rope, kind=kind), [*notes]) for part in parts]
+        if all((other.config, other.stop) == (first.config, first.stop) for other in others):
+            return first
+    of = "the layers" if kind in ("", _ALL) else f"layers of the kind {kind}"
+    return Reading(None, parts[0], stop=f"how it rotates {of} was not recorded", why="unknown")
 
 
 def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:

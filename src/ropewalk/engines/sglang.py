@@ -33,6 +33,12 @@ _FLOAT32 = Rounding(
 )
 
 
+_GEMMA_3 = replace(
+    _FLOAT32,
+    table="the model's",
+    notes="On a CPU with AMX it rotates Gemma 3 with another module, which scales nothing.",
+    source="srt/models/gemma3_causal.py",
+)
 _IN_DTYPE_OF_Q = replace(_FLOAT32, table="the model's", rotation="the model's")
 
 
@@ -120,7 +126,7 @@ SGLANG = Engine(
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", proportional, frozenset()),
     },
     files="sglang",
-    lender=TRANSFORMERS,
+    lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     override=Override(
         json_argument("python -m sglang.launch_server --model-path MODEL --json-model-override-args"),

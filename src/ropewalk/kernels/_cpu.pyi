@@ -106,13 +106,15 @@ def step_plain(
     k_cache: object,
     v_cache: object,
     slots: object,
+    k_scales: object,
+    v_scales: object,
     profiled: bool,
     /,
 ) -> Any:
     """Normalize q and k if weights are passed, and rotate them. Return both.
 
-    If v, the caches and slots are passed, k and v are written to the caches and only q is returned. Return None,
-    without any effect, if the call must be left to Python, as `rotate_plain` does.
+    If the members of `StoreArguments` are passed, k and v are written to the caches and only q is returned. Return
+    None, without any effect, if the call must be left to Python, as `rotate_plain` does.
     """
 
 def attend_plain(

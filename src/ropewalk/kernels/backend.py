@@ -24,7 +24,7 @@ from ropewalk.kernels import cpu, gpu
 from ropewalk.kernels.observed import must_trace
 
 if TYPE_CHECKING:
-    from ropewalk.kernels.visible import VisibleKeys
+    from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND") or "auto"
 if BACKEND not in ("auto", "reference", "kernel"):
@@ -125,7 +125,7 @@ class FusedStep(Protocol):
         sin: Tensor,
         options: Options,
         norm: tuple[Tensor, Tensor, float, bool] | None,
-        store: tuple[Tensor, Tensor, Tensor] | None,
+        store: StoreArguments | None,
     ) -> None:
         """Do the step.
 
@@ -136,7 +136,7 @@ class FusedStep(Protocol):
             cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
             options: with `inverse` False.
             norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
-            store: v, the cache of values, and one int64 slot for each token. None writes to no cache.
+            store: v, the caches and the slots. None writes to no cache.
         """
 
 
@@ -149,8 +149,7 @@ class CachedAttention(Protocol):
         """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
 
         Args:
-            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`; all of one dtype, float32, bfloat16
-                or float16, with keys and values whose channels are adjacent.
+            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`.
             visible: the keys. Every block exists, and `visible.keys` is at most the number of slots of a row.
         """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ropewalk._layout import AXES, Layout, Options
 
 if TYPE_CHECKING:
-    from ropewalk.kernels.visible import VisibleKeys
+    from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 device_name = "GPU"
 
@@ -158,7 +158,7 @@ def step(
     sin: Tensor,
     options: Options,
     norm: tuple[Tensor, Tensor, float, bool] | None,
-    store: tuple[Tensor, Tensor, Tensor] | None,
+    store: StoreArguments | None,
 ) -> None:
     """Normalize, rotate and store, as `backend.FusedStep` specifies."""
     _launch(*step_launch(tensors, outputs, cos, sin, options, norm, store))
@@ -359,15 +359,23 @@ def step_launch(
     sin: Tensor,
     options: Options,
     norm: tuple[Tensor, Tensor, float, bool] | None,
-    store: tuple[Tensor, Tensor, Tensor] | None,
+    store: StoreArguments | None,
 ) -> Launch:
     """Return the launch of `step`."""
     (q, k), (p, r) = tensors, outputs
     q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
-    v, w, slots = (k, r, k) if store is None else store
-    arguments = q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots
-    shapes, flags = (q.shape, k.shape, v.shape, r.shape, cos.shape), (norm is not None, add_one, store is not None)
-    return _step_plan(shapes, _forms(arguments), options, eps, *flags), arguments
+    r, store_or_none = _numbers(r), (None,) * 6 if store is None else store
+    # In the place of a tensor that is None, another one is passed.
+    v, _, w, slots, r_scales, w_scales = (k if x is None else _numbers(x) for x in store_or_none)
+    arguments = q, p, k, r, v, w, r_scales, w_scales, cos, sin, q_weight, k_weight, slots
+    stores = () if store is None else (store.v is not None, store.k_scales is not None)
+    shapes = q.shape, k.shape, v.shape, r.shape, cos.shape
+    return _step_plan(shapes, _forms(arguments), options, eps, norm is not None, add_one, stores), arguments
+
+
+def _numbers(cache: Tensor) -> Tensor:
+    """Return a cache, with the bits of float8_e4m3fn as bytes: Triton has no such dtype on some GPUs."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @functools.lru_cache(1024)
@@ -378,19 +386,23 @@ def _step_plan(
     eps: float,
     has_norm: bool,
     add_one: bool,
-    stores: bool,
+    of_store: tuple[bool, ...],
 ) -> Plan:
+    """Return the plan. of_store: whether values are stored, and whether there are scales; empty without a store."""
     q_shape, k_shape, v_shape, cache, table = shapes
-    dtypes, (q, p, k, r, v, w, cos, sin, _, _, slots) = zip(*forms, strict=True)
-    dtype, of_table = dtypes[0], dtypes[6]
+    dtypes, (q, p, k, r, v, w, rs, ws, cos, sin, _, _, slots) = zip(*forms, strict=True)
+    dtype, of_table = dtypes[0], dtypes[8]
+    stores, (has_values, has_scales) = bool(of_store), of_store or (False, False)
     layout, interleaved, offset, _ = options
     at_batch, at_tokens, at_heads, _ = AXES[layout]
     batch, tokens, q_heads = _counts(q_shape, layout)
     k_heads, pairs = k_shape[at_heads], table[-1]
-    block_p, block_d = _power_of_two(pairs), _power_of_two(q_shape[-1])
+    block_p, block_d, block_v = (_power_of_two(size) for size in (pairs, q_shape[-1], v_shape[-1]))
     per_thread = _BYTES_PER_THREAD_OF_STEP // 2 // dtype.itemsize
-    warps = min(32, max(4, block_p // per_thread // 32))
-    (q_t, q_h), (k_t, k_h) = (_tile(heads, block_p, warps, per_thread) for heads in (q_heads, k_heads))
+    # A norm and scales need whole heads, which are at least twice as wide as the pairs.
+    wide = max(block_d, block_v) // 2 if has_scales else block_d // 2 if has_norm else block_p
+    warps = min(32, max(4, wide // per_thread // 32))
+    (q_t, q_h), (k_t, k_h) = (_tile(heads, wide, warps, per_thread) for heads in (q_heads, k_heads))
     q_programs, k_programs = (
         batch * _blocks(tokens, t) * _blocks(heads, h) for heads, t, h in ((q_heads, q_t, q_h), (k_heads, k_t, k_h))
     )
@@ -418,6 +430,7 @@ def _step_plan(
         "slots_t": slots[-1] if stores else 0,
         **{name: stride // unit for name, stride in of_tensors.items()},
         **{f"{name}_d": strides[-1] for name, (strides, _) in axes.items()},
+        **{f"{name}_{axis}": x[i] for name, x in (("rs", rs), ("ws", ws)) for i, axis in enumerate("bth")},
         **{name: stride for name, stride in of_tables.items() if not name.endswith("_h")},
         "Q_BLOCK_T": q_t,
         "Q_BLOCK_H": q_h,
@@ -425,6 +438,7 @@ def _step_plan(
         "K_BLOCK_H": k_h,
         "BLOCK_P": block_p,
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
         "HALVINGS": block_d.bit_length() - 1,
         "HEAD_DIM": q_shape[-1],
         "V_DIM": v_shape[-1],
@@ -439,8 +453,9 @@ def _step_plan(
         "ADD_ONE": add_one,
         "EPS": eps,
         "STORES": stores,
+        "SCALED": has_scales,
     }
-    return Plan("step", q_programs + k_programs * (2 if stores else 1), numbers, warps, {})
+    return Plan("step", q_programs + k_programs * (2 if has_values else 1), numbers, warps, {})
 
 
 def angles_launch(
@@ -477,13 +492,16 @@ def attention_launches(
     out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
-    order, count, blocks, first, counts, window, sinks, *_ = visible
+    order, count, blocks, first, counts, window, sinks, key_scales, value_scales = visible
+    keys, values = _numbers(keys), _numbers(values)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
-    optional = far_q, blocks, first, counts
+    optional = key_scales, blocks, first, counts
     # In the place of a tensor that is None, another one is passed.
     arguments = (
-        *(q, q if far_q is None else far_q, keys, values, order if blocks is None else blocks),
+        *(q, q if far_q is None else far_q, keys, values),
+        *(q if key_scales is None else key_scales, q if value_scales is None else value_scales),
+        order if blocks is None else blocks,
         *(order, order if first is None else first, order if counts is None else counts, out),
     )
     plan, of_combine = _attention_plans(
@@ -513,21 +531,22 @@ def _attention_plans(
     division: Division,
 ) -> tuple[Plan, Plan | None]:
     (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
-    has_far, has_blocks, has_first, has_counts = given
+    has_scales, has_blocks, has_first, has_counts = given
     count, window, sinks, scale = numbers_of_keys
-    dtypes, (q, f, k, v, blocks, order, first, counts, _) = zip(*forms, strict=True)
+    dtypes, (q, f, k, v, ks, vs, blocks, order, first, counts, _) = zip(*forms, strict=True)
     dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
     block_d = max(16, _power_of_two(head_dim))
-    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, is_amd)
+    tile = _attention_tile(tokens * group, block_d, dtype.itemsize, dtypes[2].itemsize, is_amd)
     programs = batch * kv_heads * _blocks(tokens * group, tile.queries)
     # At most so many keys are seen: the tokens of a row follow each other.
-    seen = min(count, window + tokens - 1) if window else count
+    seen = min(count, sinks + window + tokens - 1) if window else count
     wanted = _blocks(division.programs * processors, max(1, programs))
     splits = max(1, min(wanted, _blocks(seen, division.least_keys)))
     strides = {
         f"{name}_{axis}": x[i] for name, x in zip("qfkv", (q, f, k, v), strict=True) for i, axis in enumerate("bth")
     }
-    unit = _unit(list(strides.values()), _VECTOR // dtype.itemsize)
+    unit = _unit(list(strides.values()), _VECTOR // dtypes[2].itemsize)
+    of_scales = {f"{name}_{axis}": x[i] for name, x in (("ks", ks), ("vs", vs)) for i, axis in enumerate("bth")}
     numbers = {
         "kv_heads": kv_heads,
         "group": group,
@@ -538,6 +557,7 @@ def _attention_plans(
         "splits": splits,
         "queries": queries,
         **{name: stride // unit for name, stride in strides.items()},
+        **of_scales,
         "blocks_b": blocks[0],
         "order_b": order[0],
         "order_t": order[1],
@@ -552,12 +572,13 @@ def _attention_plans(
         "PAGE": page if has_blocks else 0,
         "FIRST": has_first,
         "COUNTS": has_counts,
-        "FAR": has_far,
+        "SINKS": sinks > 0,
         "SPLIT": splits > 1,
-        # How many 16-bit numbers a weight is the sum of.
-        "PARTS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[dtype],
+        # How many numbers in the dtype of values, or bfloat16 if these have 8 bits, a weight is the sum of.
+        "PARTS": {torch.float32: 1, torch.float16: 2}.get(dtypes[3], 3),
         "PRECISION": tile.precision,
         "ALIGN": unit,
+        "SCALED": has_scales,
     }
     plan = Plan("attend", programs * splits, numbers, tile.warps, {}, {})
     sizes = {"splits": splits, "queries": queries, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_S": 32}
@@ -574,18 +595,23 @@ class _AttentionTile(NamedTuple):
     precision: str = "ieee"
 
 
-def _attention_tile(queries: int, block_d: int, size: int, is_amd: bool) -> _AttentionTile:
-    """Return the tile for the queries of a key head. In these, code for sm_90 spills no registers.
+def _attention_tile(queries: int, block_d: int, size: int, kept: int, is_amd: bool) -> _AttentionTile:
+    """Return the tile for the queries of a key head.
 
-    One query needs no matrix product, and its keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of
-    each pass through shared memory, which suffices for two programs. A matrix product has at least 16 queries and keys.
+    In these, code for sm_90 spills no registers for heads of 128 channels. One query needs no matrix product, and its
+    keys and values stay in registers, 8 KiB of each. Otherwise 16 KiB of each pass through shared memory, which
+    suffices for two programs; or half as many keys if they have 8 bits, because registers hold their wider forms. A
+    matrix product has at least 16 queries and keys.
+
+    Args:
+        size, kept: bytes of an element of the queries, and of the keys and values.
     """
-    row = block_d * size
     if queries == 1:
-        return _AttentionTile(1, max(1, min(128, 8192 // row)), 4, 1)
-    keys = max(16, min(128, 16384 // row))
+        return _AttentionTile(1, max(1, min(128, 8192 // (block_d * kept))), 4, 1)
+    keys = max(16, min(128, 8192 // block_d) // (1 if kept == 2 else 2))
     if size == 2:
-        return _AttentionTile(16, keys, 4, 2) if queries <= 16 else _AttentionTile(32, keys, 8, 2)
+        wide = queries > 16 and (kept == 2 or block_d <= 256)
+        return _AttentionTile(32 if wide else 16, keys, 8 if wide and kept == 2 else 4, 2)
     # Three products in TF32 are as exact as one in float32. AMD GPUs have the latter.
     fits = block_d <= 128 and not is_amd
     return _AttentionTile(16, keys, 4, 2, "tf32x3") if fits else _AttentionTile(16, keys, 8, 2)

@@ -283,13 +283,9 @@ def angles(
 
 
 @triton.jit
-def _scale(
-    x_rows, x_stride, here, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
-    DENSE: tl.constexpr,
-):  # fmt: skip
-    """Return 1/√(mean of x² + ε) of each head, in float64."""
-    inside = here & (tl.arange(0, BLOCK_D)[None, None, :] < HEAD_DIM)
-    x = tl.load(x_rows + _channels(0, BLOCK_D, x_stride, DENSE), mask=inside, other=0.0).to(tl.float64)
+def _scale(x, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr):
+    """Return 1/√(mean of x² + ε) of each head, in float64. Channels beyond HEAD_DIM are 0."""
+    x = x.to(tl.float64)
     x = x * x
     for i in tl.static_range(HALVINGS):
         x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # two terms: any order
@@ -321,15 +317,71 @@ def _to_rows(
 
 
 @triton.jit
+def _largest(x, inside):
+    """Return the bits of the largest |x| of each head. As integers, they have the order of |x|, with NaN above all."""
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.where(inside, bits, 0), axis=2, keep_dims=True)
+
+
+@triton.jit
+def _quotient(x, y):
+    """Return x / y, rounded to nearest, as Triton's own division of float32 is not."""
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
+
+
+@triton.jit
+def _store_scales(
+    scales, largest, batch, token, head, tokens, here, s_b, s_t, s_h, slots, slots_b, slots_t, block_size, slot_count,
+    kept: tl.constexpr,
+):  # fmt: skip
+    """Store and return the scale of each head, whose `largest` |x| becomes 127 in int8 and 448 in float8_e4m3fn."""
+    most = largest.to(tl.float64 if largest.dtype == tl.int64 else tl.float32, bitcast=True)
+    scale = _quotient(most, tl.full((), 127.0 if kept == tl.int8 else 448.0, most.dtype))
+    scale = tl.where(scale < 2.0**-100, 2.0**-100, scale).to(tl.float32)
+    rows, there = _to_rows(
+        scales, batch, token, head, tokens, here, s_b, s_t, s_h, slots, slots_b, slots_t, block_size, slot_count,
+        1, True,
+    )  # fmt: skip
+    tl.store(rows, scale, mask=there)
+    return scale
+
+
+@triton.jit
+def _in_8_bits(x, scale, kept: tl.constexpr):
+    """Return x / scale, rounded to nearest, as int8, or as float8_e4m3fn in unsigned bytes, without that dtype."""
+    x = _quotient(x, scale.to(x.dtype))
+    if kept == tl.int8:
+        if x.dtype == tl.float64:
+            code = (x + 1.5 * 2.0**52).to(tl.int64, bitcast=True)  # the last bit of the sum is 1
+        else:
+            code = (x + 1.5 * 2.0**23).to(tl.int32, bitcast=True)
+        code = tl.where(x == x, code, 0)
+    else:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - 960  # 960: the difference of the exponents
+        # Below 2**-6, the addition of 2**14, whose last bit is 2**-9, rounds.
+        subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.minimum(tl.where(size < 0x3C800000, subnormal, normal), 0x7F) | (bits >> 24 & 0x80)
+    return code.to(kept)
+
+
+@triton.jit
 def _step(
-    program, x, y, weight, cos, sin, slots, tokens, heads, block_size, slot_count, slots_b, slots_t,
-    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    program, x, y, scales, weight, cos, sin, slots, tokens, heads, block_size, slot_count, slots_b, slots_t,
+    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, ys_b, ys_t, ys_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
+    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    compute: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    given: tl.constexpr = x.dtype.element_ty
+    kept: tl.constexpr = y.dtype.element_ty
+    compute: tl.constexpr = tl.float64 if given == tl.float64 else tl.float32
+    whole: tl.constexpr = HEAD_DIM == 2 * PAIRS
     batch, token, head = _tile(program, heads, tokens, BLOCK_T, BLOCK_H)
     here = (token < tokens) & (head < heads)
     x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
@@ -339,53 +391,70 @@ def _step(
     )  # fmt: skip
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
     a, b = a.to(compute), b.to(compute)
+    channel = tl.arange(0, BLOCK_D)[None, None, :]
+    rest = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))  # not rotated
+    if NORM or (SCALED and not whole):
+        z = tl.load(x_rows + _channels(0, BLOCK_D, x_d, DENSE), mask=here & (channel < HEAD_DIM), other=0.0)
     if NORM:
-        scale = _scale(x_rows, x_d, here, EPS, HEAD_DIM, BLOCK_D, HALVINGS, DENSE).to(compute)
+        scale = _scale(z, EPS, HEAD_DIM, BLOCK_D, HALVINGS).to(compute)
         weights = weight + (token + head) * 0
         first, second = _load_pairs(weights, 1, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, True)
-        a = (a * scale * _gain(first, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
-        b = (b * scale * _gain(second, ADD_ONE, compute)).to(y.dtype.element_ty).to(compute)
+        a = (a * scale * _gain(first, ADD_ONE, compute)).to(given).to(compute)
+        b = (b * scale * _gain(second, ADD_ONE, compute)).to(given).to(compute)
+        if not whole:
+            g = tl.load(weights + channel, mask=here & rest, other=0.0)
+            z = (z.to(compute) * scale * _gain(g, ADD_ONE, compute)).to(given)
     a, b = _rotated(
         a, b, batch, token, head, here, cos, sin, cos_b, cos_t, 0, cos_p, sin_b, sin_t, 0, sin_p,
         PAIRS, BLOCK_P, False, TABLE_DENSE, TABLE_ALIGN,
     )  # fmt: skip
-    a, b = a.to(y.dtype.element_ty), b.to(y.dtype.element_ty)
+    a, b = a.to(given), b.to(given)
+    if SCALED:
+        a, b = a.to(compute), b.to(compute)
+        inside = tl.arange(0, BLOCK_P)[None, None, :] < PAIRS
+        largest = tl.maximum(_largest(a, inside), _largest(b, inside))
+        if not whole:
+            z = z.to(compute)
+            largest = tl.maximum(largest, _largest(z, rest))
+        of_head = _store_scales(
+            scales, largest, batch, token, head, tokens, here, ys_b, ys_t, ys_h, slots, slots_b, slots_t,
+            block_size, slot_count, kept,
+        )  # fmt: skip
+        a, b = _in_8_bits(a, of_head, kept), _in_8_bits(b, of_head, kept)
+        if not whole:
+            z = _in_8_bits(z, of_head, kept)
     _store_pairs(y_rows, y_d, there, a, b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
-
-    if not NORM:
-        _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
-        _copy(x_rows, y_rows, x_d, y_d, there, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
-    else:
-        for start in tl.static_range(0, HEAD_DIM, BLOCK_P):
-            if start < OFFSET or start + BLOCK_P > OFFSET + 2 * PAIRS:
-                channel = start + tl.arange(0, BLOCK_P)[None, None, :]
-                rest = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))  # not rotated
-                z = tl.load(x_rows + _channels(start, BLOCK_P, x_d, DENSE), mask=here & rest, other=0.0).to(compute)
-                g = tl.load(weights + _channels(start, BLOCK_P, 1, True), mask=here & rest, other=0.0)
-                z = (z * scale * _gain(g, ADD_ONE, compute)).to(y.dtype.element_ty)
-                tl.store(y_rows + _channels(start, BLOCK_P, y_d, DENSE), z, mask=there & rest)
+    if not whole:
+        if NORM or SCALED:
+            tl.store(y_rows + _channels(0, BLOCK_D, y_d, DENSE), z, mask=there & rest)
+        else:
+            _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
+            _copy(x_rows, y_rows, x_d, y_d, there, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
 
 
 _NOT_SPECIALIZED_OF_STEP = [
     *("tokens", "q_heads", "k_heads", "q_programs", "k_programs", "block_size", "slot_count", "slots_b", "slots_t"),
     *(f"{table}_{axis}" for table in ("cos", "sin") for axis in "btp"),
     *(f"{x}_{axis}" for x in ("q", "k", "p", "r", "v", "w") for axis in "bthd"),
+    *(f"{x}_{axis}" for x in ("rs", "ws") for axis in "bth"),
 ]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_STEP)
 def step(
-    q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots,  # p, r and w are the outputs of q, k and v
+    # p, r and w are the outputs of q, k and v
+    q, p, k, r, v, w, r_scales, w_scales, cos, sin, q_weight, k_weight, slots,
     tokens, q_heads, k_heads, q_programs, k_programs, block_size, slot_count, slots_b, slots_t,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
-    v_b, v_t, v_h, v_d, w_b, w_t, w_h, w_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    v_b, v_t, v_h, v_d, w_b, w_t, w_h, w_d, rs_b, rs_t, rs_h, ws_b, ws_t, ws_h,
+    cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
     Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, HALVINGS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
+    NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate q and k, and store k and v in a cache.
+    """Normalize and rotate q and k, and store k and v in a cache, with SCALED in 8 bits.
 
     The squares are summed in float64 by repeatedly adding the second half to the first, which is the order of the plain
     PyTorch code. A single `tl.sum` would add them in another order.
@@ -395,32 +464,45 @@ def step(
     program = tl.program_id(0)
     if program < q_programs:
         _step(
-            program, q, p, q_weight, cos, sin, slots, tokens, q_heads, block_size, slot_count, slots_b, slots_t,
-            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            program, q, p, r_scales, q_weight, cos, sin, slots, tokens, q_heads, block_size, slot_count,
+            slots_b, slots_t,
+            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, rs_b, rs_t, rs_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
             Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, BLOCK_D, HALVINGS, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED,
-            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, False,
+            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, False, False,
         )  # fmt: skip
     elif program < q_programs + k_programs:
         _step(
-            program - q_programs, k, r, k_weight, cos, sin, slots, tokens, k_heads, block_size, slot_count,
+            program - q_programs, k, r, r_scales, k_weight, cos, sin, slots, tokens, k_heads, block_size, slot_count,
             slots_b, slots_t,
-            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, rs_b, rs_t, rs_h, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
             K_BLOCK_T, K_BLOCK_H, BLOCK_P, BLOCK_D, HALVINGS, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED,
-            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, STORES,
+            DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, NORM, ADD_ONE, EPS, STORES, SCALED,
         )  # fmt: skip
     else:
         batch, token, head = _tile(program - q_programs - k_programs, k_heads, tokens, K_BLOCK_T, K_BLOCK_H)
         here = (token < tokens) & (head < k_heads)
+        v_rows = _rows(v, batch, token, head, v_b, v_t, v_h, ALIGN)
         rows, there = _to_rows(
             w, batch, token, head, tokens, here, w_b, w_t, w_h, slots, slots_b, slots_t, block_size, slot_count,
             ALIGN, STORES,
         )  # fmt: skip
-        _copy(_rows(v, batch, token, head, v_b, v_t, v_h, ALIGN), rows, v_d, w_d, there, 0, V_DIM, BLOCK_P, DENSE)
+        if SCALED:
+            kept: tl.constexpr = w.dtype.element_ty
+            inside = tl.arange(0, BLOCK_V)[None, None, :] < V_DIM
+            z = tl.load(v_rows + _channels(0, BLOCK_V, v_d, DENSE), mask=here & inside, other=0.0)
+            z = z.to(tl.float64 if v.dtype.element_ty == tl.float64 else tl.float32)
+            scale = _store_scales(
+                w_scales, _largest(z, inside), batch, token, head, tokens, here, ws_b, ws_t, ws_h,
+                slots, slots_b, slots_t, block_size, slot_count, kept,
+            )  # fmt: skip
+            tl.store(rows + _channels(0, BLOCK_V, w_d, DENSE), _in_8_bits(z, scale, kept), mask=there & inside)
+        else:
+            _copy(v_rows, rows, v_d, w_d, there, 0, V_DIM, BLOCK_P, DENSE)
 
 
 _NOT_SPECIALIZED_OF_ATTENTION = [
     *("kv_heads", "group", "tokens", "count", "window", "sinks", "splits", "queries"),
-    *(f"{x}_{axis}" for x in ("q", "f", "k", "v") for axis in "bth"),
+    *(f"{x}_{axis}" for x in ("q", "f", "k", "v", "ks", "vs") for axis in "bth"),
     *("blocks_b", "order_b", "order_t", "first_b", "counts_b"),
 ]
 
@@ -432,10 +514,27 @@ def _base(most):
 
 
 @triton.jit
+def _widened(x, dtype: tl.constexpr):
+    """Return int8 numbers, or those of float8_e4m3fn in unsigned bytes, in another dtype, exactly.
+
+    The second is computed, because not all GPUs have the dtype. The float16 number with the same bits is the number
+    divided by 256. Its bit 14 must be 0, and 1 for NaN, the only number from which the addition carries. It is a copy
+    of the sign, which xor with itself, and with the carry, corrects.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        bits ^= (bits + 0x80) & 0x4000
+        x = bits.to(tl.float16, bitcast=True) * 256.0
+    return x.to(tl.float16).to(dtype)
+
+
+@triton.jit
 def _attend_keys(
     begin, end, most, weights, sums, q, keys, values, blocks, row, first_key, last_key, k_b, k_t, v_b, v_t,
+    key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     PAGE: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [begin, end) of a row to the maximum score, the sum of weights and the weighted values.
 
@@ -456,10 +555,17 @@ def _attend_keys(
             block, slot = row, key.to(tl.int64)
         k_rows = keys + (block * k_b + slot * k_t) * ALIGN
         v_rows = values + (block * v_b + slot * v_t) * ALIGN
-        k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
-        v = tl.load(v_rows[:, None] + channel, mask=here[:, None] & inside, other=0.0)
+        k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0)
+        v = tl.load(v_rows[:, None] + channel, mask=here[:, None] & inside, other=0)
+        if SCALED:
+            k = _widened(k, q.dtype if DOT else tl.float32)
+            v = _widened(v, tl.bfloat16 if DOT else tl.float32)
+            k_scale = tl.load(key_scales + block * ks_b + slot * ks_t, mask=here, other=0.0)
+            v_scale = tl.load(value_scales + block * vs_b + slot * vs_t, mask=here, other=0.0)
         if DOT:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
+            if SCALED:
+                score *= k_scale[None, :]
             seen = (key[None, :] >= first_key[:, None]) & (key[None, :] <= last_key[:, None])
             score = tl.where(seen, score, -float("inf"))
             now = tl.maximum(most, tl.max(score, axis=1))
@@ -467,6 +573,8 @@ def _attend_keys(
             factor = tl.exp2(most - _base(now))
             weights = weights * factor + tl.sum(weight, axis=1)
             sums *= factor[:, None]
+            if SCALED:
+                weight *= v_scale[None, :]
             # The weights are float32. As a sum of 16-bit numbers, they can be multiplied by values of 16 bits.
             for _ in tl.static_range(PARTS):
                 part = weight.to(v.dtype)
@@ -474,11 +582,15 @@ def _attend_keys(
                 weight -= part.to(tl.float32)
         else:
             score = tl.sum(k.to(tl.float32) * q.to(tl.float32), axis=1) * SCALE
+            if SCALED:
+                score *= k_scale
             score = tl.where((key >= first_key) & (key <= last_key), score, -float("inf"))
             now = tl.maximum(most, score)
             weight = tl.exp2(score - _base(now))
             factor = tl.exp2(most - _base(now))
             weights = weights * factor + weight
+            if SCALED:
+                weight *= v_scale
             sums = sums * factor[:, None] + weight[:, None] * v.to(tl.float32)
         most = now
     return most, weights, sums
@@ -506,18 +618,21 @@ def _store_attended(out, place, here, weights, sums, HEAD_DIM: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_ATTENTION)
 def attend(
-    q, far_q, keys, values, blocks, order, first, counts, out, work,
+    q, far_q, keys, values, key_scales, value_scales, blocks, order, first, counts, out, work,
     kv_heads, group, tokens, count, window, sinks, splits, queries,
-    q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, blocks_b, order_b, order_t, first_b, counts_b,
+    q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h,
+    blocks_b, order_b, order_t, first_b, counts_b,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, FAR: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, SINKS: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend with up to BLOCK_R queries of a key head over a part of the keys that they see, in the online softmax.
 
     The queries are those of the tokens of a row, for the `group` of heads that share the key head. The weights are
-    powers of 2, and SCALE contains the factor. Only the keys that these queries see are divided into parts, so windows
-    and short rows occupy all programs, and the host knows no length. With SPLIT, `combine` adds up the parts.
+    powers of 2, and SCALE contains the factor. Only the keys that these queries see, the sinks and those of the window,
+    are divided into parts, so windows and short rows occupy all programs, and the host knows no length. With SPLIT,
+    `combine` adds up the parts.
     """
     dot: tl.constexpr = BLOCK_R > 1
     lanes: tl.constexpr = BLOCK_R if dot else BLOCK_N
@@ -531,17 +646,27 @@ def attend(
 
     offset = tl.load(first + row * first_b) if FIRST else tl.full((), 0, tl.int64)
     # The last and the first key that each query sees.
-    last = tl.load(order + row * order_b + token * order_t, mask=here, other=-1) - offset
-    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count)
-    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1)
+    of_token = tl.load(order + row * order_b + token * order_t, mask=here, other=-1)
+    last = of_token - offset
+    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count).to(tl.int32)
+    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1).to(tl.int32)
     end = tl.max(last, axis=0) + 1
     if COUNTS:
-        end = tl.minimum(end, tl.load(counts + row * counts_b))
-    begin = tl.min(tl.where(here, first_key, count), axis=0)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), splits), BLOCK_N) * BLOCK_N
-    begin += split * share
-    end = tl.minimum(end, begin + share).to(tl.int32)
-    begin, first_key, last_key = begin.to(tl.int32), first_key.to(tl.int32), tl.minimum(last, end - 1).to(tl.int32)
+        count = tl.minimum(count, tl.load(counts + row * counts_b)).to(tl.int32)
+        end = tl.minimum(end, count)
+    begin = tl.min(tl.where(here, first_key, end), axis=0)
+    front = 0  # the sinks that these queries see
+    if SINKS:
+        last_sink = tl.minimum(of_token, tl.minimum(sinks, count) - 1).to(tl.int32)
+        front = tl.maximum(tl.max(last_sink, axis=0) + 1, 0)
+        begin = tl.maximum(begin, front)
+    # A part of the sinks and of [begin, end), one behind the other.
+    total = front + tl.maximum(end - begin, 0)
+    share = tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N
+    part, part_end = split * share, tl.minimum(total, (split + 1) * share)
+    end = begin + part_end - front
+    begin += tl.maximum(part - front, 0)
+    last_key = tl.minimum(last, end - 1)
 
     most = tl.full((lanes,), -float("inf"), tl.float32)
     weights = tl.zeros((lanes,), tl.float32)
@@ -549,21 +674,24 @@ def attend(
     channel = tl.arange(0, BLOCK_D)[None, :]
     known = here[:, None] & (channel < HEAD_DIM)
     of_keys, of_values = keys + head * k_h * ALIGN, values + head * v_h * ALIGN
+    key_scales, value_scales = key_scales + head * ks_h, value_scales + head * vs_h
     table = blocks + row * blocks_b
-    if FAR:
-        sinks_end = tl.minimum(tl.maximum(sinks - offset, begin), end).to(tl.int32)
+    if SINKS:
+        front = tl.minimum(part_end, front)
+        last_sink = tl.minimum(last_sink, front - 1)
         f_rows = far_q + (row * f_b + token * f_t + of_head * f_h) * ALIGN
         most, weights, sums = _attend_keys(
-            begin, sinks_end, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
-            of_keys, of_values, table, row, first_key, tl.minimum(last_key, sinks_end - 1), k_b, k_t, v_b, v_t,
-            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+            part, front, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
+            of_keys, of_values, table, row, tl.zeros_like(last_sink), last_sink, k_b, k_t, v_b, v_t,
+            key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
+            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
         )  # fmt: skip
-        begin = sinks_end
     q_rows = q + (row * q_b + token * q_t + of_head * q_h) * ALIGN
     most, weights, sums = _attend_keys(
         begin, end, most, weights, sums, tl.load(q_rows[:, None] + channel, mask=known, other=0.0),
         of_keys, of_values, table, row, first_key, last_key, k_b, k_t, v_b, v_t,
-        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN,
+        key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
+        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
     )  # fmt: skip
     if not dot:
         most, weights, sums = _join(most, weights, sums)

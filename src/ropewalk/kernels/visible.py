@@ -1,4 +1,4 @@
-"""The keys of a cache that attention kernels read."""
+"""A cache as kernels see it: the keys that attention reads, and where a step writes new ones."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class VisibleKeys(NamedTuple):
     """Where the keys of each row are in a cache, and which of them its new tokens attend to.
 
     Key i of a row is in slot i of its block, or with `blocks`, in slot i % block_size of block `blocks[row, i //
-    block_size]`. Its order is `first[row] + i`. A new token attends to the keys whose order is at most its own and,
-    with a window, less than `window` smaller.
+    block_size]`. Its order is i if it is one of the sinks, else `first[row] + i`. A new token attends to the keys whose
+    order is at most its own and, with a window, less than `window` smaller; and to all sinks up to its own order.
 
     Attributes:
         order: order of the new tokens, int64 `[batch, seq]`.
         keys: number of keys of a row.
         blocks: blocks of each row, int32 `[batch, blocks of a row]`. None if row i has block i.
-        first: order of key 0 of each row, int64 `[batch]`. None means 0.
+        first: order of the keys of each row minus their index, except for sinks, int64 `[batch]`. None means 0.
         counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
         window: number of tokens that each token attends to, itself included. None means no limit.
-        sinks: number of keys at the start of a row that another rotation of the queries belongs to.
+        sinks: number of keys at the start of a row to which another rotation of the queries belongs.
         key_scales, value_scales: factor of each head of keys and of values that have 8 bits, float32 `[blocks,
             block_size, kv_heads]`. None for other keys and values.
     """
@@ -35,3 +35,25 @@ class VisibleKeys(NamedTuple):
     sinks: int = 0
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+
+
+class StoreArguments(NamedTuple):
+    """Values, and where a fused step writes keys and values.
+
+    Attributes:
+        v: values of the new tokens, of any number of channels. None for latent rows, of which only the keys are
+            written.
+        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of k and v, or int8 or float8_e4m3fn
+            with scales. `v_cache` is None if v is.
+        slots: for each token block · block_size + slot in the block, or −1 to write nothing, int64.
+        k_scales, v_scales: where the scale of each head is written if the caches have 8 bits, float32 `[blocks,
+            block_size, kv_heads]`; numbers and scales are those of `attention.quantized.quantize`, bit for bit. None
+            for other caches.
+    """
+
+    v: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor | None
+    slots: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None

@@ -7,7 +7,7 @@ the rotation run as two calls with bit-identical results.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ropewalk import _checks
 from ropewalk._layout import Layout, Options
 from ropewalk.kernels import backend, cpu, observed
+from ropewalk.kernels.visible import StoreArguments
 from ropewalk.rotation import checks, ops
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.reference import rms_norm
@@ -126,17 +127,8 @@ class QKNorm:
             raise _checks.error(_WHO, must, _checks.describe(x), "Pass heads of the layer that has these weights.")
 
 
-class StoreArguments(NamedTuple):
-    """v, the caches `[blocks, block_size, kv_heads, head_dim]` for k and v, and the cache slot of each token."""
-
-    v: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    slots: Tensor
-
-
 _NO_NORM: tuple[Any, ...] = (None, None, 0.0, False)
-_NO_STORE: tuple[Any, ...] = (None, None, None, None)
+_NO_STORE: tuple[Any, ...] = (None,) * 6
 
 
 def run_fused(
@@ -180,7 +172,7 @@ def _run_kernel(
 ) -> Any:
     """Do the work of `run_fused` with the fused step of a backend. Return None if separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
-    inputs = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
+    inputs = (q, k, rotation.cos, rotation.sin, *weights, *(x for x in store or () if x is not None))
     if observed.has_mode() or not set(map(type, inputs)).issubset(backend.PLAIN):
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -202,11 +194,12 @@ def _run_kernel(
         sin,
         Options(layout, rotation.pairing == "interleaved", rotation.rotary_offset),
         None if norm is None else (norm.q_weight.contiguous(), norm.k_weight.contiguous(), norm.eps, norm.add_one),
-        None if store is None else (store.v, store.v_cache, store.slots),
+        store,
     )
     if store is None:
         return outputs
-    torch.autograd.graph.increment_version([x for x in (store.k_cache, store.v_cache) if not x.is_inference()])
+    written = (store.k_cache, store.v_cache, store.k_scales, store.v_scales)
+    torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
     return outputs[0]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ropewalk._checks import error
 from ropewalk.tools.bench import machine
 from ropewalk.tools.bench.decode_attention import READ, build_attention
-from ropewalk.tools.bench.decode_caches import CACHES, KV, STORES, Fill, Geometry
+from ropewalk.tools.bench.decode_caches import CACHES, KV, LATENT, STORES, Fill, Geometry
 from ropewalk.tools.bench.decode_model import Step, build_models, build_steps
 from ropewalk.tools.bench.measure import sample_alternately, summary, to_json_number
 from ropewalk.tools.bench.report import Report, Say, describe_time, select
@@ -58,7 +58,8 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     For each dtype and number of rows and of held tokens, all caches are filled with the same random keys and values.
     Then the caches alternate in the attention of one layer, and in decoding single tokens with a small model. A cache
     is not timed if its first result is wrong: if its attention differs from one that is computed here in float64, or
-    the logits of the model from those of transformers with a DynamicCache. Stores of 8 bits may differ more.
+    the logits of the model from those of transformers with a DynamicCache. Stores of 8 bits may differ more. Latent
+    rows, which the model does not have, are in the attention only.
 
     Args:
         settings: what to measure.
@@ -92,7 +93,7 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     out.introduce(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads",
         f"{size.heads} query heads, {size.kv_heads} key heads of {size.head_dim}; the model has {size.layers} layers "
-        f"of hidden {size.hidden}, MLP {size.mlp}",
+        f"of hidden {size.hidden}, MLP {size.mlp}; latent rows have {size.row} channels",
     )
     try:
         with torch.no_grad():
@@ -100,9 +101,13 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
                 models = build_models(size, getattr(torch, dtype))
                 for batch, held in ((batch, held) for held in settings.held for batch in settings.rows):
                     fill = Fill(size, batch, held, max(settings.room, settings.rounds + 1), getattr(torch, dtype))
-                    for part, measure in (("attention", _attention), ("model", partial(_model, models=models))):
+                    of_model = [name for name in names if name != LATENT]
+                    kinds = (("attention", _attention, names), ("model", partial(_model, models=models), of_model))
+                    for part, measure, named in kinds:
+                        if not named:
+                            continue
                         one = replace(fill, size=replace(size, layers=1)) if part == "attention" else fill
-                        rows = _too_large(one, names) or measure(one, names, settings)
+                        rows = _too_large(one, named) or measure(one, named, settings)
                         rows = [{"dtype": dtype, "batch": batch, "held": held, **row} for row in rows]
                         out.found[part] += rows
                         _show(part, one, rows, say)
@@ -147,7 +152,7 @@ def _model(fill: Fill, names: Sequence[str], settings: DecodeSettings, *, models
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(fill.size.vocabulary, (settings.rounds + 1, fill.batch, 1), generator=draw)
     steps, expected = build_steps(fill, names, models, tokens[0])
-    rows = _check({name: step(tokens[0]) for name, step in steps.items()}, expected)
+    rows = _check({name: step(tokens[0]) for name, step in steps.items()}, dict.fromkeys(steps, expected))
     samplers = {row["contender"]: _time(steps[row["contender"]], iter(tokens[1:])) for row in _timed(rows)}
     samples = sample_alternately(samplers, settings.rounds, settings.seconds)
     found = {name: summary(taken) for name, taken in samples.items()}
@@ -171,12 +176,13 @@ def _time(step: Step, tokens: Iterator[Tensor]) -> Callable[[], float]:
     return sample
 
 
-def _check(results: Mapping[str, Tensor], expected: Tensor) -> list[dict[str, Any]]:
+def _check(results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Return a row for each result, with its largest error relative to the standard deviation of what is expected."""
     rows = []
     for name, result in results.items():
         allowed = _ALLOWED_8_BITS.get(name, 1e-4 if result.dtype == torch.float32 else 0.2)
-        gap = float((result.double() - expected.double()).abs().max() / expected.double().std())
+        right = expected[name].double()
+        gap = float((result.double() - right).abs().max() / right.std())
         state = {"state": "timed"} if gap <= allowed else {"state": "wrong", "allowed": allowed}
         rows.append({"contender": name, "error": to_json_number(gap), **state})
     return rows

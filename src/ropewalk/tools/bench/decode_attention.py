@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.decode_caches import KV, OURS, PAGED, STATIC, Fill
+from ropewalk.tools.bench.decode_caches import KV, LATENT, OURS, PAGED, STATIC, Fill
 
 READ = "read keys and values"  # the contender with which all others are compared
 Attend = Callable[[list[float]], tuple[float, Tensor]]
 """One call of attention, which appends the seconds of planning the step to a list.
 
-It returns the seconds of the call and the output `[batch, 1, heads, head_dim]`.
+It returns the seconds of the call and the output `[batch, 1, heads, head_dim]`, or `[batch, 1, heads, latent]`.
 """
 
 
-def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend], Callable[[], float], Tensor]:
+def build_attention(
+    fill: Fill, names: Sequence[str]
+) -> tuple[dict[str, Attend], Callable[[], float], dict[str, Tensor]]:
     """Build a call of attention over each of the named caches, of a size with one layer.
 
     A call adds one token to the cache. For ropewalk, it includes the rotation of this token, for transformers it does
@@ -29,8 +31,8 @@ def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend]
     StaticCache.
 
     Returns:
-        The calls, a function that returns the seconds of reading the held keys and values once, and the output that
-        each call must give at first, float64.
+        The calls, a function that returns the seconds of reading the held keys and values once, and the outputs
+        that the calls must give at first, float64.
     """
     size, draw = fill.size, torch.Generator().manual_seed(0)
     rope = ropewalk.Rope(head_dim=size.head_dim, base=10_000.0, pairing="half")
@@ -38,15 +40,18 @@ def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend]
         torch.randn(fill.batch, 1, heads, size.head_dim, generator=draw).to(fill.dtype)
         for heads in (size.heads, size.kv_heads, size.kv_heads)
     )
+    row, row_q = fill.latent_row(k), torch.randn(fill.batch, 1, size.heads, size.row, generator=draw).to(fill.dtype)
+    rotated_part: Any = {"rotary_dim": size.row - size.latent, "rotary_offset": size.latent}
+    row_rope = ropewalk.Rope(size.row, 10_000.0, "interleaved", **rotated_part)
 
-    def with_ropewalk(cache: Any) -> Attend:
+    def with_ropewalk(cache: Any, rope: ropewalk.Rope, *inputs: Tensor, scale: float | None = None) -> Attend:
         def attend(planning: list[float]) -> tuple[float, Tensor]:
             begun = time.perf_counter()
             step = cache.step(1)
             planning.append(time.perf_counter() - begun)
             rotation, layer = step.rotation(rope), step.layer(0)
             start = time.perf_counter()
-            output = layer.attend(q, k, v, rotation=rotation)
+            output = layer.attend(*inputs, rotation=rotation, scale=scale)
             return time.perf_counter() - start, output
 
         return attend
@@ -70,16 +75,21 @@ def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend]
 
     content = fill.draw()
     ((keys, values),) = content
-    rotated = rope.at(torch.tensor([fill.held]))(q, k, layout="bshd")
-    expected = torch.stack([_attend(*row, keys[0], values[0]) for row in zip(*rotated, v, strict=True)])
+    position = torch.tensor([fill.held])
+    rotated = rope.at(position)(q, k, layout="bshd")
+    expected = dict.fromkeys(names, _attend(*rotated, v, keys, values))
+    rotated, rows = row_rope.at(position)(row_q, row, layout="bshd"), fill.latent_row(keys)
+    expected[LATENT] = _attend(*rotated, row[..., : size.latent], rows, rows[..., : size.latent])
     calls: dict[str, Attend] = {}
     memory: list[Tensor] = []
     for name in names:
         cache = fill.build(name, content)
-        if name in OURS:
+        if name == LATENT:
+            calls[name] = with_ropewalk(cache, row_rope, row_q, row, scale=size.row**-0.5)
+        elif name in OURS:
             if name in (KV, PAGED):
                 memory = memory or [cache.keys[0], cache.values[0]]
-            calls[name] = with_ropewalk(cache)
+            calls[name] = with_ropewalk(cache, rope, q, k, v)
         else:
             memory = memory or [cache.layers[0].keys, cache.layers[0].values]
             calls[name] = with_transformers(cache, fill.held + fill.room if name == STATIC else None)
@@ -96,12 +106,15 @@ def build_attention(fill: Fill, names: Sequence[str]) -> tuple[dict[str, Attend]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute attention of one token over the held keys and values and its own, in float64.
+    """Compute attention of one token of each row over the held keys and values and its own, in float64.
 
-    q is `[1, heads, head_dim]`, k and v are `[1, kv_heads, head_dim]`, and keys and values
-    `[held, kv_heads, head_dim]`. The result has the shape of q.
+    q is `[batch, 1, heads, head_dim]`, k and v are `[batch, 1, kv_heads, ...]`, and keys and values, which are the same
+    in every row, `[1, held, kv_heads, ...]`. The result is `[batch, 1, heads, channels of v]`.
     """
-    keys, values = (torch.cat(pair).double() for pair in ((keys, k), (values, v)))
-    grouped = q.double().view(k.shape[1], -1, q.shape[-1])
-    weights = (torch.einsum("hgd,khd->hgk", grouped, keys) * q.shape[-1] ** -0.5).softmax(-1)
-    return torch.einsum("hgk,khd->hgd", weights, values).reshape(q.shape)
+    rows = []
+    for q1, k1, v1 in zip(q, k, v, strict=True):
+        all_keys, all_values = (torch.cat(pair).double() for pair in ((keys[0], k1), (values[0], v1)))
+        grouped = q1.double().view(k.shape[2], -1, q.shape[-1])
+        weights = (torch.einsum("hgd,khd->hgk", grouped, all_keys) * q.shape[-1] ** -0.5).softmax(-1)
+        rows.append(torch.einsum("hgk,khd->hgd", weights, all_values).reshape(1, q.shape[2], -1))
+    return torch.stack(rows)

@@ -18,14 +18,19 @@ KV, PAGED, DYNAMIC, STATIC = (
 )
 STORES = {f"ropewalk, {store}": store for store in ("int8", "fp8")}
 """The store of each KVCache that keeps 8 bits for a number."""
-OURS = (KV, PAGED, *STORES)
+LATENT = "ropewalk, latent rows"
+"""A KVCache with the rows of multi-head latent attention, which the model does not have."""
+OURS = (KV, PAGED, *STORES, LATENT)
 CACHES = (*OURS, DYNAMIC, STATIC)
 _BLOCK = 16  # tokens in a block of the PagedKVCache
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the model: Qwen 3 0.6B with fewer layers and a small vocabulary."""
+    """Sizes of the model, Qwen 3 0.6B with fewer layers and a small vocabulary, and of latent rows of DeepSeek V2 Lite.
+
+    A row has at most as many channels as all key heads, and its last ones, which are not latent, are rotated.
+    """
 
     hidden: int = 1024
     heads: int = 16
@@ -34,6 +39,8 @@ class Geometry:
     mlp: int = 3072
     layers: int = 4
     vocabulary: int = 1000
+    row: int = 576
+    latent: int = 512
 
     def config(self) -> Any:
         """Return the config of transformers for this model."""
@@ -78,7 +85,8 @@ class Fill:
         """Return the number of bytes of these caches and of the copies that attention over them makes."""
         kept, copied = self.size.layers * self.read_bytes, self.read_bytes  # one layer at a time is copied
         small = kept * (self.size.head_dim + 4) // (self.size.head_dim * self.dtype.itemsize)  # with scales
-        sizes = {DYNAMIC: kept + copied, **dict.fromkeys(STORES, small + copied)}
+        rows = kept * self.size.row // (2 * self.size.kv_heads * self.size.head_dim)
+        sizes = {DYNAMIC: kept + copied, LATENT: rows, **dict.fromkeys(STORES, small + copied)}
         return sum(sizes.get(name, kept) for name in names) * (self.held + self.room + _BLOCK) // self.held
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
@@ -88,6 +96,10 @@ class Fill:
         k, v = ([torch.randn(shape, generator=draw).to(self.dtype) for _ in range(self.size.layers)] for _ in range(2))
         return list(zip(k, v, strict=True))
 
+    def latent_row(self, k: Tensor) -> Tensor:
+        """Return keys `[..., kv_heads, head_dim]` as latent rows `[..., 1, row]`: the first channels of all heads."""
+        return k.flatten(-2)[..., None, : self.size.row]
+
     def build(self, name: str, content: Sequence[tuple[Tensor, Tensor]]) -> Any:
         """Build the cache of this name, one of `CACHES`, in which each row holds `content`, the result of `draw`."""
         cache = self._makers()[name]()
@@ -95,7 +107,7 @@ class Fill:
         if name in OURS:
             step = cache.step(self.held)
             for i, (k, v) in enumerate(rows):
-                step.layer(i).write(k, v)
+                step.layer(i).write(*(self.latent_row(k),) if name == LATENT else (k, v))
         else:
             for i, (k, v) in enumerate(rows):
                 cache.update(k.transpose(1, 2), v.transpose(1, 2), i)
@@ -107,9 +119,8 @@ class Fill:
         size, capacity = self.size, self.held + self.room
         heads = (size.kv_heads, size.head_dim)
 
-        def whole(store: str | None = None) -> ropewalk.KVCache:
-            options: Any = {"capacity": capacity, "dtype": self.dtype, "store": store}
-            return ropewalk.KVCache(size.layers, self.batch, *heads, **options)
+        def whole(heads: tuple[int, int] = heads, **options: Any) -> ropewalk.KVCache:
+            return ropewalk.KVCache(size.layers, self.batch, *heads, capacity=capacity, dtype=self.dtype, **options)
 
         def paged() -> ropewalk.PagedKVCache:
             blocks = self.batch * -(-capacity // _BLOCK)
@@ -120,7 +131,8 @@ class Fill:
 
         return {
             KV: whole,
-            **{name: partial(whole, store) for name, store in STORES.items()},
+            **{name: partial(whole, store=store) for name, store in STORES.items()},
+            LATENT: partial(whole, (1, size.row), latent=size.latent),
             PAGED: paged,
             DYNAMIC: lambda: transformers.DynamicCache(config=size.config()),
             STATIC: lambda: transformers.StaticCache(config=size.config(), max_cache_len=capacity),

@@ -14,7 +14,7 @@ from ropewalk.configs.read import read_config
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.configs_text import configs_text
 from ropewalk.tools.diff.lengths import longest_of
-from ropewalk.tools.diff.rope_difference import compare_ropes
+from ropewalk.tools.diff.rope_difference import FLOAT32, LAST_BITS, compare_ropes
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
@@ -56,7 +56,9 @@ def configs(
 ) -> ConfigDiff:
     """Compare the rotation of two configs, such as those of a base model and its fine-tune.
 
-    The meaning of the keys is compared, not their names, so two configs with different schemas can be the same.
+    The meaning of the keys is compared, not their names, so two configs with different schemas can be the same. So can
+    a config and the GGUF file or params.json of the same model: neither the permutation of q and k, which a converter
+    between these formats does, nor the rounding of numbers to float32 counts as a difference.
 
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
@@ -77,7 +79,8 @@ def configs(
 
     a, b = read_both((first, second), pairing, base, factor, ignore, download)
     longest = longest_of("diff.configs", length, a, b)
-    rows, static_ropes = _compare_all(a, b, longest)
+    converted = (a.config is None) != (b.config is None)  # only one of them is from Hugging Face
+    rows, static_ropes = _compare_all(a, b, longest, converted)
     other_differences = _other_differences(a, b)
     facts: dict[str, Any] = {
         "first": summary(a),
@@ -86,7 +89,7 @@ def configs(
         "layers": rows,
         "layer_counts": [len(a.layers), len(b.layers)],
         "beside": other_differences,
-        "weights": _judge_weights(a, b, rows),
+        "weights": _judge_weights(a, b, rows, converted),
         "kv_cache": _judge_kv_cache(a, b, rows),
         "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
@@ -161,8 +164,10 @@ def summary(ropes: ModelRopes) -> dict[str, Any]:
     }
 
 
-def _compare_all(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
-    """Compare the ropes of all layers.
+def _compare_all(
+    a: ModelRopes, b: ModelRopes, longest: int, converted: bool
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
+    """Compare the ropes of all layers, without what a converter changes if one config was `converted`.
 
     Returns:
         A list with the facts about each distinct pair of ropes that differ, and a list with these pairs, both as in
@@ -174,7 +179,9 @@ def _compare_all(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
     rows, static_ropes = [], []
     for (rope_a, rope_b), layers in layers_of.items():
-        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}))
+        if converted and rope_a and rope_b:
+            rope_b = dataclasses.replace(rope_b, pairing=rope_a.pairing)
+        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}), FLOAT32 if converted else LAST_BITS)
         if row is not None:
             rows.append({"layers": layers, **row})
             static_ropes.append(ropes)
@@ -182,7 +189,7 @@ def _compare_all(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[
 
 
 def compare_layers(
-    a: Rope | None, b: Rope | None, lengths: list[int]
+    a: Rope | None, b: Rope | None, lengths: list[int], tolerance: float = LAST_BITS
 ) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
     """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same, and the ropes."""
     if a is None or b is None:
@@ -200,13 +207,24 @@ def compare_layers(
     channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
-    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n)} for n in lengths]
-    # Schemes that switch between lists can differ at a length in between, even if both ends are the same.
-    same = all(found["same"] for found in at) and a.is_static and b.is_static
+    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n, tolerance)} for n in lengths]
+    # Schemes that depend on the length can differ in between, even if both ends are the same.
+    switch, other = (_switch(rope, lengths[0], lengths[-1]) for rope in (a, b))
+    fixed = (a.is_static and b.is_static) or (switch is not None and switch == other)
+    same = fixed and all(found["same"] for found in at)
     if same and channels and a.pairing == b.pairing:
         return None, {}
     ropes = {"first": a.at_length(lengths[-1]), "second": b.at_length(lengths[-1])}
     return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
+
+
+def _switch(rope: Rope, short: int, longest: int) -> int | None:
+    """Return the length in tokens, from `short` up to `longest`, at which a rope changes once. None for other ropes."""
+    trained = None if rope.scaling is None else rope.scaling.trained_length(None)
+    if rope.is_static or trained is None or not short <= trained < longest:
+        return None
+    parts = ((1, trained), (trained + 1, longest))
+    return trained if all(rope.at_length(first) == rope.at_length(last) for first, last in parts) else None
 
 
 def _fact(rope: Rope, name: str) -> Any:
@@ -233,7 +251,11 @@ def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
     ]
 
 
-def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _pairings_differ(a: ModelRopes, b: ModelRopes) -> bool:
+    return any(x and y and x.pairing != y.pairing for x, y in zip(a.layers, b.layers, strict=False))
+
+
+def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]], converted: bool) -> dict[str, Any]:
     """Decide whether weights of the first config fit the second.
 
     In the result, "permute" is true if they do not fit unchanged but would fit if q and k were permuted.
@@ -243,15 +265,16 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> 
         return {"fit": False, "permute": False, "why": "the number of layers differs"}
     if "head_dim" in changed:
         return {"fit": False, "permute": False, "why": "the head size differs"}
-    if "pairing" in changed:
-        return {"fit": False, "permute": True, "why": "the pairings differ"}
+    if _pairings_differ(a, b):
+        why = "the pairings of these formats differ, and converters permute the weights" if converted else ""
+        return {"fit": False, "permute": True, "why": why or "the pairings differ"}
     if changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}:
         why = "other channels are rotated, which the model must have been trained for"
         return {"fit": True, "permute": False, "why": why}
     if any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
         return {"fit": True, "permute": False, "why": "the same channels are rotated, at other frequencies"}
     if rows:
-        return {"fit": True, "permute": False, "why": "only the attention factor differs"}
+        return {"fit": True, "permute": False, "why": "of the rotation, only the attention factor differs"}
     return {"fit": True, "permute": False, "why": "the rotation is the same"}
 
 
@@ -260,10 +283,9 @@ def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) ->
 
     In the result, "rescale" is the factor by which the keys would have to be multiplied to fit, or None.
     """
-    changed = {change["what"] for row in rows for change in row["changed"]}
     if len(a.layers) != len(b.layers):
         why = "the number of layers differs"
-    elif "pairing" in changed or a.output_order != b.output_order:
+    elif _pairings_differ(a, b) or a.output_order != b.output_order:
         why = "the channels of the stored keys are in another order"
     elif a.extra_ropes != b.extra_ropes:
         why = (
@@ -276,7 +298,7 @@ def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) ->
         same = "the keys are rotated identically"
         return {"fit": True, "rescale": None, "why": same if fixed else f"{same}, if both run at the same length"}
     elif (ratio := _factor_ratio(rows)) is not None:
-        return {"fit": False, "rescale": ratio, "why": "only the attention factor differs"}
+        return {"fit": False, "rescale": ratio, "why": "of the rotation, only the attention factor differs"}
     else:
         why = "the stored keys were rotated by other angles"
     return {"fit": False, "rescale": None, "why": why}

@@ -26,8 +26,8 @@ def engines_text(facts: Mapping[str, Any]) -> str:
     if facts["query_scale"]:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
         lines += bullets(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
-    if facts["ropes"]:
-        lines += ["", "how the engines round", *_roundings(facts)]
+    if roundings := _roundings(facts):
+        lines += ["", "how the engines round", *roundings]
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
@@ -109,7 +109,7 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
             (version[name], f"{entry['attention_factor']:.6g}", frequencies(entry["apart"]) if compared else "")
         )
         if compared:
-            by_verdict.setdefault(_describe(entry, at["sequence"]), []).append(name)
+            by_verdict.setdefault(_describe(entry, at["sequence"]), []).append(f"{name}{judged[name]}")
     verdicts = [f"{_join_names(names)}: {verdict}." for verdict, names in by_verdict.items()]
     against = ["", f"  compared with {row['compared_with']}:", *bullets(verdicts, "    ")] if verdicts else []
     return ["", f"  a sequence of {at['sequence']:,} tokens:", *_columns(cells), *against]
@@ -163,8 +163,11 @@ def scores(apart: Mapping[str, Any]) -> str:
     return f"{found['largest_change']:.3g} at distance {found['at_distance']:,}"
 
 
-def _roundings(facts: Mapping[str, Any]) -> Iterable[str]:
-    """Return a table with the dtype of each step in each engine, for the first ropes that the engine runs."""
+def _roundings(facts: Mapping[str, Any]) -> list[str]:
+    """Return a table with the dtype of each step in each engine, for the first ropes that the engine runs.
+
+    The list is empty if no engine runs a rope.
+    """
     steps = ("angle", "table", "rotation")
     cells, notes = [("engine", "inv_freq", "angles", "cos and sin", "rotation", "known")], []
     for entry in facts["engines"]:
@@ -176,7 +179,7 @@ def _roundings(facts: Mapping[str, Any]) -> Iterable[str]:
                 (_name_and_version(entry), inv_freq, *(found[step] for step in steps), _SEEN[found["evidence"]])
             )
             notes += [f"{entry['name']}: {found['notes']}"] if found["notes"] else []
-    return [*_columns(cells), *bullets(notes)]
+    return [*_columns(cells), *bullets(notes)] if len(cells) > 1 else []
 
 
 def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

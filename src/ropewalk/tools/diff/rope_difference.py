@@ -16,7 +16,10 @@ For longer sequences, as many larger distances are compared, evenly spaced up to
 """
 
 _ROWS = 4096
-_LAST_BITS = 1e-9
+LAST_BITS = 1e-9
+"""The relative difference that the last bits of float64 can make."""
+FLOAT32 = 2.0**-23
+"""The relative difference that a frequency can have if its base and its factor were rounded to float32."""
 
 
 def difference(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
@@ -31,31 +34,33 @@ def difference(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
     return {"same": False, "channels": "; ".join(filter(None, (count, pairing)))}
 
 
-def compare_ropes(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
+def compare_ropes(a: Rope, b: Rope, longest: int, tolerance: float = LAST_BITS) -> dict[str, Any]:
     """Measure how rope b differs from rope a.
 
     Args:
         a, b: static ropes with the same number of pairs.
         longest: the largest distance at which scores are compared, in tokens.
+        tolerance: the relative difference up to which numbers are equal. By default, only the last bits of float64 may
+            differ.
 
     Returns:
-        A dict of JSON values. `same` is whether the ropes are equal, except for the last bits of float64. `inv_freq`
+        A dict of JSON values. `same` is whether the ropes are equal, except for the tolerance. `inv_freq`
         has the `pair` whose frequencies differ most; `times`, the ratio of the larger to the smaller of these two, or
         None if one is 0; `slower`, whether the pair rotates slower in b; and `pairs_that_differ`, their number.
-        `attention_factor_ratio` is that of b to a. `scores` has the `largest_change` of an attention score of q and k
-        if all their pairs have the same norm, and the distance `at_distance` between q and k at which it occurs. A
-        score of 1 is that of q with itself, without an attention factor.
+        `attention_factor_ratio` is that of b to a. `scores` has the `largest_change` of an attention score, over all q
+        and k whose pairs have the same norm, and the distance `at_distance` between q and k at which it occurs. A score
+        of 1 is that of q with itself, without an attention factor.
     """
     first, second = a.inv_freq, b.inv_freq
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(first == second, 1.0, first / second)
     times = np.maximum(ratio, np.divide(1.0, ratio, out=np.full_like(ratio, np.inf), where=ratio > 0))
     pair = int(np.argmax(times))
-    pairs = int(np.count_nonzero(times - 1.0 > _LAST_BITS))
+    pairs = int(np.count_nonzero(times - 1.0 > tolerance))
     attention = b.attention_factor / a.attention_factor
     score, distance = _scores(first, second, a.attention_factor**2, b.attention_factor**2, longest, pairs > 0)
     return {
-        "same": pairs == 0 and abs(attention - 1.0) < _LAST_BITS,
+        "same": pairs == 0 and abs(attention - 1.0) < tolerance,
         "inv_freq": {
             "times": float(times[pair]) if math.isfinite(times[pair]) else None,
             "pair": pair,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ _OWN_CACHE = (
 )
 _SHARED_CACHE = "A draft that reads the KV cache of the target must rotate like it, and does not."
 _SHORT = (
-    "Beyond its length, a draft may be accepted less often, or fail: vLLM 0.24 reads outside the draft's table of cos "
-    "and sin (vllm#48894). Increase max_position_embeddings of the draft if it was trained for more."
+    "Beyond its length, a draft may be accepted less often, or fail: vLLM reads outside the draft's table of cos and "
+    "sin (vllm#48894, seen in 0.24). Increase max_position_embeddings of the draft if it was trained for more."
 )
 
 
@@ -56,7 +57,9 @@ def draft(
 ) -> DraftDiff:
     """Compare the rotation of a model with that of its draft in speculative decoding, such as an EAGLE head.
 
-    A layer of the draft rotates alike if some layer of the target has the same rope. The numbers of layers may differ.
+    A layer of the draft rotates alike if some layer of the target has the same rope. Else it is compared with the
+    layers of its kind, such as "sliding_attention", or if there are none, with those whose scores differ least. The
+    numbers of layers may differ.
 
     Args:
         target, draft: as in `diff.configs`.
@@ -72,12 +75,15 @@ def draft(
     a, b = read_both((target, draft), pairing, base, factor, ignore, download)
     longest = longest_of("diff.draft", length, a)
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
-    targets = sorted(dict.fromkeys(a.layers), key=lambda rope: rope is None)
+    kinds = dict(zip(a.layer_kinds, a.layers, strict=False))
     rows = []
     for rope in dict.fromkeys(b.layers):
-        found = [compare_layers(own, rope, sorted({short, longest}))[0] for own in targets]
-        if None not in found:
-            rows.append({"layers": [i for i, other in enumerate(b.layers) if other == rope], **(found[0] or {})})
+        found = {own: compare_layers(own, rope, sorted({short, longest}))[0] for own in dict.fromkeys(a.layers)}
+        if None not in found.values():
+            indices = [i for i, other in enumerate(b.layers) if other == rope]
+            kind = b.layer_kinds[indices[0]] if b.layer_kinds else ""
+            nearest = found[kinds[kind]] if kind in kinds else min(found.values(), key=_largest_change)
+            rows.append({"layers": indices, **(nearest or {})})
     reached = stated_length(b)
     return DraftDiff(
         {
@@ -90,6 +96,11 @@ def draft(
             "too_short": reached is not None and reached < longest,
         }
     )
+
+
+def _largest_change(row: Mapping[str, Any] | None) -> float:
+    """Return the largest change of a score in a row, or infinity if the scores were not compared."""
+    return max((found["scores"]["largest_change"] for found in row["at"]), default=math.inf) if row else math.inf
 
 
 def _text(facts: Mapping[str, Any]) -> str:
