@@ -412,6 +412,26 @@ class TestSingleModels:
         with pytest.raises(RopeError, match="compress_ratios must be a list with an entry for each of the 5 layers"):
             from_config({**config, "compress_ratios": [0, 0, 4, 128]})
 
+    def test_indexer_of_hy_v4_vl(self) -> None:
+        """`HYV4VLIndexer` rotates the last channels of its head by positions on the same axes."""
+        config = next(row["config"] for row in DEFAULTS if row["model_type"] == "hy_v4_vl_text")
+        axes = Axes.interleaved((12, 10, 10))
+        indexer = Rope(128, 10_000.0, "interleaved", rotary_dim=64, rotary_offset=64, axes=axes)
+        assert from_config(config).extra_ropes == {"indexer": indexer}
+
+    def test_dory_counts_blocks_of_attention_and_mlps(self) -> None:
+        """A released file lists the MLPs as well, and counts them as layers. transformers drops them."""
+        dory = {"model_type": "dory", "head_dim": 16, "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e7}}}  # fmt: skip
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        blocks = [block for kind in kinds for block in (kind, "mlp")]
+        ropes = from_config({**dory, "num_hidden_layers": 6, "layer_types": blocks})
+        assert [rope.base for rope in ropes.layers if rope] == [1e4, 1e7, 1e4]
+        assert from_config({**dory, "num_hidden_layers": 3, "layer_types": kinds}).layers == ropes.layers
+        assert from_config(ropes.to_hf_config(version=5)).layers == ropes.layers
+        with pytest.raises(RopeError, match="layer_types must be a list with an entry for each of the 5 layers"):
+            from_config({**dory, "num_hidden_layers": 5, "layer_types": blocks})
+
     def test_mimo_from_its_own_file(self) -> None:
         ropes = from_config({
             "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "partial_rotary_factor": 0.334,

@@ -121,7 +121,7 @@ class TestSections:
             (QWEN2_VL, {"mrope_section": [4, 2, 3]}, "rope_scaling.mrope_section must add up to the 8 "
              "pairs that rotate, got [4, 2, 3], which adds up to 9"),
             (QWEN2_VL, {}, "mrope_section must add up to the 8 pairs that rotate, got [16, 24, 24], "
-             "implied by model_type qwen2_vl (transformers 5.23 models/qwen2_vl), which adds up to 64"),
+             "implied by model_type qwen2_vl (transformers 5.24 models/qwen2_vl), which adds up to 64"),
             (QWEN3_VL, {"mrope_section": [24, 20, 21]}, "add up to the 64 pairs that rotate, got [24, 20, 21], which"),
             ({**QWEN3_VL, "head_dim": 64}, {}, "add up to the 32 pairs that rotate, got [24, 20, 20], implied"),
             (QWEN2_VL, {"mrope_section": [4, 4]}, "must be a list of 3 numbers of pairs: time, height, width, got 2"),

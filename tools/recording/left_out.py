@@ -1,4 +1,4 @@
-"""Model types of transformers 5.23.0 that mention rotary positions, and that ropewalk neither reads nor refuses.
+"""Model types of transformers 5.24.0 that mention rotary positions, and that ropewalk neither reads nor refuses.
 
 `class_defaults` uses this list to find model types that are new in a later version. The listed models were not examined
 one by one. Remove a name here when ropewalk supports it.
@@ -7,20 +7,23 @@ one by one. Remove a name here when ropewalk supports it.
 # Their modeling file mentions rotary positions, but the recorded layer rotates nothing.
 WITHOUT_ROPE = """
     blenderbot-small bridgetower_text_model canary_decoder clvp_decoder deimv2 dpr emu3_vqgan
-    granite_docling_vision groupvit_text_model groupvit_vision_model internvl_vision mllama_vision_model
+    granite_docling_vision groupvit_text_model groupvit_vision_model idefics2_vision idefics3_vision internvl_vision
+    janus_vision_model kosmos_2_5_text_model kosmos_2_5_vision_model kosmos_2_text_model kosmos_2_vision_model
+    mllama_vision_model ovis2_vision smolvlm_vision
     molmo2_vision moonshine_streaming_encoder perceiver phi4_multimodal_audio phi4_multimodal_vision
     pix2struct_text_model pix2struct_vision_model pp_doclayout_v2 qianfan_ocr_vision qwen2_audio_encoder radio
     reformer sew-d siglip2_text_model siglip_text_model siglip_vision_model unlimited_ocr_vision_encoder vits
 """
 # Encoders of images and sound, parts that need other inputs, and models that contain a text model with its own type.
 OTHERS = """
-    EvollaModel autoformer bark bridgetower_vision_model canary chameleon_vqgan clvp
+    EvollaModel apertus1p5_vision_tokenizer autoformer bark bridgetower_vision_model canary chameleon_vqgan clvp
     cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision
     edgetam_video_mask_decoder edgetam_video_prompt_encoder
     funnel gemma3n_audio gemma3n_vision gemma4_audio
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
-    glm_image_vqmodel glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
-    inkling2 inkling_audio inkling_mm_model inkling_vision lfm3_vl
+    glm_image_vqmodel glmga got_ocr2_vision hunyuan_vl_vision hy_v4_vl_vision idefics2_perceiver
+    idefics_perciever idefics_vision informer
+    inkling2 inkling_audio inkling_mm_model inkling_vision janus_vqgan kosmos-2 kosmos-2.5 lfm3_vl
     minicpmv4_7_vision molmo2_adapter muse_glimmer
     muse_spark muse_spark_audio
     nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc

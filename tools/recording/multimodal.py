@@ -23,8 +23,9 @@ TIMESTAMPS = (*GLM, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4
 WHOLE = ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl_moe", "paddleocr_vl")
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 CANVAS = "minicpmv4_7"
-MODELS = (*WHOLE, *TIMESTAMPS, *OMNI, "hunyuan_vl", "glm_image", CANVAS)
-RECORDED = (*WHOLE[:3], "glm4v", "qwen3_vl", *OMNI, "hunyuan_vl", "glm_image", CANVAS)  # one model of each function
+MODELS = (*WHOLE, *TIMESTAMPS, *OMNI, "hunyuan_vl", "hy_v4_vl", "glm_image", CANVAS)
+# One model of each function.
+RECORDED = (*WHOLE[:3], "glm4v", "qwen3_vl", *OMNI, "hunyuan_vl", "hy_v4_vl", "glm_image", CANVAS)
 
 
 @dataclass
@@ -88,7 +89,8 @@ def add_media(row: Row, model: str, config: dict[str, Any], draw: random.Random,
         row.images.append([1, h * merge, w * merge])
         marked = 2 * draw.randint(0, 1)  # Hunyuan VL may mark the tokens around an image as tokens of it
         row.add((VISION_START, 1))
-        row.add((IMAGE, h * (w + 1) + marked if model == "hunyuan_vl" else h * w), kind=1)
+        columns = w + (model in ("hunyuan_vl", "hy_v4_vl"))  # a token ends each row
+        row.add((IMAGE, h * columns + (marked if model == "hunyuan_vl" else 0)), kind=1)
         row.add((VISION_END, 1))
     else:
         row.videos.append([t * config["vision_config"].get("temporal_merge_size", 1), h * merge, w * merge])
@@ -108,7 +110,7 @@ def add_media(row: Row, model: str, config: dict[str, Any], draw: random.Random,
             row.add((AUDIO_END, 1), (VISION_END, 1))
         else:
             row.add((VISION_START, 1))
-            row.add((VIDEO, t * h * w), kind=2)
+            row.add((VIDEO, t * h * (w + (model == "hy_v4_vl"))), kind=2)
             row.add((VISION_END, 1))
 
 

@@ -12,7 +12,7 @@ from ropewalk.configs.layers import ALL, Kind, Pattern
 
 def source(folder: str) -> str:
     """Return the `source` of an `Architecture`: the folder of the model in transformers."""
-    return f"transformers 5.23 models/{folder}"
+    return f"transformers 5.24 models/{folder}"
 
 
 def row(folder: str, **fields: Any) -> Architecture:

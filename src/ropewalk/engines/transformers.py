@@ -97,7 +97,7 @@ def _rounding(config: ConfigRope) -> Rounding:
 
 TRANSFORMERS = Engine(
     name="transformers",
-    version="5.23.0",
+    version="5.24.0",
     rounding=_rounding,
     rules={
         "default": Rule(_FILE),

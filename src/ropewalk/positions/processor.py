@@ -25,8 +25,10 @@ class _Family:
 
     rule: RuleName | None = "qwen2_vl"
     """The rule of `mrope`; None for `xdrope`."""
-    text_between_frames: bool = False
-    """Whether each frame of a video is an image of its own."""
+    newlines: bool = False
+    """Whether a token ends each row of an image."""
+    frames_apart: bool = False
+    """Whether each frame of a video is an image of its own, with or without text between them."""
     generates: bool = False
     """Whether the grids of a row also list the images to generate, which have no tokens yet."""
     audio: bool = False
@@ -45,20 +47,21 @@ _TEXT_BETWEEN_FRAMES = (
 _FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "paddleocr_vl"), _Family()),
     "qwen2_5_vl": _Family(per_second="vision_config.tokens_per_second"),
-    **dict.fromkeys(_TEXT_BETWEEN_FRAMES.split(), _Family(text_between_frames=True)),
+    **dict.fromkeys(_TEXT_BETWEEN_FRAMES.split(), _Family(frames_apart=True)),
     "ernie4_5_vl_moe": _Family(time_merge="vision_config.temporal_merge_size"),
     "qwen2_5_omni": _Family(
         "qwen2_5_omni", audio=True, per_second="position_id_per_seconds", chunk="seconds_per_chunk"
     ),
     "qwen3_omni_moe": _Family("qwen3_omni", audio=True, per_second="position_id_per_seconds"),
-    "hunyuan_vl": _Family(None),
+    "hunyuan_vl": _Family(None, newlines=True),
+    "hy_v4_vl": _Family(newlines=True, frames_apart=True),
     "glm_image": _Family(generates=True),
-    "minicpmv4_7": _Family(on_canvas=True, text_between_frames=True),
+    "minicpmv4_7": _Family(on_canvas=True, frames_apart=True),
 }
 
 
 def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.device | str | None = None) -> Placed:
-    """Return the positions of a batch of a processor, equal to `get_rope_index` of the model in transformers 5.23.
+    """Return the positions of a batch of a processor, equal to `get_rope_index` of the model in transformers 5.24.
 
     Call it where the batch is made, such as in a collator: then everything is computed on the host. Tensors of another
     device are read back, once each.
@@ -84,7 +87,7 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             tokens of images and videos are not those of the grids.
 
     Source:
-        `get_rope_index` of each model in transformers 5.23.
+        `get_rope_index` of each model in transformers 5.24.
 
     Examples:
         >>> config = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}}
@@ -175,9 +178,11 @@ def _sizes(
         merge = 2 if mode == "4x" else 4
     else:
         merge = int(_number(config, "vision_config.spatial_merge_size"))
-    images = [Image(h // merge, w // merge + (family.rule is None)) for _, h, w in image]
-    if family.text_between_frames:
-        return iter(images), iter([Image(h // merge, w // merge) for t, h, w in video for _ in range(t)])
+    images = [Image(h // merge, w // merge + family.newlines) for _, h, w in image]
+    if family.frames_apart:
+        return iter(images), iter(
+            [Image(h // merge, w // merge + family.newlines) for t, h, w in video for _ in range(t)]
+        )
     time_merge = 1 if family.time_merge is None else int(_number(config, family.time_merge))
     seconds: list[float | None] = [None] * len(video)
     if video and family.per_second is not None:

@@ -46,7 +46,28 @@ def longcat_layers(c: Reader) -> int:
     return 2 * c.layers(("num_layers",))
 
 
+def dory_layers(c: Reader) -> int:
+    """Return the number of attention blocks. Released configs count them and the MLPs between them."""
+    blocks = c.layer_list("layer_types", c.layers(("num_hidden_layers",))) or []
+    c.origins["layers"] = "num_hidden_layers" + (" without the blocks mlp of layer_types" if "mlp" in blocks else "")
+    return c.layers(("num_hidden_layers",)) - blocks.count("mlp")
+
+
 # the kinds of the layers
+
+
+def dory_kinds(c: Reader, count: int) -> list[str]:
+    """Return the kinds of the attention blocks in `layer_types`. Without it, every fourth has full attention."""
+    blocks = c.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
+    kinds = [kind for kind in blocks if kind != "mlp"]
+    return check_kinds(c, "layer_types", kinds, ("full_attention", "sliding_attention"))
+
+
+def lara_mini_kinds(c: Reader, count: int) -> list[str]:
+    """Return the kinds in `layer_types`. Without it, five kinds repeat."""
+    linear, sliding, full = "linear_attention", "sliding_attention", "full_attention"
+    repeated = [(linear, sliding, linear, full, sliding)[i % 5] for i in range(count)]
+    return check_kinds(c, "layer_types", c.layer_list("layer_types", count) or repeated, (linear, sliding, full))
 
 
 def recurrent_gemma_kinds(c: Reader, count: int) -> list[str]:

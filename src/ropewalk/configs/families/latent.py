@@ -27,10 +27,12 @@ class Latent(Architecture):
 
     Args:
         indexer: the pairing of the indexer, a second attention in each layer (DeepSeek-V3.2); None if there is none.
+        indexer_tail: whether the last channels of the indexer's head rotate instead of the first.
         prefixes: maps a kind of layer to the prefix of the config keys that state its head sizes, e.g. "swa_".
     """
 
     indexer: str | None = None
+    indexer_tail: bool = False
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def implied_pairing(self, c: Reader) -> str:
@@ -74,7 +76,7 @@ class Latent(Architecture):
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
         if self.indexer is None or name in self.prefixes:
             return {}
-        return read_indexer(c, rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))
+        return read_indexer(c, rope, self.indexer, rotates_tail=self.indexer_tail, source=self.name_and_source(c))
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
         """Return the square of the magnitude that YaRN has for mscale_all_dim, or 1 without YaRN.
@@ -93,7 +95,8 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
 
     Args:
         c: the reader of the config.
-        rope: the rope of the layer's q and k. The indexer rotates the same number of channels at the same frequencies.
+        rope: the rope of the layer's q and k. The indexer rotates the same number of channels at the same frequencies,
+            by positions on the same axes.
         pairing: the indexer's pairing in the model's own code. The key `indexer_rope_interleave` overrides it.
         rotates_tail: whether the last channels of the indexer's head rotate instead of the first.
         source: the model_type and the code that defines its indexer, for messages.
@@ -116,7 +119,7 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
         pairing = config_pairing
     offset = max(width - rope.rotary_dim, 0) if rotates_tail else 0
     try:
-        sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}
+        sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset, "axes": rope.axes}
         indexer = Rope(width, rope.base, cast(Pairing, pairing), scaling=rope.scaling, **sizes)
     except RopeError as e:
         raise with_context(f"{c.source}: index_head_dim", e) from None

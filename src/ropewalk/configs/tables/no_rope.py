@@ -78,5 +78,6 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
     "zamba": without_rope("zamba"),
     "inkling_text": without_rope("inkling"),
     "inkling2_text": without_rope("inkling2"),
+    "inkling2_loop_text": without_rope("inkling2_loop"),
     "moshi_depth": without_rope("moshi"),
 }

@@ -14,6 +14,7 @@ from ropewalk.rope.axes import Axes
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _QWEN2_VL = AxesRule((16, 24, 24))
 _QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True)
+_HY_V4 = AxesRule((12, 10, 10), pattern=interleaved_axes, is_interleaved=True)
 _QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
 _GLM4V = AxesRule((8, 12, 12))
 _ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
@@ -84,6 +85,7 @@ SEVERAL_AXES: dict[str, Architecture] = {
         axes=_OPENPANGU,
         check=functions.require_interleaved,
     ),
+    "hy_v4_vl_text": latent("hy_v4_vl", output_order=None, axes=_HY_V4, indexer="interleaved", indexer_tail=True),
     "hunyuan_vl_text": several_axes("hunyuan_vl", _HUNYUAN, head_dim_divides=False),
     "neomme": several_axes(
         "neomme", _NEOMME, fraction=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}

@@ -45,7 +45,7 @@ _DEEPSEEK_V4 = DeepSeekV4(
 TEXT: dict[str, Architecture] = {
     # The head size is hidden / heads if head_dim is not given.
     **llama_like(
-        "apertus arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
+        "apertus apertus1p5_text@apertus1p5 arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
         "granite4_vision_text@granite4_vision granite_docling_text@granite_docling aria_text@aria bitnet "
         "chameleon csm csm_depth_decoder_model@csm dia_encoder@dia dia_decoder@dia diffllama doge dots1 "
         "emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite granitemoe granitemoeshared gte "
@@ -198,6 +198,16 @@ TEXT: dict[str, Architecture] = {
         pattern=_NO_ROPE_LAYERS,
         learned=functions.lerope,
         query_scale=functions.ssmax_query_scale,
+    ),
+    "dory": row(
+        "dory", head_dim_divides=False, kinds=_NESTED_KINDS, layers=functions.dory_layers, pattern=functions.dory_kinds
+    ),
+    "lara_mini": row(
+        "lara_mini",
+        head_dim_divides=False,
+        kinds={_SLIDING: Kind(), _FULL: None, "linear_attention": None},
+        pattern=functions.lara_mini_kinds,
+        flat=True,
     ),
     "hy_v4": latent("hy_v4", pairing="half", output_order=None),
     "minicpm3": latent("minicpm3", pairing="half", output_order=None),
