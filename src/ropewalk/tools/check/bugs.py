@@ -70,7 +70,8 @@ BUGS: dict[str, Bug] = {
     ),
     "mixed-pairings": Bug(
         "the two channels of a pair are rotated by different angles",
-        "Use cat(f, f) for the tables of half pairing, and repeat_interleave for those of interleaved pairing.",
+        "Use cat(f, f) for the tables of half pairing, and repeat_interleave for those of interleaved pairing. Repeat "
+        "the sections of several axes in the same way.",
     ),
     "cos-and-sin-swapped": Bug("cos and sin are swapped", "Swap them where they are used or returned."),
     "rotates-backwards": Bug(

@@ -96,8 +96,8 @@ class _Finder:
             must = "a cell must have the same angles in a grid of any size"
             fix = "Wrap it in a function of positions, as its model computes them, or check the function of its tables."
             raise _checks.error("check", must, f"other angles in a larger grid, in {chosen.signature}", fix)
-        if "weights" in chosen.form.takes and _adds_1_to_weights(chosen):
-            self.found["added"] = 1.0
+        if "weights" in chosen.form.takes:
+            self.found["added"] = _added_to_weights(chosen)
         if _returns_its_input(chosen, is_told="->" in (self.call or "")):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
@@ -382,11 +382,12 @@ def _depends_on_the_grid(subject: Subject) -> bool:
     return not torch.allclose(small, large, atol=1e-4)
 
 
-def _adds_1_to_weights(subject: Subject) -> bool:
-    """Return whether the function adds 1 to the weights of its norm: with weights of 0, its result is not 0."""
+def _added_to_weights(subject: Subject) -> tuple[float, float]:
+    """Return 1 if the norm of q adds 1 to its weights, and the same for k: with weights of 0, the result is not 0."""
     x, zeros = _tokens(subject), torch.zeros(subject.channels)
     results = subject.fused(x, x, torch.arange(_TOKENS)[None], weights=(zeros, zeros))
-    return bool(results.q.abs().max() > 1e-3)
+    q, k = (float(out is not None and out.abs().max() > 1e-3) for out in (results.q, results.k))
+    return q, q if results.k is None else k
 
 
 def _takes_fewer_key_heads(subject: Subject) -> bool:

@@ -81,7 +81,7 @@ class Form:
         key_head: "kept" or "dropped" if the function takes one head of k, with an axis of its own or without. It is
             then called once for each head of k, and with q the first time and one head of it from then on.
         of_all_heads: whether a norm is taken over all heads together, and has a weight for each channel of each.
-        added: what the function adds to the weights of its norm, such as 1 in Gemma.
+        added: what the function adds to the weights of its norms of q and of k, such as 1 in Gemma.
         eps: what is passed to a norm.
     """
 
@@ -97,7 +97,7 @@ class Form:
     required: Mapping[str, Any] = field(default_factory=dict)
     key_head: str = ""
     of_all_heads: bool = False
-    added: float = 0.0
+    added: tuple[float, float] = (0.0, 0.0)
     eps: float = EPS
 
     @property
@@ -199,9 +199,10 @@ class Form:
         v = torch.cos(torch.arange(key.numel())).view(key.shape).to(key.dtype) if v is None else v
         tensors = self._tensors(q, key, v)
         values = {**tensors}
-        for role, weight, x in zip(("q_weight", "k_weight"), weights or (), (q, key), strict=False):
+        of_norms = zip(("q_weight", "k_weight"), weights or (), self.added, (q, key), strict=False)
+        for role, weight, added, x in of_norms:
             heads = x.shape[self._heads] if self.of_all_heads else 1
-            values[role] = (weight - self.added).repeat(heads)
+            values[role] = (weight - added).repeat(heads)
         caches: list[Tensor] = []
         if self.cache:
             tokens = from_layout(self.layout, key, rows)

@@ -32,7 +32,7 @@ def judge(baseline: Baseline) -> None:
         "left padding": variants.check_left_padding,
         "documents in one row": variants.check_documents,
         "int32 positions": variants.check_int32,
-        "other options": variants.check_options,
+        "each option alone": variants.check_options,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "input unchanged": _check_inputs_unchanged,

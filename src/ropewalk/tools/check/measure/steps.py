@@ -41,6 +41,9 @@ def run(subject: Subject, report: Report, *, compiled: bool) -> None:
     )
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
+    if "weights" in subject.form.takes:
+        heads = "all heads" if subject.form.of_all_heads else "each head"
+        report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",

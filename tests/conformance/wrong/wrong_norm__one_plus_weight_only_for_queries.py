@@ -1,0 +1,29 @@
+"""Gemma's norm, ported for the queries only: the keys are multiplied by the weight, and not by 1 + weight."""
+
+import torch
+
+
+def turn(x, cos, sin):
+    """Rotate x `[..., heads, dim]` by tables `[..., 1, dim / 2]`. Channel i and channel i + dim / 2 form a pair."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+def rms(x, weight, eps):
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def norm_rope(q, k, q_norm_weight, k_norm_weight, cos, sin, eps=1e-6):
+    """q and k: `[batch, seq, heads, dim]`; cos and sin: `[batch or 1, seq, dim / 2]`."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    q = rms(q, 1 + q_norm_weight, eps).type_as(q)
+    k = rms(k, k_norm_weight, eps).type_as(k)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+TARGET = "norm_rope"
+GIVEN = {"pairing": "half"}
+REPAIR = [
+    ("rms(k, k_norm_weight, eps)", "rms(k, 1 + k_norm_weight, eps)"),
+]
