@@ -46,13 +46,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 REFUSED = {
     "deepseek_v32": "deepseek_v32 must have one rope in each layer and no other part that rotates, got also indexer",
+    "dory": "every tensor of an attention must be known, got .*s_gate",
     "glm_moe_dsa": "glm_moe_dsa must have one rope in each layer and no other part that rotates, got also indexer",
     "hrm_text": "every tensor of an attention must be known, got model.H_module.layers.0.attn.gqkv_proj",
-    "hy_v4": "every tensor of an attention must be known, got .*indexer",
+    "hy_v4": "hy_v4 must have one rope in each layer and no other part that rotates, got also indexer",
     "jetmoe": "every tensor of an attention must be known, got .*experts",
     "longcat_flash": "every tensor of an attention must be known, got model.layers.0.self_attn.0",
 }
-OWN_KEY = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
+OWN_KEY = ("axk1", "deepseek_v3", "glm4_moe_lite", "sarvam_mla", "youtu")
 """Models that read the pairing from a key of their config."""
 
 

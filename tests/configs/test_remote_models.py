@@ -283,6 +283,10 @@ def test_models_that_contain_another() -> None:
             "no_rope_layers must be a list of layer numbers below 88",
         ),
         ({"model_type": "minicpm_sala", "mixer_types": "attn"}, "mixer_types must be a list"),
+        (
+            {"model_type": "dory", "head_dim": 64, "layer_types": ["mlp", "full_attention"]},
+            "layer_types must contain only mlp, got 'full_attention'",
+        ),
         ({"model_type": "esmfold2"}, "rotates atoms"),
         ({"model_type": "lightglue"}, "angles of points"),
     ],

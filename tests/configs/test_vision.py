@@ -239,7 +239,7 @@ def test_explain() -> None:
     assert "channels          36 to 71 of 72 rotate" in second
     assert "\nwhere each value came from" not in alone
     assert alone.partition("where each value of the vision tower came from\n")[2].splitlines() == [
-        "  pairing, axes  implied by model_type gemma4_vision (transformers 5.23 models/gemma4)",
+        "  pairing, axes  implied by model_type gemma4_vision (transformers 5.24 models/gemma4)",
         "  head_dim       head_dim",
         "  base           implied by model_type gemma4_vision",
     ]

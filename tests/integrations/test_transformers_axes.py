@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "qwen3_vl_text": ({"rope_parameters": SECTIONS}, IN_TURN),
     "qwen3_vl_moe_text": ({"rope_parameters": SECTIONS}, IN_TURN),
     "cosmos3_edge_text": ({"rope_parameters": SECTIONS}, IN_TURN),
+    "hy_v4_vl_text": ({"rope_parameters": {**SECTIONS, "mrope_section": [3, 3, 2]}}, IN_TURN),
     "qwen3_5_text": ({"rope_parameters": SMALL, "num_hidden_layers": 4}, (0, 1)),
     "qwen3_5_moe_text": ({"rope_parameters": SMALL, "num_hidden_layers": 4}, (0, 1)),
     "ernie4_5_vl_moe_text": (

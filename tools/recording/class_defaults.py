@@ -153,7 +153,7 @@ def _record_layers(recorder: Recorder) -> tuple[dict[str, Any], list[int | None]
 def new(names: list[str], seconds: int) -> dict[str, str]:
     """Return name → description of new model types: they mention rotary positions, and ropewalk does not know them.
 
-    Types of transformers 5.23.0 are not new.
+    Types of transformers 5.24.0 are not new.
     """
     installed = [name for name in model_types() if (not names or name in names) and name not in LEFT_OUT]
     found = {}

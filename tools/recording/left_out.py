@@ -23,7 +23,7 @@ OTHERS = """
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
     glm_image_vqmodel glmga got_ocr2_vision hunyuan_vl_vision hy_v4_vl_vision idefics2_perceiver
     idefics_perciever idefics_vision informer
-    inkling2 inkling_audio inkling_mm_model inkling_vision janus_vqgan kosmos-2 kosmos-2.5 lfm3_vl
+    inkling_audio inkling_mm_model inkling_vision janus_vqgan kosmos-2 kosmos-2.5 lfm3_vl
     minicpmv4_7_vision molmo2_adapter muse_glimmer
     muse_spark muse_spark_audio
     nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc

@@ -49,7 +49,7 @@ class Recorder:
 
     def __init__(self, config: Any, cls: type) -> None:
         self.config = config
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         for part in (config, getattr(config, "attn_config", None)):
             if getattr(part, "clip_qkv", None) is not None:
                 part.clip_qkv = float("inf")  # no clipping, because labels are large numbers

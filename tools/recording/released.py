@@ -16,10 +16,10 @@ from .configs import text_config
 from .model import CannotRecordError
 
 OF_TRANSFORMERS = (
-    "transformers 5.23",
-    "by hand, after transformers 5.23",
-    "no rope in the model of transformers 5.23",
-    "sines of position 1 as create_sinusoidal_positions of transformers 5.23",
+    "transformers 5.24",
+    "by hand, after transformers 5.24",
+    "no rope in the model of transformers 5.24",
+    "sines of position 1 as create_sinusoidal_positions of transformers 5.24",
 )
 FLOAT32_POWER = 1e-6  # transformers raises the base to a power in float32
 

@@ -337,7 +337,7 @@ def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes:
             key = kind.bases[-1 if "." in kind.bases[0] else 0]
             if config.setdefault(key, rope.base) != rope.base:
                 raise error(_WHO, f"all layers must have the same {key}", "several", "Pass version=5.")
-        elif kind.implied_base is None:
+        elif kind.implied_base != rope.base:
             raise error(_WHO, "each kind of layer must have its own key for the base", name, "Pass version=5.")
         parameters = _parameters(rope, row, ropes)
         fraction = parameters.pop("partial_rotary_factor", None)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ropewalk._checks import error, integer, nearest, number, short_key, shown
 from ropewalk.configs.architecture import HeadQueryScale, QueryScale
-from ropewalk.configs.layers import ALL, NO_ROPE, LayerIndices, check_kinds
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, LayerIndices, check_kinds
 from ropewalk.configs.reader import ConfigValue, Reader
 from ropewalk.schemes import Scaling
 
@@ -47,20 +47,27 @@ def longcat_layers(c: Reader) -> int:
 
 
 def dory_layers(c: Reader) -> int:
-    """Return the number of attention blocks. Released configs count them and the MLPs between them."""
-    blocks = c.layer_list("layer_types", c.layers(("num_hidden_layers",))) or []
-    c.origins["layers"] = "num_hidden_layers" + (" without the blocks mlp of layer_types" if "mlp" in blocks else "")
-    return c.layers(("num_hidden_layers",)) - blocks.count("mlp")
+    """Return the number of layers, half of num_hidden_layers in files that list each MLP as a layer of its own."""
+    listed = c.get("layer_types")
+    count = c.layers(("num_hidden_layers",))
+    blocks = isinstance(listed, list | tuple) and "mlp" in listed
+    c.origins["layers"] = "num_hidden_layers, of which half are MLPs" if blocks else "num_hidden_layers"
+    return count // 2 if blocks else count
 
 
 # the kinds of the layers
 
 
 def dory_kinds(c: Reader, count: int) -> list[str]:
-    """Return the kinds of the attention blocks in `layer_types`. Without it, every fourth has full attention."""
-    blocks = c.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
-    kinds = [kind for kind in blocks if kind != "mlp"]
-    return check_kinds(c, "layer_types", kinds, ("full_attention", "sliding_attention"))
+    """Return the kind of each layer, from a list in which an entry "mlp" may follow each of them. See `dory_layers`."""
+    full, sliding = "full_attention", "sliding_attention"
+    names = c.layer_list("layer_types", c.layers(("num_hidden_layers",)))
+    if names is None:
+        return Every(4, full, sliding).kinds(c, count)
+    if len(names) > count:
+        check_kinds(c, "layer_types", names[1::2], ("mlp",))
+        names = names[::2]
+    return check_kinds(c, "layer_types", names, (full, sliding))
 
 
 def lara_mini_kinds(c: Reader, count: int) -> list[str]:

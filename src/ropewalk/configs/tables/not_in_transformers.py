@@ -81,7 +81,6 @@ REMOTE: dict[str, Architecture] = {
             ("grove_moe", "SGLang srt/models/grovemoe.py of inclusionAI/GroveMoE at 0b37d9496"),
         )
     },
-    "exaone": remote(f"{_MLX}/exaone.py; {_VLLM}/exaone.py", layers=("num_layers", "num_hidden_layers")),
     "k2_horizon": remote(f"{_VLLM}/k2_horizon.py", check=functions.refuse_rope_head_dim),
     "xllm": remote(f"{_SGLANG}/xllm.py", check=functions.refuse_rope_head_dim),
     "TeleFLM": remote(f"{_VLLM}/teleflm.py", **_IMPLIED_BASE),
@@ -160,7 +159,6 @@ REMOTE: dict[str, Architecture] = {
             ("bailing_moe", f"{_MLX}/bailing_moe.py; {_VLLM}/bailing_moe.py"),
             ("bailing_moe_v2", f"{_VLLM}/bailing_moe.py"),
             ("llada2_moe", f"{_SGLANG}/llada2.py"),
-            ("sarvam_moe", f"{_VLLM}/sarvam.py"),
         )
     },
     "bailing_moe_linear": remote(f"{_MLX}/bailing_moe_linear.py", partial=1.0),
@@ -168,7 +166,6 @@ REMOTE: dict[str, Architecture] = {
     # Multi-head latent attention.
     "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
-    "sarvam_mla": _latent(f"{_VLLM}/sarvam.py; {_SGLANG}/sarvam_moe.py"),
     "gigachat3_5": _latent(
         f"{_SGLANG}/gigachat35.py",
         kinds={_FULL: Kind(), _LINEAR: None},

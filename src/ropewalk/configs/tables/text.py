@@ -78,6 +78,7 @@ TEXT: dict[str, Architecture] = {
         layers=("num_hidden_layers", "n_layer"),
         switch=("alibi", (None, False)),
     ),
+    "exaone": row("exaone", layers=("num_layers", "num_hidden_layers")),
     "jetmoe": row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
     "idefics": row("idefics", head_dim_keys=()),
     "deepseek_ocr2_text": row("deepseek_ocr2", head_dim_keys=()),
@@ -167,6 +168,7 @@ TEXT: dict[str, Architecture] = {
     "nemotron3_5_transcribe_asr_audio": partial_rotation("nemotron3_5_transcribe", 0.5),
     "nemotron3_5_transcribe_word_timestamp": partial_rotation("nemotron3_5_transcribe", 0.5),
     "nemotron3_diarization_audio": partial_rotation("nemotron3_diarization", 1.0),
+    "sarvam_moe": row("sarvam_moe", partial=1.0, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
     "solar_open": partial_rotation("solar_open", 1.0, head_dim_divides=False),
     "stablelm": row(
         "stablelm",
@@ -200,7 +202,11 @@ TEXT: dict[str, Architecture] = {
         query_scale=functions.ssmax_query_scale,
     ),
     "dory": row(
-        "dory", head_dim_divides=False, kinds=_NESTED_KINDS, layers=functions.dory_layers, pattern=functions.dory_kinds
+        "dory",
+        head_dim_divides=False,
+        kinds={_FULL: Kind(bases=(), implied_base=1e7), _SLIDING: Kind(bases=(), implied_base=1e4)},
+        layers=functions.dory_layers,
+        pattern=functions.dory_kinds,
     ),
     "lara_mini": row(
         "lara_mini",
@@ -209,8 +215,9 @@ TEXT: dict[str, Architecture] = {
         pattern=functions.lara_mini_kinds,
         flat=True,
     ),
-    "hy_v4": latent("hy_v4", pairing="half", output_order=None),
+    "hy_v4": latent("hy_v4", pairing="half", output_order=None, indexer="half", indexer_tail=True),
     "minicpm3": latent("minicpm3", pairing="half", output_order=None),
+    "sarvam_mla": latent("sarvam_mla", keys_without_effect={"q_head_dim": "it is the sum of the two sizes of a head"}),
     "youtu": latent("youtu"),
     "dots3_note_text": latent(
         "dots3_note",

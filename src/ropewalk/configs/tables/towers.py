@@ -1,6 +1,6 @@
 """Vision towers: `TOWERS` maps the model_type of a tower to its row, a `Tower`.
 
-Each row was checked by running the rotary class and the rotation of the tower in transformers 5.23.
+Each row was checked by running the rotary class and the rotation of the tower in transformers 5.24.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY = "integers: column and row of each cell of the feature map, from 0; tok
 
 def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes: int, **more: Any) -> Tower:
     width, heads, *own = sizes
-    source = f"transformers 5.23 models/{folder}"
+    source = f"transformers 5.24 models/{folder}"
     return Tower(source, ropes, sizes=(width, heads, own[0] if own else None), **more)
 
 

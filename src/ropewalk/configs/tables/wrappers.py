@@ -11,11 +11,12 @@ _WITH_TEXT_CONFIG = (
     "deepseek_vl deepseek_vl_hybrid diffusion_gemma dots3_note embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 "
     "fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr "
     "got_ocr2 granite4_vision granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl "
-    "hyperclovax_vision_v2 idefics2 idefics3 inkling2_loop internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava "
-    "llava_next llava_next_video llava_onevision minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama modernvbert "
-    "molmo2 musicflamingo nemo_speechlm ovis2 paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_5_omni_thinker "
-    "qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 "
-    "smolvlm step3p7 t5gemma2_encoder unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
+    "hyperclovax_vision_v2 idefics2 idefics3 inkling2 inkling2_loop internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 "
+    "llava llava_next llava_next_video llava_onevision minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama "
+    "modernvbert molmo2 musicflamingo nemo_speechlm ovis2 paddleocr_vl paligemma perception_lm qianfan_ocr "
+    "qwen2_5_omni_thinker qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
+    "qwen4_exp shieldgemma2 smolvlm step3p7 t5gemma2_encoder unlimited_ocr vibevoice video_llava vipllava voxtral "
+    "voxtral_realtime "
 )
 REMOTE = {
     "text_config": "colqwen3 funaudiochat intern_s2_preview interns2_mobius isaac jet_vlm kimi_k3 kimi_vl "

@@ -179,14 +179,14 @@ _TESTED = (
     "deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo "
     "gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_neox_japanese gpt_oss gptj "
     "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium hunyuan_v1_dense "
-    "hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 laguna lfm2 lfm2_moe llama llama4_text "
-    "mellum minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral modernbert modernbert-decoder "
+    "hunyuan_v1_moe hy_v3 hyperclovax jais2 jina_embeddings_v3 kolibri1 laguna lara_mini lfm2 lfm2_moe llama "
+    "llama4_text mellum minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral modernbert modernbert-decoder "
     "molmo2_text nemotron nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe openai_privacy_filter persimmon phi phi3 "
-    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm "
+    "phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma sarvam_mla seed_oss smollm3 solar_open stablelm "
     "starcoder2 ultrabert vaultgemma youtu "
 )
 PROVEN = frozenset(_TESTED.split())
-"""The model_types for which tests compare the logits of converted weights, with the code of transformers 5.23."""
+"""The model_types for which tests compare the logits of converted weights, with the code of transformers 5.24."""
 
 
 def locate(name: str) -> Location | None:
