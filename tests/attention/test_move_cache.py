@@ -129,9 +129,9 @@ def test_with_a_window(kind: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ([7], [1], "old must be distinct positions of cached tokens"),
-        ([1, 1], [1, 2], "old must be distinct"),
-        ([1, 2], [1], "of one length"),
+        ([1, 7], [1, 2], "old must be distinct positions of cached tokens, got position 7 of no token"),
+        ([1, 1], [1, 2], "got position 1 twice"),
+        ([1, 2], [1], r"of one length, .*shape \(2,\) and .*shape \(1,\)"),
         ([], [], "at least 1"),
         ([1.0], [2.0], "int64"),
         ([1], [2**31 + 1], r"within ±2\*\*31"),

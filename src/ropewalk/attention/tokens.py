@@ -117,16 +117,18 @@ def moved_positions(who: str, places: Tensor, old: Tensor, new: Tensor) -> Tenso
     for x in (old, new):
         if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.ndim != 1 or len(x) != len(old) or not len(x):
             must = "old and new must be int64 tensors [n] of one length, at least 1"
-            raise _checks.error(who, must, _checks.describe(x), "Pass the positions of the tokens that move.")
+            got = f"{_checks.describe(old)} and {_checks.describe(new)}"
+            raise _checks.error(who, must, got, "Pass the positions of the tokens that move.")
         check_positions(who, x)
     old, order = old.to(places.device).sort()
     which = torch.searchsorted(old, places).clamp(max=len(old) - 1)
     is_moved = old[which] == places
-    if read_range(old) is not None and ((old[1:] == old[:-1]).any() or not torch.isin(old, places).all()):
-        must, got = "old must be distinct positions of cached tokens", _checks.describe(old)
-        raise _checks.error(
-            who, must, got, "A position that several tokens share is passed once, and they move together."
-        )
+    if read_range(old) is not None:
+        missing, repeated = old[~torch.isin(old, places)].tolist(), old[1:][old[1:] == old[:-1]].tolist()
+        if missing or repeated:
+            got = f"position {missing[0]} of no token" if missing else f"position {repeated[0]} twice"
+            fix = "A position that several tokens share is passed once, and they move together."
+            raise _checks.error(who, "old must be distinct positions of cached tokens", got, fix)
     return torch.where(is_moved, new.to(places.device)[order][which], places)
 
 
