@@ -149,7 +149,6 @@ _NOTED_BY_THE_RULE = frozenset(
     }
 )
 _CONVERTER = "conversion/base.py, src/llama-context.cpp"
-_BANDS = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 
 LLAMA_CPP = Engine(
     name="llama.cpp",

@@ -26,7 +26,7 @@ class _Family:
     rule: RuleName | None = "qwen2_vl"
     """The rule of `mrope`; None for `xdrope`."""
     newlines: bool = False
-    """Whether a token ends each row of an image."""
+    """Whether a token ends each row of an image or a frame."""
     frames_apart: bool = False
     """Whether each frame of a video is an image of its own, with or without text between them."""
     generates: bool = False
@@ -178,11 +178,13 @@ def _sizes(
         merge = 2 if mode == "4x" else 4
     else:
         merge = int(_number(config, "vision_config.spatial_merge_size"))
-    images = [Image(h // merge, w // merge + family.newlines) for _, h, w in image]
+
+    def picture(h: int, w: int) -> Image:
+        return Image(h // merge, w // merge + family.newlines)
+
+    images = [picture(h, w) for _, h, w in image]
     if family.frames_apart:
-        return iter(images), iter(
-            [Image(h // merge, w // merge + family.newlines) for t, h, w in video for _ in range(t)]
-        )
+        return iter(images), iter([picture(h, w) for t, h, w in video for _ in range(t)])
     time_merge = 1 if family.time_merge is None else int(_number(config, family.time_merge))
     seconds: list[float | None] = [None] * len(video)
     if video and family.per_second is not None:
