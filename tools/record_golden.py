@@ -39,6 +39,7 @@ from recording import (
     rotated,
     roundings,
     sources,
+    stated_twice,
     towers,
     trainer_roundings,
     trainers,
@@ -50,6 +51,7 @@ GOLDEN = {
     Path(golden.path).stem: golden
     for golden in (
         class_defaults.GOLDEN,
+        stated_twice.GOLDEN,
         rotated.TEXT_MODELS,
         rotated.MODELS,
         frequencies.SCHEMES,

@@ -93,12 +93,6 @@ def test_no_key_is_suggested_for_itself(model_type: str) -> None:
     assert "Did you mean 'base'" not in message
 
 
-def test_two_values_that_disagree() -> None:
-    twice = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-    (named,) = re.findall(r"ignore=\('([\w.]+)',\)", refusal(twice))
-    assert read(twice, ignore=(named,)).rope.base == 1e4
-
-
 def test_a_key_to_ignore_inside_a_section() -> None:
     scaled = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}
     assert "ignore=('rope_scaling.beta_fast',)" in refusal(scaled)

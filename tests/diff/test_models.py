@@ -74,7 +74,11 @@ COMPARED = {
 """At least so many configs of so many models, in each schema, have equal ropes, or are rejected by both."""
 
 
-@pytest.mark.filterwarnings("ignore:.*not stated:UserWarning", "ignore:.* so the base is:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*not stated:UserWarning",
+    "ignore:.* so the base is:UserWarning",
+    "ignore:.* has no effect in transformers:UserWarning",
+)
 @pytest.mark.parametrize("name", RECORDED)
 def test_ropes_are_those_that_the_models_build(name: str) -> None:
     """`from_config` gives the rope of each layer of the engine's own model, or refuses what the engine refuses."""

@@ -104,6 +104,9 @@ class Architecture:
         pattern: assigns a kind to each layer if the config has no `layer_types`. If it is a function, from the reader
             and the number of layers, `layer_types` is not read.
         flat: whether `rope_parameters` is one object for all kinds of layers. If False, it has an object for each kind.
+        sections: what the class in transformers 5 reads if a config has `rope_scaling` and `rope_parameters`:
+            "rope_scaling" (in place of the other), "rope_parameters", "merged" (`rope_scaling` counts, and only the
+            objects for kinds of layers in `rope_parameters`), or "nested or rope_scaling" (only one of these).
         listed: whether the base and the fraction may be lists with an entry for each layer.
         switch: a key, and its values for which the model rotates. For any other value, no layer rotates.
         null_base: whether a base of null means that no layer rotates.
@@ -143,6 +146,7 @@ class Architecture:
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
     pattern: Pattern | Callable[[Reader, int], list[str]] | None = None
     flat: bool = False
+    sections: str = "rope_scaling"
     listed: bool = False
     switch: tuple[str, tuple[object, ...]] | None = None
     null_base: bool = False
@@ -167,6 +171,11 @@ class Architecture:
     def name_and_source(self, c: Reader) -> str:
         """Return "model_type (source)" for messages."""
         return f"{c.get('model_type')} ({self.source})"
+
+    def choose_sections(self, c: Reader) -> None:
+        """Let the config state a value twice if transformers' code decides which one counts."""
+        if self.in_transformers and self.known:
+            c.follow_transformers(self.sections)
 
     def refuse_unsupported(self, c: Reader) -> None:
         """Raise a RopeError if the config describes what no `Rope` does. Add any warning about several axes."""
@@ -280,9 +289,17 @@ class Architecture:
             A dict from the names that transformers 5 uses for the keys (`rope_theta`, `rope_type`, ...) to the values.
 
         Raises:
-            RopeError: two keys state different values for the same parameter.
+            RopeError: two keys state different values for one parameter, and which one counts is not known.
         """
         rope_keys: dict[str, ConfigValue] = {}
+        if not c.nested and self.sections != "merged":  # transformers prefers this key at the top level
+            c.add(rope_keys, TRAINED, c.get(TRAINED), TRAINED)
+        for section in c.sections:
+            if section == c.nested:
+                sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
+                c.add_nested(rope_keys, kind.section or name, sections, self.section_keys())
+            else:
+                c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
         for names, key in (
             (kind.bases, "rope_theta"),
             (self.partial_keys, "partial_rotary_factor"),
@@ -295,12 +312,10 @@ class Architecture:
                             c.add(rope_keys, key, value, f"{config_key}[{i}]")
                 else:
                     c.add(rope_keys, key, c.get(config_key), config_key)
-        for section in c.sections:
-            if section == "rope_parameters" and c.nested:
-                sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
-                c.add_nested(rope_keys, kind.section or name, sections)
-            else:
-                c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
+        if not c.strict:  # a class that has no such key at the top level ignores it
+            for key, known in (("rope_theta", self.base_keys()), ("partial_rotary_factor", self.partial_keys)):
+                if key not in known and key in rope_keys:
+                    c.add(rope_keys, key, c.get(key), key)
         if self.more_keys is not None:
             self.more_keys(c, rope_keys)
         return rope_keys
@@ -324,6 +339,13 @@ class Architecture:
         else:
             section = kind.section or (name if len(self.kinds) > 1 and not self.flat else "")
             key = ".".join(filter(None, ("rope_parameters", section, "rope_theta")))
+        if c.lost_base:
+            from ropewalk.configs.tables.default_bases import DEFAULT_BASES
+
+            model_type = str(c.get("model_type"))
+            default = DEFAULT_BASES.get(f"{model_type}.{name}", DEFAULT_BASES.get(model_type, 10_000.0))
+            c.record_origin("base", f"the default of {model_type} in transformers, which does not read the stated one")
+            return default
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if kind.implied_base is None or c.has("rope_parameters"):
             fix = f"Add {key}, or pass {argument('base')}."
@@ -390,8 +412,11 @@ class Architecture:
             )
             raise c.error(entry.where, must, shown(entry.value), fix)
         if has_dim_key and c.channels(self.dim_key) != int(head_dim * value):
-            must = f"must agree with {self.dim_key}={c.channels(self.dim_key)} of head_dim={head_dim}"
-            raise c.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
+            channels = c.channels(self.dim_key)
+            if c.strict:
+                must = f"must agree with {self.dim_key}={channels} of head_dim={head_dim}"
+                raise c.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
+            c.warn_of_unread({self.dim_key: channels}, f"{entry.where} ({shown(entry.value)})")
         c.record_origin("rotary_dim", f"{entry.where} · head_dim")
         return int(head_dim * value)
 

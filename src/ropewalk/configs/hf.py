@@ -140,6 +140,7 @@ def _read_text(c: Reader) -> ModelRopes:
 
 def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
     """Read the ropes of all layers of a text model, by the steps of its row."""
+    row.choose_sections(c)
     row.refuse_unsupported(c)
     pairing = row.read_pairing(c)
     layers = row.kinds_of_layers(c)

@@ -34,10 +34,11 @@ def from_config(
         rope = ropes.rope  # the Rope of every layer; use ropes.layers if they differ
         print(ropes.explain())
 
-    Reading is strict. A misspelt, unused, contradictory or impossible key is an error that names the file, the key and
-    a fix. So is a missing value, except for the base of models whose first configs had none, such as Llama, and for the
-    defaults of a class, which transformers omits. For each config in which such a value is missing, Python issues a
-    `UserWarning`, which `.warnings` contains as well.
+    Reading is strict. A misspelt, unused or impossible key is an error that names the file, the key and a fix. So is a
+    missing value, except for the base of models whose first configs had none, such as Llama, and for the defaults of a
+    class, which transformers omits. If a config states two values for one parameter, the one that transformers 5 takes
+    counts; for a model_type whose code is not in transformers, it is an error. For each config with such a missing or
+    second value, Python issues a `UserWarning`, which `.warnings` contains as well.
 
     Args:
         config: a dict, a config object with `to_dict()`, a path to a file or to a folder that contains one, or a hub id

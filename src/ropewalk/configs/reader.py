@@ -6,15 +6,15 @@ rotation that nothing requested. What was found out on the way, origins and warn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import (
     MAX_HEAD_DIM,
+    Assumed,
     RopeError,
-    argument,
     error,
     integer,
     length,
@@ -42,6 +42,21 @@ TRAINED = "original_max_position_embeddings"
 PAIRING_KEY = "ropewalk_pairing"
 """Key that `ropewalk convert` writes if the converted weights have another pairing than the model's code expects."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+
+
+def _name(key: object) -> str:
+    """Return the name that transformers 5 gives a key of a section."""
+    return "rope_type" if key == "type" else str(key)
+
+
+def _ordered(section: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the keys and values of a section, and rope_type before type, which counts less."""
+    return sorted(section.items(), key=lambda entry: entry[0] == "type")
+
+
+def _meaning(value: Any) -> Any:
+    """Return the value of rope_type, by the name that ropewalk uses, or another value as it is."""
+    return ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -246,9 +261,10 @@ class Reader(Fields):
         passed_pairing: the argument `pairing` of `from_config`, or None.
         text_only: the argument `text_only` of `from_config`.
         longest: the value of max_position_embeddings or of an equivalent key, in tokens, or None.
-        sections: the objects `rope_scaling` and `rope_parameters`, by name, if the config has them.
+        sections: the objects with rope parameters that the model's code reads, by name, the decisive one first.
+        strict: whether two values of one parameter are an error. If False, the first one counts, with a warning.
+        lost_base: whether the config states a base only where the model's code does not read it.
         weights: the tensors of the checkpoint, as far as they are known.
-        nested: whether `rope_parameters` contains an object for each kind of layer, such as "sliding_attention".
     """
 
     def __init__(
@@ -268,7 +284,68 @@ class Reader(Fields):
         self.text_only = text_only
         self.longest = self.length(self.first_present(_LENGTHS))
         self.sections = {name: self.section(name) for name in SECTIONS if self.has(name)}
-        self.nested = any(isinstance(v, Mapping) for v in self.sections.get("rope_parameters", {}).values())
+        self.strict = True
+        self.lost_base = False
+
+    @property
+    def nested(self) -> str:
+        """The section that has an object for each kind of layer, such as "sliding_attention"; "" if none has."""
+        return next((n for n, s in self.sections.items() if any(isinstance(v, Mapping) for v in s.values())), "")
+
+    def follow_transformers(self, order: str) -> None:
+        """Keep the sections that transformers 5 reads. From now on, the first of several values counts.
+
+        Args:
+            order: `Architecture.sections`.
+        """
+        self.strict = False
+        if not self.sections.get("rope_scaling", True):
+            del self.sections["rope_scaling"]
+        nested = self.nested == "rope_parameters"
+        if order == "rope_parameters" or (order == "nested or rope_scaling" and nested):
+            self._drop("rope_scaling", "rope_parameters")
+        elif order in ("merged", "nested or rope_scaling") and not nested:
+            self._drop("rope_parameters", "its objects for kinds of layers")
+        elif order == "rope_scaling" and len(self.sections) > 1:
+            self._drop("rope_parameters", "rope_scaling in its place")
+        if order == "merged":
+            self._merge()
+
+    def _merge(self) -> None:
+        """Take from `rope_scaling` what counts beside `rope_parameters`, whose objects always have a rope_type.
+
+        So `type`, which transformers 4 read too, has no effect, nor have the parameters that belong to it.
+        """
+        if self.nested == "rope_scaling":
+            raise self.nested_error("rope_scaling")
+        scaling = self.sections.get("rope_scaling", {})
+        if scaling.get("type") is None or scaling.get("rope_type") is not None:
+            return
+        kinds = [v for v in self.sections.get("rope_parameters", {}).values() if isinstance(v, Mapping)]
+        scaled = any(_meaning(kind.get("rope_type", "default")) != "default" for kind in kinds)
+        shared = ("rope_theta", "partial_rotary_factor")
+        self.sections["rope_scaling"] = {k: v for k, v in scaling.items() if k in shared or (scaled and k != "type")}
+        self.warn_of_unread({"rope_scaling.type": scaling["type"]}, "rope_type")
+
+    def _drop(self, name: str, read: str) -> None:
+        """Drop a section, of which transformers reads only `read`, and warn of what nothing else states."""
+        values = self.sections.pop(name, {})
+        others = [{_name(k): _meaning(v) for k, v in s.items()} for s in (*self.sections.values(), self.config)]
+        lost = {
+            f"{name}.{short_key(key)}": value
+            for key, value in values.items()
+            if value is not None and not any(other.get(_name(key)) == _meaning(value) for other in others)
+        }
+        self.lost_base = f"{name}.rope_theta" in lost
+        self.warn_of_unread(lost, read)
+
+    def warn_of_unread(self, values: Mapping[str, Any], read: str) -> None:
+        """Warn of values, by their keys, that have no effect because transformers reads something else."""
+        if values:
+            keys = ", ".join(f"{where} ({shown(value)})" for where, value in values.items())
+            warning = f"{keys} has no effect in transformers, which reads {read}. Other programs may read it."
+            if warning not in self.warnings:
+                self.warnings.append(Assumed(warning))
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return the value of a key, which must be an object with rope parameters."""
@@ -278,9 +355,8 @@ class Reader(Fields):
         return values
 
     def is_null_kind(self, section: str) -> bool:
-        """Whether nested `rope_parameters` have null for a kind of layer, which then does not rotate."""
-        parameters = self.sections.get("rope_parameters", {})
-        return self.nested and section in parameters and parameters[section] is None
+        """Whether nested parameters have null for a kind of layer, which then does not rotate."""
+        return bool(self.nested) and self.sections[self.nested].get(section, "") is None
 
     def add(self, rope_keys: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
         """Add a value to the collected rope keys, unless it is None.
@@ -292,21 +368,26 @@ class Reader(Fields):
             where: the path of the key in the config, such as "rope_scaling.factor", for messages.
 
         Raises:
-            RopeError: the key already has a different value, or the value is an object.
+            RopeError: the value is an object, or the key has a different value and `strict` is True.
         """
         if value is None:
             return
-        key = "rope_type" if key == "type" else key
-        if key == "rope_type" and isinstance(value, str):
-            value = ALIASES.get(value, value)
+        key = _name(key)
+        if key == "rope_type":
+            value = _meaning(value)
         if isinstance(value, Mapping):
             raise self.nested_error(where)
         previous = rope_keys.get(key)
         if previous is None:
             rope_keys[key] = ConfigValue(value, where)
         elif previous.value != value:
+            if not self.strict and where.split("[")[0] != previous.where.split("[")[0]:
+                self.warn_of_unread({where: value}, f"{previous.where} ({shown(previous.value)})")
+                return
             must = f"must agree with {previous.where}, which is {shown(previous.value)}"
-            fix = f"Remove the wrong one. To ignore this one, pass {argument('ignore', (self.path + where,))}."
+            fix = "ropewalk does not know which of them the model's own code reads. Remove the other one."
+            if where.split("[")[0] == previous.where.split("[")[0]:
+                fix = "Layers of one kind have one rope. Check that it is the list of this model."
             raise self.error(where, must, shown(value), fix)
 
     def nested_error(self, where: str) -> RopeError:
@@ -323,49 +404,50 @@ class Reader(Fields):
             scaled: whether the scaling in this object applies to the kind of layer that is being read.
             with_base: whether the base in this object applies to that kind of layer even if the scaling does not.
         """
-        for key, value in self.sections[section].items():
+        for key, value in _ordered(self.sections[section]):
             where = f"{section}.{short_key(key)}"
             if scaled or (key == "rope_theta" and with_base) or key == "partial_rotary_factor":
                 self.add(rope_keys, str(key), value, where)
             elif isinstance(value, Mapping):
                 raise self.nested_error(where)
 
-    def add_nested(self, rope_keys: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
-        """Add the keys that nested `rope_parameters` have for one kind of layer.
+    def add_nested(
+        self, rope_keys: dict[str, ConfigValue], name: str, names: Iterable[str], beside: Collection[str]
+    ) -> None:
+        """Add the keys that a nested section has for one kind of layer.
 
         Args:
             rope_keys: the keys collected so far, which this method extends.
-            name: the key of this kind in `rope_parameters`.
+            name: the key of this kind in the section.
             names: the keys of all kinds of layers of the model.
+            beside: keys that apply to all kinds of layers if they are beside these objects, and not inside.
         """
         names = list(dict.fromkeys(names))
-        values = self.sections["rope_parameters"]
+        section = self.nested
+        values = self.sections[section]
         for key, value in values.items():
             if isinstance(value, Mapping) and key not in names:
                 must = f"must be a layer type of this model ({', '.join(names)})"
-                raise self.error(f"rope_parameters.{short_key(key)}", must, shown(key), "Rename or remove it.")
+                raise self.error(f"{section}.{short_key(key)}", must, shown(key), "Rename or remove it.")
         own = values.get(name)
         if own is not None and not isinstance(own, Mapping):
             must, fix = "must be an object or null", "Write null for layers that do not rotate."
-            raise self.error(f"rope_parameters.{name}", must, shown(own), fix)
-        for key, value in (own or {}).items():
-            where = f"rope_parameters.{name}.{short_key(key)}"
-            previous = rope_keys.get(str(key))
-            if key == "partial_rotary_factor" and value is not None and previous and previous.value != value:
-                self.warnings.append(
-                    f"{where} is {shown(value)} and overrides {previous.where} ({shown(previous.value)}) here."
-                )
-                del rope_keys[str(key)]
-            self.add(rope_keys, str(key), value, where)
+            raise self.error(f"{section}.{name}", must, shown(own), fix)
+        for key, value in _ordered(own or {}):
+            self.add(rope_keys, str(key), value, f"{section}.{name}.{short_key(key)}")
+        lost = {}
         for key, value in values.items():
-            # Some files have flat parameters next to the nested ones. The values of both must be equal.
             if key in names or value is None:
                 continue
-            where = f"rope_parameters.{short_key(key)}"
-            known = str(key) in rope_keys
-            self.add(rope_keys, str(key), value, where)
-            if not known and str(key) in rope_keys:
-                rope_keys[str(key)] = ConfigValue(value, where, own=False)
+            where = f"{section}.{short_key(key)}"
+            previous = rope_keys.get(_name(key))
+            if self.strict or key in beside:
+                self.add(rope_keys, str(key), value, where)
+                if previous is None:
+                    rope_keys[_name(key)] = ConfigValue(value, where, own=False)
+            elif previous is None or previous.value != _meaning(value):
+                lost[where] = value
+        self.warn_of_unread(lost, f"{section}.{name}")
 
     def per_layer_size(self, name: str, layers: list[str], size: str) -> int | None:
         """Return a size that `per_layer_config` (transformers 5) states for the layers of one kind, or None.

@@ -39,11 +39,9 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
     return rows
 
 
-def partial_rotation(
-    folder: str, fraction: float, *, pairing: str = "half", head_dim_divides: bool = True
-) -> Architecture:
+def partial_rotation(folder: str, fraction: float, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model in which a fraction of the head rotates in every layer."""
-    return row(folder, pairing=pairing, partial=fraction, head_dim_divides=head_dim_divides)
+    return row(folder, partial=fraction, **fields)
 
 
 def remote(code: str, **fields: Any) -> Architecture:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.schemes import Scaling
+from ropewalk.schemes import ALIASES, SCHEMES, Scaling, build
 
 Evidence = Literal["run", "read", "not recorded"]
 
@@ -208,9 +208,22 @@ def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Sc
     outcome = next((file.others[cause] for cause in causes if cause in file.others), "" if name else "dropped")
     if outcome:
         return section, None if outcome == "dropped" else outcome
+    if _type(section) == "default":
+        return section, None
     schemes = [config.rope, *config.ropes.values()]  # a file may scale a kind of layer that the config does not scale
     own = next((rope.scaling for rope in schemes if rope is not None and rope.scaling is not None), None)
-    return section, None if _type(section) == "default" else own
+    return section, own if own is not None and len(sections) == 1 else _scheme(section, config.longest)
+
+
+def _scheme(section: Mapping[str, Any], longest: int | None) -> Scaling | None:
+    """Return the scheme of an object that `from_config` did not read, since it read another one."""
+    known = SCHEMES.get(ALIASES.get(_type(section), _type(section)))
+    if known is None:
+        return None
+    scheme = known.class_for_keys(section.keys())
+    values = {f.name: section[f.name] for f in fields(cast(Any, scheme)) if section.get(f.name) is not None}
+    derived = {key: value for key, (value, _) in scheme.derived_fields(values, longest).items()}
+    return build(scheme, {**values, **derived})
 
 
 def _causes(name: str, section: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,17 @@ class DeepSeekV4(Architecture):
     If `rope_parameters` has no objects for kinds of layers, the attention factor of YaRN is 1 by default.
     """
 
+    def choose_sections(self, c: Reader) -> None:
+        """Drop the base and the fraction of a section without objects for kinds of layers, which are not read there."""
+        super().choose_sections(c)
+        for section in () if c.strict or c.nested else tuple(c.sections):
+            values = c.sections[section]
+            unread = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
+            c.sections[section] = {key: value for key, value in values.items() if key not in unread}
+            c.lost_base = c.lost_base or (unread.get("rope_theta") is not None and not c.has("rope_theta"))
+            lost = {f"{section}.{key}": value for key, value in unread.items() if value != c.get(key)}
+            c.warn_of_unread(lost, "these keys at the top level")
+
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer.
 

@@ -232,6 +232,16 @@ def warn_of_qwen_ntk(c: Reader) -> None:
         )
 
 
+def warn_of_olmo3_base(c: Reader) -> None:
+    """Add a warning if OLMo 3 has a base that transformers 5 gives to the layers with full attention only."""
+    base = c.get("rope_theta")
+    if base not in (None, 500_000) and not c.nested:
+        c.warnings.append(
+            f"rope_theta ({shown(base)}) is the base of layers with full attention in transformers 5, and the base of "
+            "those with a sliding window is 500000. Other programs give rope_theta to all layers."
+        )
+
+
 def require_interleaved(c: Reader) -> None:
     """Raise a RopeError if no key says that the axes alternate. vLLM then uses another order, which no model has."""
     if c.sections and c.section_value("mrope_section") and c.section_value("mrope_interleaved") is None:
@@ -250,6 +260,12 @@ def add_sections(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
         if inner.value != value:
             must = f"must agree with {inner.where}, which is {shown(inner.value)}"
             raise c.error(key, must, shown(value), "Remove the wrong one.")
+
+
+def add_whole_head(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
+    """Let the whole head rotate if a section states no fraction: the default of these classes is for files without."""
+    if c.sections:
+        rope_keys.setdefault("partial_rotary_factor", ConfigValue(1.0, f"implied by {c.get('model_type')}"))
 
 
 def add_bases_of_layers(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:

@@ -116,7 +116,7 @@ TEXT: dict[str, Architecture] = {
             head_dim_keys=(),
             partial_keys=("rotary_pct", "partial_rotary_factor"),
             partial=fraction,
-            kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
+            kinds={ALL: Kind(bases=("rotary_emb_base",))},
         )
         for name, fraction in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
     },
@@ -148,7 +148,9 @@ TEXT: dict[str, Architecture] = {
         heads=("decoder_num_attention_heads", "num_attention_heads"),
         layers=("decoder_num_hidden_layers", "num_hidden_layers"),
     ),
-    "moonshine_streaming": partial_rotation("moonshine_streaming", 0.8, pairing="interleaved"),
+    "moonshine_streaming": partial_rotation(
+        "moonshine_streaming", 0.8, pairing="interleaved", more_keys=functions.add_whole_head
+    ),
     "nemotron": partial_rotation("nemotron", 0.5),
     "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
     "phi": row("phi", partial=0.5, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
@@ -165,8 +167,12 @@ TEXT: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
     ),
     "glmasr_encoder": partial_rotation("glmasr", 0.5),
-    "nemotron3_5_transcribe_asr_audio": partial_rotation("nemotron3_5_transcribe", 0.5),
-    "nemotron3_5_transcribe_word_timestamp": partial_rotation("nemotron3_5_transcribe", 0.5),
+    **{
+        f"nemotron3_5_transcribe_{part}": partial_rotation(
+            "nemotron3_5_transcribe", 0.5, more_keys=functions.add_whole_head
+        )
+        for part in ("asr_audio", "word_timestamp")
+    },
     "nemotron3_diarization_audio": partial_rotation("nemotron3_diarization", 1.0),
     "sarvam_moe": row("sarvam_moe", partial=1.0, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
     "solar_open": partial_rotation("solar_open", 1.0, head_dim_divides=False),
@@ -231,10 +237,16 @@ TEXT: dict[str, Architecture] = {
     ),
     # The frequencies depend on the kind of layer.
     **{
-        name: row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
+        name: row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN, sections="merged")
         for name, folder in (("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2"))
     },
-    "gemma3n_text": row("gemma3n", head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)),
+    "gemma3n_text": row(
+        "gemma3n",
+        head_dim_divides=False,
+        kinds=_GEMMA_KINDS,
+        pattern=Every(5, _FULL, _SLIDING),
+        sections="merged",
+    ),
     "gemma4_text": row("gemma4", head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)),
     **{
         f"{name}_text": row(name, head_dim_divides=False, kinds=_GEMMA4_KINDS)
@@ -245,17 +257,27 @@ TEXT: dict[str, Architecture] = {
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
+        sections="merged",
     ),
     "modernbert-decoder": row(
         "modernbert_decoder",
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
+        sections="merged",
     ),
-    "olmo3": row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
+    "olmo3": row(
+        "olmo3",
+        kinds={_FULL: Kind(), _SLIDING: Kind(bases=(), implied_base=500_000.0, scaled=False)},
+        pattern=Every(4, _FULL, _SLIDING),
+        sections="merged",
+        check=functions.warn_of_olmo3_base,
+    ),
     "ultrabert": row("ultrabert", kinds=_NESTED_KINDS, pattern=Every(3, _FULL, _SLIDING)),
-    "laguna": row("laguna", head_dim_divides=False, kinds=_NESTED_KINDS, partial=1.0),
-    "mellum": row("mellum", head_dim_divides=False, kinds=_NESTED_KINDS, partial=1.0),
+    **{
+        name: row(name, head_dim_divides=False, kinds=_NESTED_KINDS, partial=1.0, partial_keys=())
+        for name in ("laguna", "mellum")
+    },
     "lfm3": row("lfm3", head_dim_divides=False, kinds={**_NESTED_KINDS, "conv": None}),
     "zaya": row(
         "zaya", head_dim_divides=False, partial=1.0, kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())}
@@ -335,6 +357,7 @@ TEXT: dict[str, Architecture] = {
         kinds={_SLIDING: Kind(), _FULL: None, functions.DENSE_FULL: Kind()},
         pattern=functions.cohere2_moe_kinds,
         flat=True,
+        sections="rope_parameters",
     ),
     "esm": row(
         "esm",
@@ -383,6 +406,7 @@ TEXT: dict[str, Architecture] = {
         partial=1.0,
         kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
         partial_keys=("partial_rotary_factor", "partial_rotary_factors"),
+        sections="nested or rope_scaling",
         listed=True,
         fixed={"yarn_only_types": ([_FULL], "scaling of other layers")},
     ),

@@ -1,0 +1,33 @@
+"""`DEFAULT_BASES`: the bases of transformers' classes for files that state none where the class reads it.
+
+Source: `default_theta` of the classes of transformers 5.24. A class that is not listed has 10000.
+"""
+
+DEFAULT_BASES: dict[str, float] = {
+    name: base
+    for base, names in {
+        1e3: "nomic_bert",
+        2e4: "jina_embeddings_v3 pe_audio_encoder pe_audio_video_encoder pe_video_encoder",
+        1e5: "helium",
+        1.5e5: "gpt_oss openai_privacy_filter",
+        1.6e5: "deepseek_v4.compressed_sparse_attention deepseek_v4.heavily_compressed_attention gte "
+        "modernbert.full_attention modernbert-decoder.full_attention",
+        5e5: "bitnet blt_global_transformer blt_local_decoder blt_local_encoder cohere csm csm_depth_decoder_model "
+        "ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text evolla exaone flex_olmo llama4_text mllama_text_model "
+        "muse_glimmer_assistant olmo3 paddleocr_vl_text qwen3_vl_moe_text qwen3_vl_text",
+        1e6: "cwm emu3_text_model gemma3_text.full_attention gemma3n_text.full_attention lfm2 lfm2_moe lfm3 minimax "
+        "mixtral neomme.full_attention phimoe qwen2_5_omni_talker qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text "
+        "qwen3_omni_moe_text solar_open t5gemma2_decoder.full_attention t5gemma2_text.full_attention",
+        2e6: "smollm3",
+        5e6: "minimax_m2 minimax_m3_vl_text",
+        6e6: "bailing_hybrid",
+        8e6: "sarvam_moe",
+        1e7: "longcat_flash",
+        11_158_840.0: "hy_v3",
+        1.2e7: "apertus apertus1p5_text",
+        8e7: "dots3_note_text",
+        1e8: "cosmos3_edge_text",
+    }.items()
+    for name in names.split()
+}
+"""Maps a model_type, or "model_type.kind of layer", to a base."""
