@@ -40,7 +40,7 @@ class RopeError(ValueError):
 
 
 class Assumed(str):
-    """A sentence of `.warnings` about a value that a config does not state, or states twice: a Python warning as well."""
+    """A sentence of `.warnings` about a value that a config does not state or states twice: also a Python warning."""
 
 
 def error(who: str, must: str, got: str, fix: str) -> RopeError:

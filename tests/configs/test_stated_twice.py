@@ -16,6 +16,7 @@ import pytest
 
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs.tables.default_bases import DEFAULT_BASES
+from ropewalk.configs.tables.wrappers import WRAPPERS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ROWS = {row["model_type"]: row for row in json.loads((GOLDEN / "stated_twice.json").read_text())["rows"]}
@@ -141,3 +142,37 @@ def test_code_that_is_not_in_transformers() -> None:
     with pytest.raises(RopeError, match=r"must agree with .* does not know which of them") as raised:
         from_config({**config, "rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}})
     assert "ignore" not in str(raised.value)
+
+
+BESIDE = {"rope_theta": 654_321.0, "rope_scaling": {**SCALING, "rope_theta": 654_321.0}}
+
+
+def test_models_that_contain_a_text_model() -> None:
+    """The text model reads its own object, and not the keys beside it."""
+    from transformers import CONFIG_MAPPING, logging
+
+    logging.set_verbosity_error()
+    compared = []
+    for name in sorted(set(WRAPPERS) & set(CONFIG_MAPPING)):
+        try:
+            config = CONFIG_MAPPING[name]()
+            config = json.loads(json.dumps(config.to_dict(), default=str))
+        except Exception:  # a class without defaults, or without a package that its parts need
+            continue
+        parts = [key for key in ("text_config", "llm_config") if "rope_theta" in str(config.get(key))]
+        for key in parts:
+            parameters = config[key].get("rope_parameters")
+            if not parameters or any(isinstance(value, dict) for value in parameters.values()):
+                continue
+            config[key]["rope_parameters"] = {**parameters, "rope_theta": 123_456.0}
+            beside = {**config, "model_type": name, **BESIDE}
+            try:
+                ropes = from_config(beside)
+            except RopeError:  # a default config that is not complete
+                continue
+            theirs = CONFIG_MAPPING[name].from_dict(beside).get_text_config(decoder=True).rope_parameters
+            found = {(rope.base, getattr(rope.scaling, "factor", None)) for rope in ropes.layers if rope is not None}
+            assert (theirs["rope_theta"], theirs.get("factor")) in found, name
+            assert {base for base, _ in found} == {123_456.0}, name
+            compared.append(name)
+    assert len(compared) >= 40
