@@ -69,8 +69,13 @@ def test_grok() -> None:
         # The logarithm of the slowest frequency is about -19, and is rounded to float32 before its power is taken.
         np.testing.assert_allclose(rope.inv_freq, row["inv_freq"], rtol=3e-6)
         if isinstance(rope.scaling, Scheme):
-            found = rope.scaling.inv_freq_float32(p["base"], p["rotary_dim"])
-            np.testing.assert_allclose(found, row["inv_freq"], rtol=1.3e-7)
+            found = np.array(rope.scaling.inv_freq_float32(p["base"], p["rotary_dim"]))
+            deployed = np.float32(row["inv_freq"]).astype(np.float64)
+            # A derived bound. A float32 function is correct to a unit of its last place, at most 2^-23 of the value, so
+            # the power, log and exp of two processors differ by that, and so does a product or sum of what differs.
+            # Power, factor, reciprocal, product and sum: 5 units. Of a logarithm that exp raises: log, product and sum.
+            logs = np.abs(np.log(deployed)) if p["extra_method"] == "yarn_log" else 0
+            assert (np.abs(found / deployed - 1) <= (5 + 3 * logs) * 2.0**-23).all()
 
     each(rows("grok"), check)
     assert {row["params"]["extra_method"] for _, row in rows("grok")} == {

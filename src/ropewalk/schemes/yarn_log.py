@@ -47,7 +47,10 @@ class YarnLog(Scheme):
         return tuple(w / self.factor**s for w, s in zip(default.inv_freq(base, rotary_dim), slowed, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies that SGLang 0.5.23 computes. The ends of the ramp are in float64, the rest float32."""
+        """Return the frequencies that SGLang 0.5.23 computes. The ends of the ramp are in float64, the rest float32.
+
+        The last bit of a float32 log depends on the processor, and with it a frequency f by about |ln f| · 2⁻²³ of f.
+        """
         import torch
 
         low, high = self._ramp(base, rotary_dim)
