@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,23 @@ def test_shards(tmp_path: Path) -> None:
     assert rope.inv_freq == pytest.approx([float(w) for w in scaled()], rel=1e-7)
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class Broken(dict[str, Any]):
+    def __getitem__(self, name: str) -> Any:
+        raise OSError("disk")
+
+
+def beside(more: dict[str, Any] | None = None, **changed: list[float]) -> dict[str, Any]:
+    """Return the model's own tensors, some of them changed (`s0`: scale of layer 0), and others after them."""
+    named = {f"layers.{name[1:]}.attention.ssmax_scaling.{name[0]}": value for name, value in changed.items()}
+    return {"lerope.alpha": ALPHA, **scales(), **named, **(more or {})}
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
@@ -108,8 +126,20 @@ def test_shards(tmp_path: Path) -> None:
         ({"lerope.alpha": [math.nan] * 4}, r"alpha\[0\] must be a finite number"),
         ({"lerope.alpha": [101.0] * 4}, r"alpha\[0\] must be a finite number of at least -100 and at most"),
         ({"lerope.alpha": "alpha"}, r"lerope.alpha must be a tensor of at most"),
-        ({"lerope.alpha": torch.zeros(4), "a.lerope.alpha": torch.zeros(4)}, r"got lerope.alpha and a.lerope.alpha"),
+        ({"lerope.alpha": torch.zeros(4), "model.rotary_emb.alpha": torch.zeros(4)}, r"got lerope.alpha and model\."),
+        ({"mtp.lerope.alpha": ALPHA, "visual.rotary_emb.alpha": ALPHA, 0: ALPHA}, r"got no such tensor"),
+        ({"lerope.alpha": torch.zeros(4, dtype=torch.bool)}, r"lerope.alpha must be .* real numbers, .*torch\.bool"),
+        ({"lerope.alpha": freed()}, r"lerope.alpha must be a tensor of .*its memory was freed"),
+        (Broken({"lerope.alpha": ALPHA}), r"lerope.alpha must be a tensor of .*got OSError\('disk'\)"),
         ([torch.zeros(4)], r"weights must map names to tensors"),
+        (beside(s0=[math.nan, 1.0]), r"config: HeadQueryScale: scale\[0\]\[0\] must be a finite number, got nan"),
+        (beside(b3=[1.0, -math.inf]), r"config: HeadQueryScale: bias\[3\]\[1\] must be a finite number, got -inf"),
+        (beside(s0=[1.0]), r"scale and bias must have a number for each head of each layer, got \[1, 2\] numbers"),
+        ({name: [] for name in beside()} | {"lerope.alpha": ALPHA}, r"for each head of each layer, got \[0\] numbers"),
+        (beside({"model.layers.0.self_attn.softmax_scaling.scale": [1.0, 2.0]}),
+         r"every layer from 0 to 3 must have one tensor .*got layers.0.attention.ssmax_scaling.s and model\.layers"),
+        (beside({"layers.4.attention.ssmax_scaling.s": [1.0, 2.0]}), r"must have one tensor .*got layers\.4\."),
+        (beside({f"layers.{'9' * 5000}.attention.ssmax_scaling.s": [1.0]}), r"must have one tensor .*got 'layers\.999"),
     ],
 )  # fmt: skip
 def test_misuse(weights: Any, message: str) -> None:
@@ -125,14 +155,90 @@ def test_weights_without_effect_are_refused() -> None:
         from_config(CONFIG, weights={"lerope.alpha": ALPHA}, engine="vllm")
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_heads_of_another_model() -> None:
+    with pytest.raises(RopeError, match=r"num_attention_heads must be 2, the numbers in the tensor layers.0.*got 8"):
+        from_config({**CONFIG, "num_attention_heads": 8}, weights=beside())
+
+
+@pytest.mark.parametrize("prefix", ["vision_tower.", "mtp_dspark.", "model.draft.", "model.layers.0.mtp."])
+def test_only_the_text_model_is_read(prefix: str) -> None:
+    """Tensors of a tower or a draft are not taken, whether they are last, first or alone."""
+    own = beside()
+    others = {f"{prefix}{name}": torch.full((4 if "alpha" in name else 2,), 9.0) for name in own}
+    expected = from_config(CONFIG, weights=own)
+    for both in ({**own, **others}, {**others, **own}):
+        ropes = from_config(CONFIG, weights=both)
+        assert (ropes.layers, ropes.query_scale) == (expected.layers, expected.query_scale)
+    assert from_config(CONFIG, weights={**others, "lerope.alpha": ALPHA}).query_scale is None
+
+
+def test_a_layer_after_the_last_one() -> None:
+    """It predicts further tokens, as `num_nextn_predict_layers` says."""
+    further = {f"layers.4.attention.ssmax_scaling.{name}": [9.0, 9.0] for name in "sb"}
+    config = {**CONFIG, "num_nextn_predict_layers": 1}
+    found, expected = from_config(config, weights=beside(further)), from_config(CONFIG, weights=beside())
+    assert found.query_scale == expected.query_scale
+
+
+def test_a_query_scale_of_one_layer() -> None:
+    scale = HeadQueryScale(scale=((2.0,),), bias=((1.0,),))
+    assert scale.at(0, 0) == (1.0,)
+    for arguments in ((-1, 0), (0, 1), (0, -1)):
+        with pytest.raises(RopeError, match=r"HeadQueryScale\.at: (position|layer) must be an integer"):
+            scale.at(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("header", r"model.safetensors must be a complete safetensors file, .*header has 16,777,2\d\d bytes"),
+        ("damaged", r"model.safetensors must be a complete safetensors file, got a truncated or damaged one"),
+        ("pipe", r"model.safetensors must be a file, got something else"),
+        ("large", r"lerope.alpha must be a tensor of at most 1,048,576 real numbers, .*the shape \[2147483648\]"),
+        ({"weight_map": {"lerope.alpha": "pipe"}}, r"pipe.safetensors must be a file, got something else"),
+        ({"weight_map": {"lerope.alpha": "../missing"}}, r"must name safetensors files of its own folder, got '../"),
+        ({"weight_map": {"lerope.alpha": "missing"}}, r"missing.safetensors must be a file, got none"),
+        ({"weight_map": {"lerope.alpha": "good"}}, r"lerope.alpha must be a tensor .*does not contain tensor"),
+        ({"weight_map": []}, r"must have a weight_map with entries"),
+        ("[" * 100_000, r"index.json: the file must contain JSON"),
+    ],
+)  # fmt: skip
+def test_bad_files(tmp_path: Path, file: Any, message: str) -> None:
+    """None of them hangs, takes much memory or ends in another error."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    single, pipe = tmp_path / "model.safetensors", tmp_path / "pipe.safetensors"
+    save_file({"a": torch.zeros(1)}, tmp_path / "good.safetensors")
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR)  # so that whoever opens the pipe to read does not wait
+    if file == "pipe":
+        pipe.rename(single)
+    elif file in ("header", "large"):
+        count = 4 if file == "header" else 2**31
+        entry = {"lerope.alpha": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}
+        head = json.dumps(entry).ljust(2**24 + 8 if file == "header" else 8).encode()
+        with single.open("wb") as out:
+            out.write(len(head).to_bytes(8, "little") + head)
+            out.truncate(8 + len(head) + 4 * count)
+    elif file == "damaged":
+        single.write_bytes(b"\x08" * 100)
+    else:
+        text = json.dumps(file).replace('"}}', '.safetensors"}}') if isinstance(file, dict) else file
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+    try:
+        with pytest.raises(RopeError, match=message):
+            from_config(tmp_path)
+    finally:
+        os.close(writer)
+
+
+def test_other_files_are_not_opened(tmp_path: Path) -> None:
     save(tmp_path, {"lerope.alpha": torch.tensor(ALPHA)})
-    (tmp_path / "model.safetensors").write_bytes(b"\x08" * 100)
-    with pytest.raises(RopeError, match="cannot be read"):
-        from_config(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"lerope.alpha": "../../missing"}}')
-    with pytest.raises(RopeError, match="missing: cannot be read"):
-        from_config(tmp_path)
+    save_file({"rotary_emb.alpha": torch.zeros(4)}, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_text("other")
+    (tmp_path / "c.safetensors").mkdir()
+    (tmp_path / "d.safetensors").symlink_to("missing")
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert from_config(tmp_path).layers == from_config(CONFIG, weights={"lerope.alpha": ALPHA}).layers
 
 
 def test_a_scheme_that_depends_on_the_length() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
-from ropewalk._checks import Assumed, argument, check_pairing, number, shown
+from ropewalk._checks import Assumed, argument, check_pairing, error, integer, number, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
@@ -79,9 +79,20 @@ class HeadQueryScale:
     bias: tuple[tuple[float, ...], ...]
     llama_4_scaling_beta: ClassVar[None] = None
 
+    def __post_init__(self) -> None:
+        who, heads = "HeadQueryScale", sorted({len(layer) for layer in (*self.scale, *self.bias)})
+        if len(self.scale) != len(self.bias) or len(heads) != 1 or heads == [0]:
+            must, got = "scale and bias must have a number for each head of each layer", f"{heads} numbers"
+            raise error(who, must, got, "Pass equally many for every layer.")
+        for name in ("scale", "bias"):
+            for i, layer in enumerate(getattr(self, name)):
+                for head, value in enumerate(layer):
+                    number(who, f"{name}[{i}][{head}]", value)
+
     def at(self, position: int, layer: int) -> tuple[float, ...]:
         """Return the factor of each head of a layer for the query at `position`, in tokens."""
-        log = math.log(position + 1)
+        layer = integer("HeadQueryScale.at", "layer", layer, at_least=0, at_most=len(self.scale) - 1)
+        log = math.log(integer("HeadQueryScale.at", "position", position, at_least=0) + 1)
         return tuple(s * log + b for s, b in zip(self.scale[layer], self.bias[layer], strict=True))
 
 

@@ -66,8 +66,9 @@ def from_config(
         like: a model_type that ropewalk knows, such as "llama", by whose rules a Hugging Face config with an unknown
             model_type is read. A warning says so. `.model_type` remains that of the config.
         weights: tensors, arrays or lists by name, such as a state dict, for a model of which a part of the rope is in
-            the checkpoint (Mistral Large 4). Without it, the tensors are read from the safetensors files beside the
-            config: first the headers, then only these tensors.
+            the checkpoint (Mistral Large 4). Without it, they are read from model.safetensors beside the config, or
+            from the files that model.safetensors.index.json names: first the headers, then only these tensors. Tensors
+            of a vision tower or a draft are not taken.
 
     Returns:
         `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.

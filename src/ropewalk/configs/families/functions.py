@@ -12,7 +12,7 @@ from typing import Any, cast
 from ropewalk._checks import error, integer, nearest, number, short_key, shown
 from ropewalk.configs.architecture import HeadQueryScale, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, LayerIndices, check_kinds
-from ropewalk.configs.reader import ConfigValue, Reader
+from ropewalk.configs.reader import MAX_LAYERS, ConfigValue, Reader
 from ropewalk.schemes import Scaling
 
 # the pairing
@@ -417,7 +417,7 @@ def lerope(c: Reader, scheme: Scaling | None, rotary_dim: int) -> Scaling:
     """Return LeRoPE with the learned factors of the checkpoint, on top of the scheme of the config."""
     from ropewalk.schemes.lerope import LeRoPE
 
-    name = _only(c, r"(^|\.)(lerope|rotary_emb)\.alpha$", "lerope.alpha", f"{rotary_dim // 2} learned numbers")
+    name = _only(c, r"(lerope|rotary_emb)\.alpha", "lerope.alpha", f"{rotary_dim // 2} learned numbers")
     alpha = tuple(c.weights.numbers(name))
     if len(alpha) != rotary_dim // 2:
         must = f"tensor {name} must have a number for each of {rotary_dim // 2} pairs"
@@ -440,19 +440,38 @@ def _only(c: Reader, pattern: str, name: str, what: str) -> str:
 
 def ssmax_query_scale(c: Reader) -> HeadQueryScale | None:
     """Return the learned factors of q, or None with a warning if the checkpoint's tensors are not known."""
-    inner = r"layers\.(\d+)\.(?!.*indexer).*\."
-    parts = []
-    for names in (r"(ssmax_scaling\.s|softmax_scaling\.scale)$", r"(ssmax_scaling\.b|softmax_scaling\.bias)$"):
-        layers = {int(match[1]): name for name, match in c.weights.find(inner + names).items()}
-        if sorted(layers) != list(range(c.layers(("num_hidden_layers",)))):
-            c.warnings.append(
-                "q is also multiplied by ssmax_scaling.s · ln(position + 1) + ssmax_scaling.b, learned for each head. "
-                "These tensors were not found for every layer, so .query_scale is None."
-            )
-            return None
-        parts.append(tuple(tuple(c.weights.numbers(layers[i])) for i in sorted(layers)))
+    count = c.layers(("num_hidden_layers",))
+    names = (r"ssmax_scaling\.s|softmax_scaling\.scale", r"ssmax_scaling\.b|softmax_scaling\.bias")
+    parts = [_of_layers(c, either, count) for either in names]
+    if any(i not in part for part in parts for i in range(count)):
+        c.warnings.append(
+            "q is also multiplied by ssmax_scaling.s · ln(position + 1) + ssmax_scaling.b, learned for each head. "
+            "These tensors were not found for every layer, so .query_scale is None."
+        )
+        return None
     c.origins["query_scale"] = "ssmax_scaling.s and .b of the checkpoint"
-    return HeadQueryScale(*parts)
+    with c.prefix_errors():
+        scale = HeadQueryScale(*(tuple(tuple(c.weights.numbers(part[i])) for i in range(count)) for part in parts))
+    heads = len(scale.scale[0])
+    if c.has("num_attention_heads") and c.size("num_attention_heads") != heads:
+        must = f"must be {heads}, the numbers in the tensor {short_key(parts[0][0])}"
+        got, fix = shown(c.get("num_attention_heads")), "Check that the checkpoint belongs to this config."
+        raise c.error("num_attention_heads", must, got, fix)
+    return scale
+
+
+def _of_layers(c: Reader, names: str, count: int) -> dict[int, str]:
+    """Return the name of the one tensor of each layer. Layers after the last one predict further tokens."""
+    end = count + c.optional_count(c.further_key, at_most=MAX_LAYERS)
+    layers: dict[int, str] = {}
+    for name, match in c.weights.find(rf"layers\.(\d+)\.[^.]+\.({names})").items():
+        layer = int(match[1]) if len(match[1]) < 8 else end
+        if layer >= end or layer in layers:
+            must = f"every layer from 0 to {count - 1} must have one tensor with the factors of q"
+            got = " and ".join(short_key(each) for each in (layers.get(layer), name) if each is not None)
+            raise error(c.source, must, got, "Check that the checkpoint belongs to this config.")
+        layers[layer] = name
+    return layers
 
 
 def scale_by(key: str) -> Callable[[Reader], QueryScale | None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk._layout import Pairing
-from ropewalk.configs import source
+from ropewalk.configs import source, weights
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import from_config, read_config
@@ -97,7 +97,7 @@ def read(
         raise _no_checkpoint(folder, f"{folder} must be a folder", came)
     meta_form = (folder / "params.json").exists() and bool(list(folder.glob("consolidated.*.pth")))
     adapter_form = (folder / ADAPTER_CONFIG).exists()
-    hf_form = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
+    hf_form = (folder / weights.SINGLE).exists() or (folder / weights.INDEX).exists()
     if sum((meta_form, adapter_form, hf_form)) > 1:
         must, fix = f"{folder} must hold one checkpoint", "Move the others to another folder."
         raise _checks.error("convert", must, "checkpoints of several formats", fix)
@@ -233,7 +233,7 @@ def _other_files(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], 
 
     The index of the weights is in neither of the two tuples.
     """
-    others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
+    others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != weights.INDEX)
     unread_weights = [name for name in others if name.endswith(_WEIGHTS)]
     return tuple(name for name in others if name not in unread_weights), tuple(unread_weights)
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from ropewalk import _checks
 from ropewalk._layout import Pairing
+from ropewalk.configs import weights
 from ropewalk.configs.reader import PAIRING_KEY
-from ropewalk.tools.convert import layouts, meta, model, pth, shards
+from ropewalk.tools.convert import layouts, meta, model, pth
 from ropewalk.tools.convert.layouts import Heads, Part
 from ropewalk.tools.convert.model import Checkpoint
 from ropewalk.tools.convert.raw import ReorderedTensor, StoredTensor, Tensor, as_column
@@ -279,19 +280,19 @@ def _files(
             for held in metadata.values():
                 held.pop(PAIRING_KEY, None)
                 held.update({} if to == source.native_pairing else {PAIRING_KEY: to})
-        index = source.folder / shards.INDEX
-        return files, metadata, {shards.INDEX: shards.read_index(index)} if index.exists() else {}
+        index = source.folder / weights.INDEX
+        return files, metadata, {weights.INDEX: weights.read_index("convert", index)} if index.exists() else {}
     groups: list[dict[str, Tensor]] = [{}]
     for name, tensor in sorted(tensors.items(), key=lambda item: _sort_key(item[0])):
         if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > _MAX_SHARD_BYTES:
             groups.append({})
         groups[-1][name] = tensor
     if len(groups) == 1:
-        return {shards.SINGLE: groups[0]}, {shards.SINGLE: {"format": "pt"}}, {}
+        return {weights.SINGLE: groups[0]}, {weights.SINGLE: {"format": "pt"}}, {}
     files = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
     weight_map = {name: file for file, group in files.items() for name in group}
     index_content = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    return files, {file: {"format": "pt"} for file in files}, {shards.INDEX: index_content}
+    return files, {file: {"format": "pt"} for file in files}, {weights.INDEX: index_content}
 
 
 def _sort_key(name: str) -> tuple[int, int, str]:

@@ -12,17 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk import _checks
-from ropewalk.configs import source
+from ropewalk.configs.weights import INDEX, SINGLE, open_safetensors, read_index
 from ropewalk.tools.convert import raw
 from ropewalk.tools.convert.raw import StoredTensor, Tensor
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
-_MAX_HEADER_BYTES = 2**24
-"""The largest header of a file in bytes. A tensor needs about 100 bytes."""
-_MAX_INDEX_BYTES = 2**25
-"""The largest index in bytes. The index of the largest mixture of experts has about 10 MB."""
 
 
 def header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -31,25 +25,11 @@ def header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     Raises:
         RopeError: safetensors is not installed, the file is not a complete safetensors file, or a dtype is unknown.
     """
-    try:
-        import safetensors
-    except ImportError as e:
-        raise _checks.missing_package("convert", "safetensors", "convert") from e
-    if not file.is_file():
-        came = "something else" if file.exists() else "none"
-        raise _checks.error("convert", f"{file} must be a file", came, "Download or copy the file again.")
-    try:
-        with file.open("rb") as content:
-            size = int.from_bytes(content.read(8), "little")
-            head = content.read(min(size, _MAX_HEADER_BYTES + 1))
-        if len(head) > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {size:,} bytes, which is more than {_MAX_HEADER_BYTES:,}")
-        with safetensors.safe_open(file, "np") as opened:
-            metadata = opened.metadata() or {}
-        entries: dict[str, Any] = json.loads(head)
-    except (safetensors.SafetensorError, OSError, ValueError) as e:
-        must, came = f"{file} must be a complete safetensors file", f"a truncated or damaged one ({e})"
-        raise _checks.error("convert", must, came, "Download or copy the file again.") from e
+    with open_safetensors("convert", file, "np") as opened:
+        metadata = opened.metadata() or {}
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        entries: dict[str, Any] = json.loads(content.read(size))
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -82,29 +62,11 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
         fix = "Save the model with save_pretrained(folder), which writes safetensors."
         raise _checks.error("convert", f"{folder} must hold {SINGLE} or {INDEX}", came, fix)
     files: dict[str, set[str] | None] = {}
-    for name, file in read_index(index)["weight_map"].items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
-            must = f"{index} must name safetensors files of its own folder"
-            fix = "Correct the index: files outside of the folder are not read."
-            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short_key(name)}", fix)
+    for name, file in read_index("convert", index)["weight_map"].items():
         listed = files.setdefault(file, set())
         if listed is not None:
             listed.add(name)
     return files
-
-
-def read_index(index: Path) -> dict[str, Any]:
-    """Return the content of an index.
-
-    Raises:
-        RopeError: the file cannot be read, or has no weight_map.
-    """
-    content: dict[str, Any] = source.read_json(index, _MAX_INDEX_BYTES)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        must, came = f"{index} must have a weight_map with entries", _checks.shown(weight_map)
-        raise _checks.error("convert", must, came, "Download or copy it again.")
-    return content
 
 
 def tensors_of(folder: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, str]]]:
