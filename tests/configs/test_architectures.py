@@ -26,6 +26,21 @@ DEFAULTS = json.loads((GOLDEN / "class_defaults.json").read_text())["rows"]
 # The largest error of frequencies in transformers, which raises the base to a power in float32.
 FLOAT32_POWER = 4.5e-7
 
+# Of each row with a switch: the key, its default in the class, a value that rotates and one that does not, and whether
+# null rotates.
+SWITCHES = [
+    ("falcon", "alibi", False, False, True, True),
+    ("RefinedWeb", "alibi", False, False, True, True),
+    ("RefinedWebModel", "alibi", False, False, True, True),
+    ("esm", "position_embedding_type", "absolute", "rotary", "relative_key", False),
+    ("granitemoehybrid", "position_embedding_type", None, "rope", "nope", False),
+    ("zamba2", "use_mem_rope", False, True, False, False),
+    ("hunyuan", "use_rotary_pos_emb", True, True, False, False),
+    ("llada", "rope", False, True, False, False),
+    ("new", "position_embedding_type", "rope", "rope", "absolute", False),
+    ("xlm-roberta-flash", "position_embedding_type", "rotary", "rotary", "absolute", False),
+]
+
 
 def ropes_of(config: dict[str, Any]) -> ModelRopes:
     return from_config(config)
@@ -559,10 +574,35 @@ class TestLayers:
         with pytest.raises(RopeError, match="layer_types must be given, since the layers differ"):
             from_config({"model_type": "laguna", "head_dim": 8, "num_hidden_layers": 2, "rope_parameters": {}})
 
-    def test_switched_off(self) -> None:
-        base = {"model_type": "falcon", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
-        assert from_config(base).rope == Rope(8, 1e4, "half")
-        assert from_config({**base, "alibi": True}).layers == (None, None)
+    @pytest.mark.parametrize(("model_type", "key", "default", "on", "off", "null_rotates"), SWITCHES)
+    def test_switch(
+        self, model_type: str, key: str, default: object, on: object, off: object, null_rotates: bool
+    ) -> None:
+        """A missing key has the default of the class; null is a value. What is stated in vain is named."""
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "attention_head_dim": 16}
+        config = {"model_type": model_type, **sizes, "d_model": 64, "n_heads": 4, "n_layers": 2}
+        base_key = "rotary_emb_base" if model_type == "xlm-roberta-flash" else "rope_theta"
+        config |= {base_key: 5e5, "layers_block_type": ["hybrid"] * 2, "layer_types": ["full_attention"] * 2}
+        missing = from_config(config)
+        for rotates, ropes in (
+            (default == on, missing),
+            (True, from_config({**config, key: on})),
+            (False, from_config({**config, key: off})),
+            (null_rotates, from_config({**config, key: None})),
+        ):
+            assert [rope and rope.base for rope in ropes.layers] == [5e5 if rotates else None] * 2
+            warned = [w for w in ropes.warnings if w.startswith(f"{base_key} has no effect: {key} is ")]
+            assert len(warned) == (not rotates)
+        assert ("by default" in missing.origins.get("layer_types", "")) == (default != on)
+
+    def test_defaults_of_switches(self) -> None:
+        """Those of transformers' own classes are the ones in its rows; the others come from the models' repositories."""
+        configs = pytest.importorskip("transformers").CONFIG_MAPPING
+        rows = {name: row.switch for name, row in ARCHITECTURES.items() if row.switch is not None}
+        assert {(name, key, default) for name, (key, _, default) in rows.items()} == {row[:3] for row in SWITCHES}
+        for name, (key, _, default) in rows.items():
+            if ARCHITECTURES[name].in_transformers:
+                assert getattr(configs[name](), key) == default, name
 
     def test_unknown_model_whose_layers_differ(self) -> None:
         values = {"model_type": "mine", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 1e4}

@@ -119,7 +119,8 @@ class Architecture:
             "rope_scaling" (in place of the other), "rope_parameters", "merged" (`rope_scaling` counts, and only the
             objects for kinds of layers in `rope_parameters`), or "nested or rope_scaling" (only one of these).
         listed: whether the base and the fraction may be lists with an entry for each layer.
-        switch: a key, and its values for which the model rotates. For any other value, no layer rotates.
+        switch: a key, its values for which the model rotates, and its value in the model's class if the config does not
+            have it. For any other value, no layer rotates.
         null_base: whether a base of null means that no layer rotates.
         null_window: the kind of every layer if `sliding_window` is null; "" if a null has no effect.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
@@ -159,7 +160,7 @@ class Architecture:
     flat: bool = False
     sections: str = "rope_scaling"
     listed: bool = False
-    switch: tuple[str, tuple[object, ...]] | None = None
+    switch: tuple[str, tuple[object, ...], object] | None = None
     null_base: bool = False
     null_window: str = ""
     output_order: str | None = None
@@ -261,9 +262,7 @@ class Architecture:
         else:
             c.origins["layers"] = c.first_present(self.layers)
             count = c.layers(self.layers)
-        if self.switch is not None and c.get(self.switch[0]) not in self.switch[1]:
-            key = self.switch[0]
-            c.origins["layer_types"] = f"{key} is {shown(c.get(key))}, so nothing rotates"
+        if self.switch is not None and self._switched_off(c, *self.switch):
             return [NO_ROPE] * count
         if self.null_base and c.is_null("rope_theta", "rope_parameters.rope_theta"):
             c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
@@ -286,6 +285,21 @@ class Architecture:
         if kinds is None:
             raise c.error("layer_types", "must be given, since the layers differ", "none", c.missing_list_fix)
         return kinds
+
+    def _switched_off(self, c: Reader, key: str, rotating: tuple[object, ...], default: object) -> bool:
+        """Whether the value of the `switch` is not one of those for which the model rotates."""
+        missing = not c.has(key) and not c.is_null(key)
+        value = default if missing else c.get(key)
+        if value in rotating:
+            return False
+        reason = f"{key} is {shown(value)}{' in this class by default' if missing else ''}, so nothing rotates"
+        c.origins["layer_types"] = reason
+        bases = [
+            *filter(c.has, sorted(self.base_keys())),
+            *(f"{s}.rope_theta" for s in c.sections if c.has(f"{s}.rope_theta")),
+        ]
+        c.warnings += [f"{base} has no effect: {reason}." for base in bases]
+        return True
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer, from the top level and from nested objects.

@@ -32,8 +32,8 @@ REMOTE: dict[str, Architecture] = {
             ("deepseek", "modeling_deepseek.py of deepseek-moe-16b-base", {}),
             (
                 "hunyuan",
-                "modeling_hunyuan.py of Tencent-Hunyuan-Large",
-                {"head_dim_keys": ("head_dim", "attention_head_dim"), "switch": ("use_rotary_pos_emb", (None, True))},
+                "modeling_hunyuan.py and configuration_hunyuan.py of Tencent-Hunyuan-Large",
+                {"head_dim_keys": ("head_dim", "attention_head_dim"), "switch": ("use_rotary_pos_emb", (True,), True)},
             ),
             ("internlm2", "modeling_internlm2.py of internlm2-chat-7b; vLLM model_executor/models/internlm2.py", {}),
             ("llava_llama", "llava_llama.py of LLaVA: Llama with flat keys", _IMPLIED_BASE),
@@ -51,11 +51,11 @@ REMOTE: dict[str, Architecture] = {
     },
     **{
         name: remote(
-            "modelling_RW.py of falcon-7b and falcon-40b, renamed to falcon in transformers",
+            "modelling_RW.py and configuration_RW.py of falcon-7b and falcon-40b, renamed to falcon in transformers",
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             kinds={ALL: Kind(implied_base=10_000.0)},
-            switch=("alibi", (None, False)),
+            switch=("alibi", (None, False), False),
         )
         for name in ("RefinedWeb", "RefinedWebModel")
     },
@@ -102,12 +102,12 @@ REMOTE: dict[str, Architecture] = {
         keys_without_effect={"rope_max_length": "it is the length of a table"},
     ),
     "llada": remote(
-        "llada/model/modeling_llada.py of NVlabs/Fast-dLLM at 24cc59e75",
+        "llada/model/modeling_llada.py and configuration_llada.py of NVlabs/Fast-dLLM at 24cc59e75",
         head_dim_keys=(),
         hidden=("d_model",),
         heads=("n_heads",),
         layers=("n_layers",),
-        switch=("rope", (True,)),
+        switch=("rope", (True,), False),
         keys_without_effect={"rope_full_precision": "it selects the dtype of q and k while they rotate"},
     ),
     "phi3small": remote(
@@ -118,15 +118,15 @@ REMOTE: dict[str, Architecture] = {
     ),
     # gte of Alibaba and Jina Embeddings 3, before transformers had them.
     "new": remote(
-        f"{_VLLM}/bert_with_rope.py and config.py",
-        switch=("position_embedding_type", ("rope",)),
+        f"{_VLLM}/bert_with_rope.py and config.py; configuration.py of Alibaba-NLP/new-impl",
+        switch=("position_embedding_type", ("rope",), "rope"),
         more_keys=functions.add_gte_scaling,
         trained_length=lambda c: c.longest,
         own_config=True,
     ),
     "xlm-roberta-flash": remote(
-        f"{_VLLM}/bert_with_rope.py and config.py",
-        switch=("position_embedding_type", ("rotary",)),
+        f"{_VLLM}/bert_with_rope.py and config.py; XLMRobertaFlashConfig of jinaai/xlm-roberta-flash-implementation",
+        switch=("position_embedding_type", ("rotary",), "rotary"),
         dim_key="rotary_emb_dim",
         partial=1.0,
         kinds={ALL: Kind(bases=("rotary_emb_base",), implied_base=10_000.0)},

@@ -76,7 +76,7 @@ TEXT: dict[str, Architecture] = {
         kinds={ALL: Kind(implied_base=10_000.0)},
         heads=("num_attention_heads", "n_head"),
         layers=("num_hidden_layers", "n_layer"),
-        switch=("alibi", (None, False)),
+        switch=("alibi", (None, False), False),
     ),
     "exaone": row("exaone", layers=("num_layers", "num_hidden_layers")),
     "jetmoe": row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
@@ -318,7 +318,9 @@ TEXT: dict[str, Architecture] = {
     "flint": local_only("flint", None, null_window=NO_ROPE),
     "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}, query_scale=lambda _: _BEAM_SCALE),
     "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
-    "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
+    "granitemoehybrid": hybrid(
+        "granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",), None)
+    ),
     "bamba": row("bamba", partial=0.5, pattern=LayerIndices("attn_layer_indices")),
     "zamba2": hybrid(
         "zamba2",
@@ -327,7 +329,7 @@ TEXT: dict[str, Architecture] = {
         LayerNames("layers_block_type", ("hybrid", "linear_attention", "mamba")),
         head_dim_keys=("attention_head_dim",),
         head_dim_divides=False,
-        switch=("use_mem_rope", (True,)),
+        switch=("use_mem_rope", (True,), False),
     ),
     "lfm2": hybrid(
         "lfm2",
@@ -363,7 +365,7 @@ TEXT: dict[str, Architecture] = {
         "esm",
         head_dim_keys=(),
         kinds={ALL: Kind(implied_base=10_000.0)},
-        switch=("position_embedding_type", ("rotary",)),
+        switch=("position_embedding_type", ("rotary",), "absolute"),
         query_scale=functions.esm_query_scale,
     ),
     **{
