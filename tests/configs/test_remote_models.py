@@ -225,13 +225,17 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "m
 
 
 def test_keys_of_published_files() -> None:
-    """Qwen 1 with a rope_theta, Hunyuan Large with a switch, and Microsoft's VibeVoice with a decoder_config."""
+    """Qwen 1 with a rope_theta, Hunyuan Large with a switch, VibeVoice with a decoder_config, and Step-3's length."""
     qwen = from_config({"model_type": "qwen", "rotary_emb_base": 1e4, "rope_theta": 1e6, "kv_channels": 16, **SIZES})
     assert qwen.rope == Rope(16, 1e4, "half")
     assert "rope_theta has no effect: the model's code reads rotary_emb_base." in qwen.warnings
     hunyuan = {"model_type": "hunyuan", "rope_theta": 1e4, **SIZES}
     assert from_config({**hunyuan, "use_rotary_pos_emb": True}).rope == Rope(16, 1e4, "half")
     assert from_config({**hunyuan, "use_rotary_pos_emb": False}).layers == (None, None)
+    text = {"head_dim": 256, "rope_theta": 5e5, "max_seq_len": 32_768, **SIZES, "max_position_embedding": 65_536}
+    for step in ({"model_type": "step3_text", **text}, {"model_type": "step3_vl", "text_config": text}):
+        ropes = from_config(step)
+        assert (ropes.rope, ropes.trained_length, ropes.warnings) == (Rope(256, 5e5, "half"), 65_536, ())
     decoder = {"model_type": "qwen2", "rope_theta": 1e6, **SIZES}
     for key in ("text_config", "decoder_config"):
         assert from_config({"model_type": "vibevoice", key: decoder}).rope == Rope(16, 1e6, "half")

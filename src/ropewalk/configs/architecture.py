@@ -112,6 +112,7 @@ class Architecture:
         partial: the rotated fraction if the config has no key for it. None means that the whole head always rotates.
         dim_key: key of the number of channels that rotate, for models that state it instead of a fraction.
         kinds: maps the name of each kind of layer to a `Kind`, or to None if layers of this kind do not rotate.
+        length_key: key of the longest length, in tokens, for models that do not state it as others do.
         pattern: assigns a kind to each layer if the config has no `layer_types`. If it is a function, from the reader
             and the number of layers, `layer_types` is not read.
         flat: whether `rope_parameters` is one object for all kinds of layers. If False, it has an object for each kind.
@@ -156,6 +157,7 @@ class Architecture:
     partial: float | None = None
     dim_key: str = ""
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
+    length_key: str = ""
     pattern: Pattern | Callable[[Reader, int], list[str]] | None = None
     flat: bool = False
     sections: str = "rope_scaling"

@@ -127,6 +127,8 @@ def find_text(config: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
 def _read_text(c: Reader) -> ModelRopes:
     unread_keys.check_size(c)
     row = _find_row(c)
+    if row.length_key:
+        c.longest = c.length(row.length_key) or c.longest
     try:
         ropes = _read_ropes(row, c)
     except RopeError:

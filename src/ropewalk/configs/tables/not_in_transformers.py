@@ -84,7 +84,7 @@ REMOTE: dict[str, Architecture] = {
     "k2_horizon": remote(f"{_VLLM}/k2_horizon.py", check=functions.refuse_rope_head_dim),
     "xllm": remote(f"{_SGLANG}/xllm.py", check=functions.refuse_rope_head_dim),
     "TeleFLM": remote(f"{_VLLM}/teleflm.py", **_IMPLIED_BASE),
-    "step3_text": remote(f"{_VLLM}/step3_text.py", head_dim_divides=False),
+    "step3_text": remote(f"{_VLLM}/step3_text.py", head_dim_divides=False, length_key="max_position_embedding"),
     "plamo": remote(f"{_MLX}/plamo.py", **_IMPLIED_BASE),
     "lille-130m": remote(
         f"{_MLX}/lille-130m.py",
