@@ -87,6 +87,11 @@ def with_context(where: str, e: RopeError) -> RopeError:
     return RopeError(f"{where}: {e}")
 
 
+def without_fix(e: RopeError) -> str:
+    """Return the message of an error without its fix, for a value that the reader of the message did not choose."""
+    return str(e).partition(". ")[0]
+
+
 def missing_package(who: str, package: str, extra: str) -> RopeError:
     """Create the error for an optional package that is not installed. `extra` is the extra of ropewalk that has it."""
     return RopeError(f'{who}: {package} must be installed. Run pip install ".[{extra}]" in a clone of ropewalk.')

@@ -336,7 +336,7 @@ class TestNumbersOfAnEngine:
 
     def test_ignored_keys_are_a_warning(self) -> None:
         ropes = from_config(yarn(attn_factor=0.5), engine="llama.cpp")
-        wanted = "llama.cpp 0c1e57098: It ignores attn_factor (not written, not read, or overwritten for this model)."
+        wanted = "llama.cpp 0c1e57098: It ignores attn_factor."
         assert wanted in ropes.warnings
         assert "mlx-lm 0.32.2: It ignores attn_factor." in from_config(yarn(attn_factor=0.5), engine="mlx-lm").warnings
 
@@ -479,6 +479,31 @@ def test_text_of_engines_that_agree() -> None:
     assert "All 3 rotate identically" in diff.engines(LLAMA, names=("vllm", "megatron", "automodel")).text()
     assert "Both trainers rotate identically" in diff.engines(LLAMA, names=("megatron", "automodel")).text()
     assert "Both engines rotate identically" in diff.engines(LLAMA, names=("vllm", "sglang")).text()
+
+
+PHI15 = {**LLAMA, "model_type": "phi", "hidden_size": 2048, "num_hidden_layers": 2}
+# As transformers 5 saves Phi-1.5: mlx-lm does not read the fraction there and takes 0.4 of 64 channels.
+SAVED_PHI15 = {**PHI15, "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+PHI4_LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "original_max_position_embeddings": 4096}
+PHI4_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75, **PHI4_LISTS}
+PHI4 = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "refuse", "said"),
+    [
+        (SAVED_PHI15, {"mlx-lm"}, "so it rotates 25 channels of a head and not 32"),
+        ({**PHI4, "rope_parameters": PHI4_ROPE}, {"SGLang"}, "so it rotates 128 channels of a head and not 96"),
+    ],
+)
+def test_an_impossible_rope_is_the_answer_of_its_engine(config: dict[str, Any], refuse: set[str], said: str) -> None:
+    """mlx-lm 0.32.2 raises `[rope] dims must be even but got 25`; 48 factors do not divide 64 frequencies."""
+    found = diff.engines({key: value for key, value in config.items() if key != "rope_theta"})
+    assert {name for name, state in found.facts["states"].items() if state == "refused"} == refuse
+    text = words(found.text())
+    assert f"does not run it: it reads the channels from partial_rotary_factor, {said} (" in text
+    assert "Pass " not in text
+    assert len(found.facts["ropes"][0]["at"][0]["engines"]) >= 4
 
 
 def words(text: str) -> str:

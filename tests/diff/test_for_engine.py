@@ -118,6 +118,14 @@ def test_a_model_that_was_not_recorded() -> None:
     assert found.facts["differences"] == ["layers 0-3 of 4: what its file for fern reads was not recorded."]
 
 
+def test_a_config_that_an_override_would_break() -> None:
+    """SGLang reads the fraction of Phi-4-mini at the top only, and agrees with the config as it was published."""
+    lists = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+    scaling = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
+    config = {**FLAT, "model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": scaling}
+    assert diff.for_engine(config, "sglang").verdict == "nothing needed"
+
+
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "llama.cpp"])
 def test_the_engines_have_these_arguments(engine: str) -> None:
     """Every argument in a command is in the recorded list of the engine's own parser."""

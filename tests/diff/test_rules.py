@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ import numpy as np
 import pytest
 
 from each import each
-from ropewalk import from_config
+from ropewalk import Rope, from_config
 from ropewalk.configs.engine_ropes import ropes_for_engines
-from ropewalk.engines import ENGINES, MORE_ENGINES
+from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS, ConfigRope, Engine
+from ropewalk.schemes import SCHEMES, build
 
 FOLDER = Path(__file__).parents[1] / "golden" / "engine_rules"
 FILES = {
@@ -104,3 +108,66 @@ def test_exactly_the_keys_without_effect_are_noted_as_ignored(name: str) -> None
         same = (row["attention_factor"], row["inv_freq"]) == (plain["attention_factor"], plain["inv_freq"])
         if row["config"]["model_type"] == plain["config"]["model_type"]:
             assert said == same, (case, notes)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+}
+LISTS = {"short_factor": [2.0] * 32, "long_factor": [10.0] * 32, "original_max_position_embeddings": 4096}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+STATED: list[dict[str, Any]] = [
+    YARN | {"attention_factor": 1.2},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 0.5},
+    YARN | {"truncate": False, "attn_factor": 0.5},
+    {"rope_type": "longrope", **LISTS, "attention_factor": 1.2},
+    {"rope_type": "longrope", **LISTS, "short_mscale": 1.1, "long_mscale": 1.3},
+    {"rope_type": "dynamic", "alpha": 1000.0, "factor": 2.0},
+    {"rope_type": "llama3", **LLAMA3},
+    {"rope_type": "linear", "factor": 4.0},
+]
+BRANCHES = (
+    "llama phi3 phi4_multimodal phimoe minicpm3 deepseek_v2 deepseek_v3 axk1 gpt_oss glm4_moe qwen3_next exaone_moe "
+    "gemma3_text hunyuan_v1_dense ministral3 mistral4"
+)
+"""A model_type for each branch of a rule."""
+
+
+def applied(engine: Engine, model: str, section: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the notes of the rule for a section of a config, and its numbers at a short and at a long length."""
+    scheme = SCHEMES[section["rope_type"]].class_for_keys(section.keys() - {"rope_type"})
+    fields: Any = {field.name for field in dataclasses.fields(scheme)}  # type: ignore[arg-type]
+    values = {key: value for key, value in section.items() if key in fields}
+    values |= {key: value for key, (value, _) in scheme.derived_fields(values, 131_072).items()}
+    rope = Rope(64, 10_000.0, "half", scaling=build(scheme, values))
+    answer = engine.apply_rule(ConfigRope(rope, model_type=model, longest=131_072, section=section))
+    ropes = [answer.at(length, length) for length in (64, 131_072)]
+    return " ".join(answer.notes), [(rope.inv_freq.tolist(), rope.attention_factor) for rope in ropes if rope]
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [1.5 * number for number in value]
+    return not value if isinstance(value, bool) else 1.5 * value
+
+
+@pytest.mark.parametrize("name", [*ENGINES, *MORE_ENGINES, *TRAINERS])
+def test_a_key_that_is_said_to_be_ignored_changes_no_number(name: str) -> None:
+    """Of any model: rules that branch on the model_type name the keys of the branch."""
+    engine = {**ENGINES, **MORE_ENGINES, **TRAINERS}[name]
+    for model, section in itertools.product(BRANCHES.split(), STATED):
+        notes, numbers = applied(engine, model, section)
+        for ignored in re.findall(r"It ignores ([a-z_, ]+)\.", notes):
+            for key in ignored.split(", "):
+                assert applied(engine, model, {**section, key: changed(section[key])})[1] == numbers, (model, key)
+
+
+def test_what_transformers_does_at_the_switch_of_longrope() -> None:
+    """Only the classes of Phi-3 and Phi-4-multimodal drop the cache there, and that of PhiMoE needs both mscales."""
+    section = {"rope_type": "longrope", **LISTS, "attention_factor": 1.2}
+    found = {model: applied(ENGINES["transformers"], model, section) for model in BRANCHES.split()}
+    assert {model for model, (notes, _) in found.items() if "drops" in notes} == {"phi3", "phi4_multimodal"}
+    assert [model for model, (_, numbers) in found.items() if not numbers] == ["phimoe"]

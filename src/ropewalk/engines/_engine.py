@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ropewalk._checks import RopeError
+from ropewalk._checks import RopeError, without_fix
 from ropewalk.engines import _built_in, _model_files
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
@@ -46,6 +46,9 @@ DEEPSEEK = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
 )
 """The model_types that vLLM and SGLang run with their DeepSeek code, which has its own version of YaRN."""
+
+MSCALE_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+"""The keys of YaRN that code like DeepSeek's reads."""
 
 HUNYUAN = ("hunyuan",)
 """The prefixes of the model_types whose `dynamic` scaling has an alpha."""
@@ -106,6 +109,7 @@ class Answer:
         evidence: "run" if it was recorded from the running engine, and tests compare both. "read" if a part was only
             taken from the engine's code. "not recorded" if only the rule is known, and not what the model's file reads.
         rounding: how the engine rounds for this config; None in a rule's answer for that of the rule or the engine.
+        reads: in a rule's answer, the keys that it reads for this model; None for those of the rule.
     """
 
     rope: Rope | None
@@ -116,6 +120,7 @@ class Answer:
     source: str = ""
     evidence: Evidence = "read"
     rounding: Rounding | None = None
+    reads: frozenset[str] | None = None
 
     @property
     def is_judged(self) -> bool:
@@ -143,7 +148,7 @@ class Rule:
         answer: the function that computes the rope, from a `ConfigRope` and its scheme. By default, the engine computes
             the same numbers as ropewalk.
         reads: the keys of the scaling that the engine reads; None for the fields of the scheme. A note lists the keys
-            that the engine ignores.
+            that the engine ignores. An answer for some models may have keys of its own.
         evidence: as in `Answer`.
         rounding: how the engine rounds for this scheme; None if as for others.
     """
@@ -220,17 +225,16 @@ class Engine:
         try:
             found = rule.answer(config, scaling)
         except RopeError as e:
-            found = Answer(None, refusal=f"its numbers are not a valid rope ({e})", why="unknown")
+            found = Answer(None, refusal=f"its numbers are not a valid rope ({without_fix(e)})", why="unknown")
         if found.refusal and not found.why:
             found = replace(found, why="refused")
-        reads = ({} if scaling is None else vars(scaling)) if rule.reads is None else rule.reads
+        fields = frozenset({} if scaling is None else vars(scaling))
+        reads = next(keys for keys in (found.reads, rule.reads, fields) if keys is not None)
         ignored = sorted(key for key in _KEYS.difference(reads) if config.section.get(key) is not None)
-        notes = (
-            (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
-        )
+        said = (f"It ignores {', '.join(ignored)}.",) * (bool(ignored) and found.rope is not None)
         rounding = found.rounding or self.models.get(config.model_type) or rule.rounding or self.rounding
         rounding = rounding if isinstance(rounding, Rounding) else rounding(config)
-        return replace(found, notes=notes, source=rule.source, evidence=rule.evidence, rounding=rounding)
+        return replace(found, notes=found.notes + said, source=rule.source, evidence=rule.evidence, rounding=rounding)
 
 
 # Helpers that several engines share.
@@ -243,7 +247,7 @@ def dynamic_by_factor(config: ConfigRope) -> Answer:
         return Answer(None, refusal="it needs factor even if alpha is given (KeyError: 'factor')")
     if config.longest is None:
         return Answer(None, refusal=NO_LENGTH)
-    return Answer(config.with_scaling(DynamicNTK(factor, config.longest)), "the call")
+    return Answer(config.with_scaling(DynamicNTK(factor, config.longest)), "the call", reads=frozenset({"factor"}))
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
@@ -329,12 +333,6 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
     if factor == scaling.at_length(1).attention_factor == scaling.at_length(2**31).attention_factor:
         return scaling
     return replace(scaling, attention_factor=factor, short_mscale=None, long_mscale=None)
-
-
-def ignored_keys_note(config: ConfigRope, *keys: str) -> tuple[str, ...]:
-    """Return a note that lists which of `keys` the config has. The engine ignores them for this model_type only."""
-    ignored = [key for key in keys if config.section.get(key) is not None]
-    return (f"For {config.model_type} it ignores {', '.join(ignored)}.",) if ignored else ()
 
 
 NO_LENGTH = "it needs max_position_embeddings, which the config does not state"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ropewalk._checks import RopeError, without_fix
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.schemes import ALIASES, SCHEMES, Scaling, build
 
@@ -187,13 +188,18 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
         keys = f"It reads the scaling from {' or '.join(file.scaling)}" if file.scaling else "It reads no scaling"
         notes.append(f"{'It does not apply this scaling' if section else keys}, so nothing is scaled.")
     if rotary_dim != rope.rotary_dim:
-        notes.append(f"It rotates {rotary_dim} channels of a head and not {rope.rotary_dim}.")
+        keys = f"It reads the channels from {' or '.join(file.fraction)}, so it" if file.fraction else "It"
+        notes.append(f"{keys} rotates {rotary_dim} channels of a head and not {rope.rotary_dim}.")
     pairing = file.pairing or rope.pairing
     if pairing != rope.pairing:
         notes.append(f"It rotates with the pairing {pairing} and not {rope.pairing}.")
     numbers = {"base": base, "scaling": scaling, "rotary_dim": rotary_dim, "pairing": pairing}
     changed: dict[str, Any] = {key: value for key, value in numbers.items() if value != getattr(rope, key)}
-    rope = replace(rope, **changed) if changed else rope
+    try:
+        rope = replace(rope, **changed) if changed else rope
+    except RopeError as e:  # such as an odd number of channels, or lists for another number of pairs
+        said = f"i{' '.join(notes)[1:-1]} ({without_fix(e)})"
+        return Reading(None, file, stop=said, why="refused" if "rotary_dim" in changed else "unknown")
     return Reading(replace(config, rope=rope, section=section), file, tuple(notes))
 
 

@@ -25,6 +25,8 @@ _BY_GPT_OSS = ("glm4_moe", "gpt_oss", "hy_v3", "minimax_m2", "qwen3_moe", "qwen3
 """The model_types that rotate with the class of gpt-oss."""
 _BY_DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2")
 """The model_types that rotate with the functions for DeepSeek."""
+_READS = frozenset({"factor", "beta_fast", "beta_slow"})
+"""The keys that both read, for every scheme."""
 
 
 def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
@@ -39,14 +41,14 @@ def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
         )
     if factor <= 1.0:
         dropped = ("Its class applies no scaling without a factor above 1.",) * (scaling is not None)
-        return Answer(config.with_scaling(None), notes=dropped)
+        return Answer(config.with_scaling(None), notes=dropped, reads=_READS)
     scheme = YaRN(factor, int(trained), beta_fast=fast, beta_slow=slow)
     notes: tuple[str, ...] = ()
     if not isinstance(scaling, YaRN):
         notes = ("Its class applies YaRN for every rope_type with a factor.",)
     elif scaling.truncate:
         notes = ("Its class does not round the ramp.",)
-    return yarn_inside_of_pairs(config, scheme, yarn_magnitude(factor), notes)
+    return replace(yarn_inside_of_pairs(config, scheme, yarn_magnitude(factor), notes), reads=_READS)
 
 
 def _deepseek(config: ConfigRope, scaling: Any) -> Answer:
@@ -56,16 +58,16 @@ def _deepseek(config: ConfigRope, scaling: Any) -> Answer:
     factor, fast, slow, trained = (to_finite(section.get(key)) for key in keys)
     if factor is None or fast is None or slow is None or trained is None:
         note = f"Its function scales nothing without all of {', '.join(keys)}."
-        return Answer(config.with_scaling(None), notes=(note,) * (scaling is not None))
+        return Answer(config.with_scaling(None), notes=(note,) * (scaling is not None), reads=_READS)
     if config.longest is None:
         return Answer(None, refusal=NO_LENGTH, why="unknown")
     if config.longest <= trained:
         note = "Its function scales nothing if max_position_embeddings is not above the trained length."
-        return Answer(config.with_scaling(None), notes=(note,))
+        return Answer(config.with_scaling(None), notes=(note,), reads=_READS)
     scheme = YaRN(factor, int(trained), beta_fast=fast, beta_slow=slow, attention_factor=1.0)
     own = isinstance(scaling, YaRN)
     notes = () if own else ("Its function applies YaRN for every rope_type with these keys.",)
-    return Answer(config.with_scaling(scheme), notes=notes)
+    return Answer(config.with_scaling(scheme), notes=notes, reads=_READS)
 
 
 def _dispatch(

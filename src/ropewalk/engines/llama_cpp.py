@@ -48,15 +48,14 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
-    scaling, unread = replace(scaling, truncate=True), ["attention_factor", "attn_factor", "extrapolation_factor"]
-    if config.model_type not in _READS_BETAS:
+    scaling, reads = replace(scaling, truncate=True), {"factor"}
+    if config.model_type in _READS_BETAS:
+        reads |= {"beta_fast", "beta_slow"}
+    else:
         scaling = replace(scaling, beta_fast=32.0, beta_slow=1.0)
-        unread += ["beta_fast", "beta_slow"]
-    unread += ["mscale"] if config.model_type in _WRITES_MSCALE else ["mscale", "mscale_all_dim"]
-    unread_keys = sorted(key for key in unread if config.section.get(key) is not None)
-    reason = "not written, not read, or overwritten for this model"
-    notes = (f"It ignores {', '.join(unread_keys)} ({reason}).",) if unread_keys else ()
-    return Answer(config.with_scaling(with_attention_factor(scaling, _attention(config, scaling))), notes=notes)
+    reads |= {"mscale_all_dim"} if config.model_type in _WRITES_MSCALE else set()
+    rope = config.with_scaling(with_attention_factor(scaling, _attention(config, scaling)))
+    return Answer(rope, reads=frozenset(reads))
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
@@ -136,18 +135,6 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-# The model decides which of these keys are ignored, so the rule itself adds the note.
-_NOTED_BY_THE_RULE = frozenset(
-    {
-        "attention_factor",
-        "attn_factor",
-        "beta_fast",
-        "beta_slow",
-        "extrapolation_factor",
-        "mscale",
-        "mscale_all_dim",
-    }
-)
 _CONVERTER = "conversion/base.py, src/llama-context.cpp"
 
 LLAMA_CPP = Engine(
@@ -165,7 +152,7 @@ LLAMA_CPP = Engine(
         "linear": Rule(_CONVERTER),
         "ntk": Rule("conversion/hunyuan.py", _ntk),
         "dynamic": Rule("conversion/base.py", _dynamic),
-        "yarn": Rule(_CONVERTER, _yarn, _NOTED_BY_THE_RULE | {"factor"}),
+        "yarn": Rule(_CONVERTER, _yarn),
         "longrope": Rule(
             "conversion/phi.py, src/llama-model.cpp", _longrope, frozenset({"short_factor", "long_factor"})
         ),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.engines._engine import Answer, Engine, Rounding, Rule, with_attention_factor, yarn_magnitude
+from ropewalk.engines._engine import MSCALE_KEYS, Answer, Engine, Rounding, Rule, with_attention_factor, yarn_magnitude
 from ropewalk.schemes import Linear, Llama3, PerPair, YaRN
 
 _EMBEDDINGS = "megatron/core/models/common/embeddings"
@@ -31,9 +31,8 @@ def _any_scheme(config: ConfigRope, scaling: Any) -> Answer | None:
     """Return the answer for a model whose bridge does not look at the rope_type, else None."""
     if config.model_type == "gpt_oss":
         rope = config.with_scaling(YaRN(32.0, 4096, truncate=False))
-        return Answer(
-            rope, notes=("The bridge of gpt-oss sets every number of YaRN itself: factor 32 and 4,096 tokens.",)
-        )
+        note = "The bridge of gpt-oss sets every number of YaRN itself: factor 32 and 4,096 tokens."
+        return Answer(rope, notes=(note,), reads=frozenset())
     factor = to_finite(config.section.get("factor"))
     if scaling is None or factor is None or config.model_type not in (*_LINEAR, *_LLAMA3):
         return None
@@ -41,7 +40,7 @@ def _any_scheme(config: ConfigRope, scaling: Any) -> Answer | None:
     note = (f"Its bridge applies {scheme.rope_type} scaling for every rope_type.",) * (
         scheme.rope_type != scaling.rope_type
     )
-    return Answer(config.with_scaling(scheme), notes=note)
+    return Answer(config.with_scaling(scheme), notes=note, reads=frozenset({"factor"}))
 
 
 def _default(config: ConfigRope, scaling: None) -> Answer:
@@ -82,11 +81,12 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if top is not None and bottom is not None:
         factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, bottom)
     if config.model_type in _MLA:
-        return Answer(config.with_scaling(with_attention_factor(scaling, factor)))
+        return Answer(config.with_scaling(with_attention_factor(scaling, factor)), reads=MSCALE_KEYS)
     if config.model_type in _FACTOR_ONLY:
         note = "Its bridge does not scale the frequencies, but the attention factor of YaRN is applied."
         pairs = (1.0,) * (config.rope.rotary_dim // 2)
-        return Answer(config.with_scaling(PerPair(factors=pairs, attention_factor=factor)), notes=(note,))
+        rope = config.with_scaling(PerPair(factors=pairs, attention_factor=factor))
+        return Answer(rope, notes=(note,), reads=frozenset({"factor", "mscale", "mscale_all_dim"}))
     missing = [key for key in ("beta_fast", "beta_slow") if section.get(key) is None]
     if missing:
         return Answer(None, refusal=f"it needs {' and '.join(missing)} in the scaling (TypeError: NoneType)")
@@ -102,7 +102,6 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     return Answer(rope, notes=notes, rounding=_UNFUSED)  # apply_rope_fusion is switched off for this class
 
 
-_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 _UNFUSED = Rounding(source=f"{_EMBEDDINGS}/rope_utils.py", evidence="run")
 _FUSED = replace(
     _UNFUSED,
@@ -122,7 +121,7 @@ MEGATRON = Engine(
         "linear": Rule(f"{_EMBEDDINGS}/rotary_pos_embedding.py", _linear, frozenset({"factor"})),
         "ntk": Rule(_BRIDGE, _dropped, frozenset({"alpha", "factor"}), evidence="read"),
         "dynamic": Rule(_BRIDGE, _dropped, frozenset({"factor"})),
-        "yarn": Rule(_YARN, _yarn, _YARN_KEYS),
+        "yarn": Rule(_YARN, _yarn, MSCALE_KEYS | {"truncate"}),
         "longrope": Rule(_BRIDGE, _dropped, frozenset()),
         "llama3": Rule(f"{_EMBEDDINGS}/rotary_pos_embedding.py", _llama3),
         "proportional": Rule(_BRIDGE, _dropped, frozenset(), evidence="read"),

@@ -14,12 +14,12 @@ from typing import Any
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
+    MSCALE_KEYS,
     NO_LENGTH,
     Answer,
     Engine,
     Rounding,
     Rule,
-    ignored_keys_note,
     longrope_magnitude,
     with_attention_factor,
     with_mscales,
@@ -61,11 +61,11 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if config.model_type == "gpt_oss":
         scaling = replace(scaling, truncate=config.section.get("truncate") is True, mscale=None, mscale_all_dim=None)
         scaling = with_attention_factor(scaling, yarn_magnitude(scaling.factor))
-        return Answer(config.with_scaling(scaling), notes=ignored_keys_note(config, "mscale", "mscale_all_dim"))
+        return Answer(config.with_scaling(scaling), reads=frozenset({"factor", "beta_fast", "beta_slow", "truncate"}))
     keys = ("mscale", "mscale_all_dim") if config.model_type.startswith("deepseek") else ()
     if missing := [key for key in ("beta_fast", "beta_slow", *keys) if config.section.get(key) is None]:
         return Answer(None, refusal=f"it needs {', '.join(missing)} in the scaling")
-    return Answer(config.with_scaling(with_mscales(scaling)), notes=ignored_keys_note(config, "truncate"))
+    return Answer(config.with_scaling(with_mscales(scaling)))
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
@@ -86,7 +86,6 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 
 
 _RULE = Rule(_FILE, _answer, evidence="read")
-_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 _ROUNDING = Rounding(
     computed="float32 or float64 powers of Rust",
     where="CPU",
@@ -107,7 +106,7 @@ MISTRAL_RS = Engine(
     rules={
         "default": Rule(_FILE, evidence="read"),
         **dict.fromkeys(("linear", "ntk", "dynamic", "llama3"), _RULE),
-        "yarn": replace(_RULE, reads=_YARN_KEYS),
+        "yarn": replace(_RULE, reads=MSCALE_KEYS),
         "longrope": replace(_RULE, reads=frozenset({"short_factor", "long_factor"})),
         "proportional": replace(_RULE, reads=frozenset()),
     },

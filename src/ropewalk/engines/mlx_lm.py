@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
+    MSCALE_KEYS,
     NO_LENGTH,
     Answer,
     Engine,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ropewalk.schemes import Reversed
 
 _FILE = "models/rope_utils.py"
-_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
@@ -48,14 +48,16 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     factor = longrope_magnitude(config.longest, scaling.original_max_position_embeddings)
+    reads = frozenset({"short_factor", "long_factor"})  # short_factor, because a note says what becomes of it
     if config.model_type == "phimoe" and scaling.long_mscale is not None:
-        factor = scaling.long_mscale
+        factor, reads = scaling.long_mscale, reads | {"long_mscale"}
     if factor is None:
         return Answer(None, refusal=NO_LENGTH)
     rope = config.with_scaling(PerPair(factors=scaling.long_factor, attention_factor=factor))
     if config.rope.pairing != "half":
         return Answer(None, refusal="its class supports only the pairing half")
-    return Answer(rope, notes=("It uses the long list at every length and ignores short_factor.",))
+    note = "It uses the long list at every length and ignores short_factor."
+    return Answer(rope, notes=(note,), reads=reads)
 
 
 def _reversed(config: ConfigRope, scaling: Reversed) -> Answer:
@@ -77,11 +79,10 @@ MLX_LM = Engine(
         "linear": Rule(_FILE),
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
-        "yarn": Rule(_FILE, _yarn, _YARN_KEYS),
-        "telechat3-yarn": Rule(_FILE, _yarn, _YARN_KEYS, evidence="read"),
+        "yarn": Rule(_FILE, _yarn, MSCALE_KEYS),
+        "telechat3-yarn": Rule(_FILE, _yarn, MSCALE_KEYS, evidence="read"),
         "reversed": Rule("models/nanochat.py, models/talkie.py", _reversed, frozenset(), evidence="read"),
-        # short_factor is listed because the rule adds its own note about it.
-        "longrope": Rule(_FILE, _longrope, frozenset({"short_factor", "long_factor"})),
+        "longrope": Rule(_FILE, _longrope),
         "llama3": Rule(_FILE),
         "proportional": Rule(_FILE),
     },

@@ -9,6 +9,7 @@ from typing import Any
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
+    MSCALE_KEYS,
     NO_LENGTH,
     Answer,
     Engine,
@@ -83,7 +84,6 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
 
 _RULE = Rule(f"{_FOLDER}/base.py", _answer)
 _MSCALES = frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"})
-_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"})
 
 ONNXRUNTIME_GENAI = Engine(
     name="onnxruntime-genai",
@@ -98,7 +98,7 @@ ONNXRUNTIME_GENAI = Engine(
         "linear": _RULE,
         "ntk": Rule(f"{_FOLDER}/hunyuan.py", _answer, frozenset({"alpha", "factor"})),
         "dynamic": _RULE,
-        "yarn": Rule(f"{_FOLDER}/base.py", _answer, _YARN_KEYS),
+        "yarn": Rule(f"{_FOLDER}/base.py", _answer, MSCALE_KEYS | {"truncate"}),
         "longrope": Rule(f"{_FOLDER}/phi.py", _answer, _MSCALES),
         "llama3": Rule(f"{_FOLDER}/llama.py", _answer),
         "proportional": _RULE,

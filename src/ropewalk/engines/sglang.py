@@ -12,7 +12,6 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    ignored_keys_note,
     longrope_from_lengths,
     with_attention_factor,
     yarn_magnitude,
@@ -69,8 +68,9 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     top, bottom = scaling.mscale, scaling.mscale_all_dim
     factor = yarn_magnitude(scaling.factor)
     notes: tuple[str, ...] = ()
+    reads = _YARN_KEYS
     if config.model_type in DEEPSEEK:
-        scaling, notes = replace(scaling, truncate=True), ignored_keys_note(config, "truncate")
+        scaling, reads = replace(scaling, truncate=True), _YARN_KEYS - {"truncate"}
         top, bottom = 1.0 if top is None else top, bottom or 0.0
     elif config.several_axes and (top is not None or bottom is not None):
         return Answer(None, refusal="its class for M-RoPE accepts no mscale (TypeError)")
@@ -79,8 +79,9 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         notes += ("It reads mscale and mscale_all_dim if both are given, even if one is 0.",) * (not (top and bottom))
     if extrapolation != 1.0:
         rope = yarn_with_extrapolation(config, scaling, extrapolation, factor * times)
-        return Answer(rope, notes=(*notes, f"extrapolation_factor {extrapolation:g} slows the fast pairs as well."))
-    return Answer(config.with_scaling(with_attention_factor(scaling, factor * times)), notes=notes)
+        notes += (f"extrapolation_factor {extrapolation:g} slows the fast pairs as well.",)
+        return Answer(rope, notes=notes, reads=reads)
+    return Answer(config.with_scaling(with_attention_factor(scaling, factor * times)), notes=notes, reads=reads)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.engines._engine import Answer, Engine, Rounding, Rule, with_mscales
+from ropewalk.engines._engine import MSCALE_KEYS, Answer, Engine, Rounding, Rule, with_mscales
 from ropewalk.schemes import NTK, DynamicNTK, Llama3, LongRoPE, YaRN
 
 _PARAMS = "tensorrt_llm/_torch/attention_backend/interface.py"
@@ -56,7 +56,6 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     return Answer(None, refusal="where it gets max_seq_len, which chooses the list, was not looked up", why="unknown")
 
 
-_YARN_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 _ROUNDING = Rounding(
     computed="NumPy's float64 powers, rounded to float32 before the division",
     where="CPU",
@@ -78,7 +77,7 @@ TENSORRT_LLM = Engine(
         "yarn": Rule(
             _FILE,
             _yarn,
-            _YARN_KEYS,
+            MSCALE_KEYS,
             evidence="read",
             rounding=replace(_ROUNDING, computed="float32 powers", notes=_ROUNDING.notes.replace("NumPy", "PyTorch")),
         ),

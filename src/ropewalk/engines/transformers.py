@@ -51,12 +51,14 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.model_type == "phimoe":
+        if scaling.short_mscale is None:
+            return Answer(None, refusal="its class for this model needs short_mscale and long_mscale (TypeError)")
         note = "PhiMoE uses the short list at every length. Only long_mscale depends on the length."
-        return Answer(config.with_scaling(replace(scaling, long_factor=scaling.short_factor)), "the call", (note,))
-    note = (
-        f"The list is chosen in each call: the long one if a position is {length:,} or more. Phi-3's generate drops "
-        "the KV cache at that point, because its keys were rotated with the short list."
-    )
+        rope = config.with_scaling(replace(scaling, long_factor=scaling.short_factor))
+        return Answer(rope, "the call", (note,), reads=_PHIMOE_KEYS)
+    note = f"The list is chosen in each call: the long one if a position is {length:,} or more."
+    if config.model_type in ("phi3", "phi4_multimodal"):
+        note += " generate drops the KV cache at that point, because its keys were rotated with the short list."
     if scaling.short_mscale is None:
         return Answer(config.rope, "the call", (note,))
     if scaling.attention_factor is None and scaling.factor is None:
@@ -64,6 +66,8 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     return Answer(config.with_scaling(replace(scaling, short_mscale=None, long_mscale=None)), "the call", (note,))
 
 
+# long_factor, because a note says what becomes of it
+_PHIMOE_KEYS = frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"})
 _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "factor", "attention_factor"})
 
 _READ = {

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     DEEPSEEK,
+    MSCALE_KEYS,
     NO_LENGTH,
     Answer,
     Engine,
     Rounding,
     Rule,
-    ignored_keys_note,
     longrope_from_lengths,
     with_mscales,
 )
@@ -91,10 +91,9 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
     """Apply the rule of YaRN in vLLM's class for DeepSeek."""
-    notes = ignored_keys_note(config, "attention_factor", "truncate")
-    if config.section.get("attention_factor") == 1.0 and config.section.get("mscale_all_dim"):
-        notes += ("An attention_factor of 1 also drops mscale_all_dim from the softmax scale.",)
-    return Answer(config.with_scaling(with_mscales(scaling)), notes=notes)
+    drops = config.section.get("attention_factor") == 1.0 and bool(config.section.get("mscale_all_dim"))
+    notes = ("An attention_factor of 1 drops mscale_all_dim from the softmax scale.",) * drops
+    return Answer(config.with_scaling(with_mscales(scaling)), notes=notes, reads=MSCALE_KEYS)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
