@@ -284,7 +284,7 @@ class TestRefusals:
             diff.engines(yarn(), **arguments)
 
     def test_configs_in_formats_of_one_program(self, tmp_path: Path) -> None:
-        with pytest.raises(RopeError, match="engine needs a Hugging Face config, got another format"):
+        with pytest.raises(RopeError, match=r"must be a config\.json of Hugging Face, got another format"):
             from_config(META, engine="vllm")
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
         with pytest.raises(RopeError, match=r"got a GGUF file\. Pass the config\.json"):

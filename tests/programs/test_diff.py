@@ -66,6 +66,35 @@ def test_the_exit_status(config: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "missing.json").exit_code == 2
 
 
+@pytest.mark.parametrize("more", [(), ("--engine", "vllm"), ("itself",), ("itself", "--draft")])
+def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Without the key all engines agree, and both configs are the same."""
+    path = written(tmp_path, "twice", rope_parameters={"rope_theta": 10_000.0, "my_rope_key": 1})
+    arguments = [
+        path,
+        *(path if word == "itself" else word for word in more),
+        "--ignore",
+        "rope_parameters.my_rope_key",
+    ]
+    ran = run(*arguments)
+    assert ran.exit_code == 2
+    assert "Left out, as asked: rope_parameters.my_rope_key. All below is about the config without it" in ran.stdout
+    assert ran.stdout.index("Left out") < ran.stdout.index("tokens")
+    facts = json.loads(run(*arguments, "--json").stdout)
+    assert facts["ignored"] == ["rope_parameters.my_rope_key"]
+    assert facts.get("verdict") in (None, "not judged")
+    assert facts.get("same") is None
+    asked = CliRunner().invoke(cli.main, ["explain", str(path), "--for", "vllm", *map(str, arguments[-2:])])
+    assert (asked.exit_code, "Left out, as asked" in asked.output) == (2, True)
+
+
+def test_the_words_about_a_gguf_file_are_those_of_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    said = run(path).stderr
+    assert f"{path}: what engines read must be a config.json of Hugging Face, got a GGUF file" in said
+
+
 def test_a_list_of_engines_with_commas(config: Path) -> None:
     said = run(config, "--engines", "vllm, SGLang", "--engine", "mlx-lm", "--json").stdout
     assert [entry["name"] for entry in json.loads(said)["engines"]] == ["vLLM", "SGLang", "mlx-lm"]

@@ -64,9 +64,9 @@ def read(
 
     `convert` is whether Meta's params.json is converted to a config.json, with this `factor`, or refused.
     """
-    who, must = "from_config", "engine needs a Hugging Face config"
+    must = "what engines read must be a config.json of Hugging Face"
     if source.gguf_path(config) is not None:
-        raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
+        raise error(str(config), must, "a GGUF file", "Pass the config.json that it was converted from.")
     values, name = source.load(config, download=download)
     values = source.without_keys(values, ignore, name)
     note = ""

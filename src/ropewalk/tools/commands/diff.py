@@ -101,9 +101,9 @@ def diff(
 
     The exit status is 0 if the engines that were judged, or the configs, rotate identically, 1 if they differ or an
     engine rejects the config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were
-    judged, or an engine that --engine names was not judged, because it does not have the model or was not recorded for
-    it. If --engine names a single engine, the status is 0 if it runs the config. With --bitwise, engines that only
-    differ in their rounding differ as well.
+    judged, an engine that --engine names was not judged, because it does not have the model or was not recorded for
+    it, or --ignore left out a key, so that another config was compared. If --engine names a single engine, the status
+    is 0 if it runs the config. With --bitwise, engines that only differ in their rounding differ as well.
     """
     try:
         for name, passed in (("engine", engines), ("trainers", trainers), ("bitwise", bitwise)):
@@ -127,6 +127,7 @@ def diff(
         else:
             found = ropewalk.diff.configs(source, source2, **options)
             rows, status = found.facts["layers"], int(not found.same)
+        status = 2 if options["ignore"] else status
         click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
         if plot is not None:
             drawn = zip(found.ropes, rows, strict=True)

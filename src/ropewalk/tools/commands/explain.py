@@ -79,6 +79,9 @@ def explain(
 
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
+
+    With --for, the exit status is 2 if the engine was not judged, because what it reads for this model is not known, or
+    because --ignore left out a key.
     """
     if as_list:
         _print_model_types(context, as_json=as_json)
@@ -91,7 +94,7 @@ def explain(
             source, engine, length=length, pairing=pairing, base=base, ignore=ignore, download=download
         )
         click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
-        return
+        context.exit(2 if found.verdict == "not judged" else 0)
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
             source,

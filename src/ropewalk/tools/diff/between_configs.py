@@ -35,7 +35,7 @@ class ConfigDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both configs describe the same rotation, even if they use different keys."""
+        """Whether both configs describe the same rotation, even with different keys. No if a key was ignored."""
         return bool(self.facts["same"])
 
     def text(self) -> str:
@@ -65,7 +65,8 @@ def configs(
         length: as in `diff.engines`.
         pairing, base, download: as in `from_config`, for both configs.
         factor: as in `from_config`, for each params.json whose rope is scaled.
-        ignore: keys to ignore in each config that has them.
+        ignore: keys to ignore in each config that has them. `facts["same"]` is then None, because other configs were
+            compared.
 
     Returns:
         A `ConfigDiff`, with the result as text (`.text()`) and as data (`.facts`). `facts["weights"]["fit"]` says
@@ -91,7 +92,8 @@ def configs(
         "beside": other_differences,
         "weights": _judge_weights(a, b, rows, converted),
         "kv_cache": _judge_kv_cache(a, b, rows),
-        "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
+        "ignored": list(ignore),
+        "same": None if ignore else len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
     return ConfigDiff(facts, tuple(static_ropes))
 

@@ -39,7 +39,7 @@ class EngineDiff:
 
         "differ": an engine rotates differently from the first one, or rejects the config. "agree": at least two engines
         were judged, and they rotate identically; or the only selected engine runs the config. "not judged": neither, or
-        an engine that `names` selects could not be judged.
+        an engine that `names` selects could not be judged, or a key was ignored, so another config was compared.
         """
         return self.facts["verdict"]  # type: ignore[no-any-return]
 
@@ -126,6 +126,7 @@ def engines(
         "max_position_embeddings": ropes.max_position_embeddings,
         "trained_length": ropes.trained_length,
         "length": setting,
+        "ignored": list(ignore),
         "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
         "query_scale": missing_query_scale(ropes, chosen),
@@ -133,7 +134,7 @@ def engines(
         "warnings": list(ropes.warnings),
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
-    verdict = _verdict(states, {entry.name for entry in named})
+    verdict = "not judged" if ignore else _verdict(states, {entry.name for entry in named})
     return EngineDiff({**facts, "states": states, "verdict": verdict}, tuple(static_ropes))
 
 

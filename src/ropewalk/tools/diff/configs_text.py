@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import printable
-from ropewalk.tools.diff.engines_text import frequencies, layers, scores
+from ropewalk.tools.diff.engines_text import frequencies, layers, left_out, scores
 
 
 def configs_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of two configs for a terminal."""
     first, second = facts["first"], facts["second"]
-    lines = [f"first:  {describe_source(first)}", f"second: {describe_source(second)}", "", _verdict(facts)]
+    lines = [f"first:  {describe_source(first)}", f"second: {describe_source(second)}", ""]
+    lines += [*left_out(facts), _verdict(facts)]
     for row in facts["layers"]:
         lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
         lines += [f"  {describe_change(change)}" for change in row["changed"]]
@@ -33,8 +34,6 @@ def describe_source(about: Mapping[str, Any]) -> str:
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
-    if facts["same"]:
-        return f"The same: all layers rotate identically, up to {facts['length']:,} tokens and beyond."
     parts = []
     first_count, second_count = facts["layer_counts"]
     if first_count != second_count:
@@ -44,6 +43,8 @@ def _verdict(facts: Mapping[str, Any]) -> str:
         parts.append(f"{count} of {min(first_count, second_count)} layers rotate differently")
     if facts["beside"]:
         parts.append("other properties of the attention differ")
+    if not parts:
+        return f"The same: all layers rotate identically, up to {facts['length']:,} tokens and beyond."
     return f"Different: {', '.join(parts)}."
 
 

@@ -15,7 +15,8 @@ _WIDTH = 100
 
 def engines_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
-    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *wrap(_verdict(facts), "")]
+    head = f"{facts['source']} (model_type {facts['model_type']})"
+    lines = [head, "", *left_out(facts), *wrap(_verdict(facts), "")]
     if facts["not_compared"]:
         lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
@@ -31,6 +32,14 @@ def engines_text(facts: Mapping[str, Any]) -> str:
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
+
+
+def left_out(facts: Mapping[str, Any]) -> list[str]:
+    """Return a paragraph that names the keys that were ignored; [] if there are none."""
+    keys = facts["ignored"]
+    of = f"the config without {'it' if len(keys) == 1 else 'them'}"
+    said = f"Left out, as asked: {', '.join(keys)}. All below is about {of}, and is no verdict about the file as it is."
+    return [*wrap(said, ""), ""] if keys else []
 
 
 def wrap(text: str, indent: str) -> list[str]:

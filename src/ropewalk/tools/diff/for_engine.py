@@ -14,9 +14,10 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
 from ropewalk.rope.rope import Rope
+from ropewalk.schemes import Linear
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
-from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, wrap
-from ropewalk.tools.diff.lengths import longest_of
+from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
+from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
 
 
@@ -31,12 +32,13 @@ class ForEngine:
     facts: Mapping[str, Any]
 
     @property
-    def verdict(self) -> Literal["nothing needed", "command", "cannot", "not judged"]:
+    def verdict(self) -> Literal["nothing needed", "not trained", "command", "cannot", "not judged"]:
         """The result in a word or two.
 
-        "nothing needed": the engine rotates as the config says. "command": it does with the command in
+        "nothing needed": the engine rotates as the config says. "not trained": it does, but the model was not trained
+        for the length that was passed, and its scaling does not reach it. "command": it does with the command in
         `facts["command"]`. "cannot": no argument that ropewalk knows makes it do so. "not judged": ropewalk does not
-        know what the engine reads for this model.
+        know what the engine reads for this model, or a key was ignored, so another config was compared.
         """
         return self.facts["verdict"]  # type: ignore[no-any-return]
 
@@ -55,7 +57,7 @@ def for_engine(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> ForEngine:
-    """Compare the ropes of a config with those that an engine computes from it, and find a command that cures them.
+    """Compare the ropes of a config with those that an engine computes from it, and find a command if they differ.
 
     A command is returned only if the engine's rules, for the config with the keys of the command, give the ropes of the
     model. No engine is run.
@@ -84,12 +86,14 @@ def for_engine(
     apart += [f"It does not scale q by its position: {why}." for why in scale.values()]
     command = ""
     loads = all(chosen.answer(config).rope or _refused_by_rule(chosen, config) for config, _ in configs)
-    if loads and not unknown and not scale and (apart or any(config.rope.scaling for config, _ in configs)):
+    if loads and apart and not unknown and not scale:
         values = configs[0][0].whole
         # With the axes of tokens with several positions, which no rule needs but the written parameters.
         whole = read_config(values, pairing=pairing, base=base, ignore=find_engine_keys(values))
-        command = _command(chosen, configs, whole, setting, copy=not apart)
-    verdict = "not judged" if unknown else "nothing needed" if not apart else "command" if command else "cannot"
+        command = _command(chosen, configs, whole, setting)
+    too_long = _too_long(ropes, length)
+    verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
+    verdict = "not judged" if unknown or ignore else verdict
     return ForEngine(
         {
             "source": ropes.source,
@@ -99,6 +103,8 @@ def for_engine(
             "layers": len(ropes.layers),
             "length": setting,
             "verdict": verdict,
+            "too_long": too_long or None,
+            "ignored": list(ignore),
             "differences": unknown or apart,
             "notes": [] if unknown else [note for note in notes if note not in " ".join(apart)],
             "command": command or None,
@@ -170,9 +176,21 @@ def _difference(ours: Rope, theirs: Rope | None, sequence: int) -> str:
     return f"for {sequence:,} tokens, {' and '.join(words)}"
 
 
-def _command(
-    chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], ropes: ModelRopes, setting: int, *, copy: bool
-) -> str:
+def _too_long(ropes: ModelRopes, length: int | None) -> str:
+    """Return why the model does not reach the length that the user passed, as a sentence; "" if that is not known."""
+    stated, trained = stated_length(ropes), ropes.trained_length
+    # Linear scaling does not say whether the stated length is that before or after it.
+    linear = [rope.scaling.factor for rope in ropes.layers if rope is not None and isinstance(rope.scaling, Linear)]
+    if length is None or stated is None or length <= stated * max(linear, default=1.0):
+        return ""
+    why = f"its config states {stated:,}"
+    if trained is not None and trained < stated:
+        origin = ropes.origins.get("original_max_position_embeddings", "in its config")
+        why = f"it was trained for {trained:,} ({origin}), and its scaling reaches {stated:,}"
+    return f"The model was not trained for {length:,} tokens: {why}."
+
+
+def _command(chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], ropes: ModelRopes, setting: int) -> str:
     """Return the first command with which the engine has the ropes of the model, or "".
 
     Args:
@@ -180,7 +198,6 @@ def _command(
         configs: the ropes of the config, for text tokens.
         ropes: the ropes of the config.
         setting: the length that the engine is configured for, in tokens.
-        copy: whether the command is for a config without scaling instead of this one.
     """
     override, first = chosen.override, configs[0][0]
     if isinstance(override, Flags):
@@ -198,7 +215,7 @@ def _command(
     parameters = written_config.pop("rope_parameters", None) or {}
     scaled = next((rope for rope in ropes.layers if rope is not None and rope.scaling is not None), None)
     own = {**dict.fromkeys(range(len(ropes.layers))), **{i: config.rope for config, rows in configs for i in rows}}
-    section = {} if copy else {**parameters, **first.section}
+    section = {**parameters, **first.section}
     for new in spellings(parameters, scaled):
         applied = {"rope_parameters": override.applied(section, new, len(path))}
         changed = _put(first.whole, path, {**written_config, **applied})
@@ -223,18 +240,16 @@ def _text(facts: Mapping[str, Any]) -> str:
     up_to = f"up to {facts['length']:,} tokens"
     verdicts = {
         "nothing needed": f"Nothing is needed: {name} rotates as the config says, {up_to}.",
+        "not trained": f"{name} rotates as the config says, which does not scale for this length (docs/extend.md).",
         "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
-        "cannot": f"{name} does not rotate as the config says, and ropewalk knows no argument with which it does.",
+        "cannot": f"{name} does not rotate as the config says. No argument that was looked up makes it do so.",
         "not judged": f"{name} was not judged for this config.",
     }
-    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *wrap(verdicts[facts["verdict"]], "")]
+    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *left_out(facts)]
+    lines += wrap(" ".join(filter(None, (facts["too_long"], verdicts[facts["verdict"]]))), "")
     lines += bullets([*facts["differences"], *facts["notes"]])
     if facts["command"] is not None:
-        if facts["verdict"] == "nothing needed":
-            lines += ["", "the same for a copy of the model whose config states no scaling"]
-        else:
-            lines += ["", "the command"]
-        lines.append(f"  {facts['command']}")
+        lines += ["", "the command", f"  {facts['command']}"]
     if facts["not_compared"]:
         lines += ["", *wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")]
     lines += ["", *wrap(_claim(facts, name), "")]

@@ -20,7 +20,7 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
     """
     if length is not None:
         return _checks.length(who, "length", length)
-    lengths = [longest for ropes in several if (longest := stated_length(ropes)) is not None]
+    lengths = [_doubled(longest, ropes) for ropes in several if (longest := stated_length(ropes)) is not None]
     if not lengths:
         stated = "the config does not state it" if len(several) == 1 else "neither config states it"
         must, fix = f"the length must be passed if {stated}", f"Pass {_checks.argument('length')}."
@@ -36,7 +36,9 @@ def stated_length(ropes: ModelRopes) -> int | None:
         # It is None for linear scaling, whose configs may state the length before or after it.
         trained = None if scheme is None else scheme.trained_length(ropes.max_position_embeddings)
         known += [] if trained is None or factor is None else [round(factor * trained)]
+    return max(known, default=None)
+
+
+def _doubled(longest: int, ropes: ModelRopes) -> int:
     changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
-    if not known:
-        return None
-    return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
+    return 2 * longest if changing and ropes.trained_length == longest else longest

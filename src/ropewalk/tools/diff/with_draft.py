@@ -10,7 +10,7 @@ from typing import Any
 from ropewalk._checks import printable
 from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
 from ropewalk.tools.diff.configs_text import describe_change, describe_difference, describe_source
-from ropewalk.tools.diff.engines_text import bullets, layers, wrap
+from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 
 _OWN_CACHE = (
@@ -36,8 +36,8 @@ class DraftDiff:
 
     @property
     def alike(self) -> bool:
-        """Whether all layers of the draft rotate like layers of the target, up to the target's length."""
-        return not self.facts["layers"] and not self.facts["too_short"]
+        """Whether all layers of the draft rotate like layers of the target, up to its length, with no key ignored."""
+        return not self.facts["layers"] and not self.facts["too_short"] and not self.facts["ignored"]
 
     def text(self) -> str:
         """Return the comparison as text for a terminal."""
@@ -90,6 +90,7 @@ def draft(
             "target": summary(a),
             "draft": summary(b),
             "length": longest,
+            "ignored": list(ignore),
             "layer_counts": [len(a.layers), len(b.layers)],
             "layers": rows,
             "reached": reached,
@@ -108,6 +109,7 @@ def _text(facts: Mapping[str, Any]) -> str:
     ends = f", and states {facts['reached']:,} positions of {facts['length']:,}" if facts["too_short"] else ""
     up_to = "" if ends else f", up to {facts['length']:,} tokens"
     lines = [f"target: {describe_source(facts['target'])}", f"draft:  {describe_source(facts['draft'])}", ""]
+    lines += left_out(facts)
     lines += wrap(f"The draft {alike}{ends or up_to}.", "")
     for row in facts["layers"]:
         lines += ["", f"{layers(row['layers'], facts['layer_counts'][1])} of the draft"]
