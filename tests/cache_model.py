@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Rotary
-from ropewalk import CacheStep, KVCache, PagedStep, Rope, RotaryAttention, Rotation, SelfExtend, TwoPass, YaRN
+from ropewalk import (
+    CacheStep,
+    KVCache,
+    PagedStep,
+    Rope,
+    RotaryAttention,
+    Rotation,
+    SelfExtend,
+    TwoPass,
+    YaRN,
+    attention,
+)
 from ropewalk.attention.on_read import OnRead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
@@ -110,15 +125,54 @@ class StoppedError(Exception):
     pass
 
 
+class InterruptionError(BaseException):
+    """Ctrl-C."""
+
+
+def is_interrupted(action: Callable[[], object], after: int) -> bool:
+    """Run an action, with an exception at an instruction of the modules of attention."""
+    left = after
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(attention.__path__[0]):
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if not left:
+            raise InterruptionError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except InterruptionError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class NoMemory(TorchFunctionMode):
+    """Attention raises an error, as if there were no memory. The modes of PyTorch also disable the kernels."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.scaled_dot_product_attention, Tensor.softmax):
+            raise StoppedError
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def forward_until(cache: KVCache, x: Tensor, after: int, **options: Any) -> None:
-    """Run a forward pass that raises once `after` layers have stored their keys."""
+    """Run a forward pass that raises once `after` layers have stored their keys; the last layer, in its attention."""
     rope, _ = ROPES["default"]
     assert rope is not None
     step = cache.step(x.shape[1], **options)
     rotation = step.rotation(rope, dtype=torch.float64)
     for i in range(after):
-        x = x + MODEL[i](x, rotation, cache=step.layer(i))
+        with NoMemory() if i == LAYERS - 1 else nullcontext():
+            x = x + MODEL[i](x, rotation, cache=step.layer(i))
     raise StoppedError
 
 
@@ -195,11 +249,11 @@ def check_rotated(
 
 @torch.no_grad()
 def attend_in_layer(
-    step: CacheStep | PagedStep, layer: int, k: Tensor, v: Tensor, rotation: Rotation | TwoPass
+    step: CacheStep | PagedStep, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | TwoPass
 ) -> None:
     """Let random queries attend in a layer, which rotates and stores k and v in one call if it can."""
     q = torch.randn(*k.shape[:2], HEADS, k.shape[-1], dtype=k.dtype)
-    step.layer(layer).attend(q, k, v, rotation=rotation)
+    step.layer(layer).attend(q, k, v, rotation=rotation, scale=0.5)
 
 
 def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
@@ -215,15 +269,19 @@ class RowRequests:
     """
 
     def __init__(
-        self, seed: int, *, batch: int = 3, store: str | None = None, rotate: str = "on_write", **size: int
+        self,
+        seed: int,
+        *,
+        batch: int = 3,
+        store: str | None = None,
+        rotate: str = "on_write",
+        latent: int | None = None,
+        **size: int,
     ) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.size, self.rounding, self.cache = (
-            size,
-            ROUNDING[store],
-            cache_of(batch, store=store, rotate=rotate, **size),
-        )
+        self.size, self.rounding, self.latent = size, ROUNDING[store], latent
+        self.cache = cache_of(batch, store=store, rotate=rotate, latent=latent, **size)
         self.moves_by = (None, None) if rotate == "on_read" else ROPES["YaRN, partial"]
         self.tokens: list[list[Token]] = [[] for _ in range(batch)]
         self.following = [0] * batch
@@ -269,14 +327,16 @@ class RowRequests:
         k, v = torch.randn(2, LAYERS, batch, seq, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         if layers < LAYERS:
             k, v = k.fill_(torch.nan), v.fill_(torch.nan)
+        given: Any = v if self.latent is None else [None] * LAYERS
+        v = v if self.latent is None else k[..., : self.latent]
         order = [x.tolist() for x in step.key_order]
         rotation = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64)
         attends, keys, values = self.draw.random() < 0.5, k[-1], v[-1]
         for i in range(layers):
             if attends:
-                attend_in_layer(step, i, k[i], v[i], rotation)
+                attend_in_layer(step, i, k[i], given[i], rotation)
             else:
-                keys, values = step.layer(i).append(k[i], v[i])
+                keys, values = step.layer(i).append(k[i], given[i])
         if layers < LAYERS:
             return
         turn = self.moves_by[1] if attends else None
@@ -295,8 +355,8 @@ class RowRequests:
         if self.moves_by == (None, None) and not attends:
             check_rotated(step, keys, rotation, self.tokens, everything_seen)
 
-    def truncate(self) -> None:
-        self.step(at=[following + self.draw.randint(-8, 2) for following in self.following])
+    def truncate(self, **options: int) -> None:
+        self.step(at=[following + self.draw.randint(-8, 2) for following in self.following], **options)
 
     def stopped(self) -> None:
         """Run a forward pass that stops before or after its first layer, and roll it back."""

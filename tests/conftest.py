@@ -22,6 +22,7 @@ settings.load_profile("ropewalk")
 SLOW = (
     "attention/test_cache_axes.py::test_compiles_once",
     "attention/test_cache_step.py::TestCompiledLayerByLayer",
+    "attention/test_interrupted.py::test_by_real_signals",
     "attention/test_kv_cache.py",
     "attention/test_paged_attention.py::TestCompiled",
     "attention/test_paged_attention.py::TestFlexAttention",

@@ -27,7 +27,7 @@ from cache_model import (
     state,
     unchanged,
 )
-from ropewalk import AttendingCache, KVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
+from ropewalk import AttendingCache, KVCache, PagedKVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
 
 
 class Pages:
@@ -148,6 +148,19 @@ def new(seq: int, heads: int) -> Tensor:
     return torch.randn(2, seq, heads, HEAD_DIM, dtype=torch.float64)
 
 
+CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (KVCache, {"capacity": 12}),
+    "int8": (KVCache, {"capacity": 12, "store": "int8"}),
+    "fp8": (KVCache, {"capacity": 12, "store": "fp8"}),
+    "latent": (KVCache, {"capacity": 12, "latent": 2}),
+    "window": (KVCache, {"window": 5}),
+    "sinks": (KVCache, {"window": 4, "sinks": 2}),
+    "on read": (KVCache, {"capacity": 12, "rotate": "on_read"}),
+    "pages": (PagedKVCache, {"blocks": 8}),
+    "pages, window": (PagedKVCache, {"blocks": 8, "window": 5}),
+}
+
+
 class TestLayerCache:
     """Direct calls of the method that `RotaryAttention` calls, with projected q, k and v."""
 
@@ -195,6 +208,42 @@ class TestLayerCache:
         still = Rotary([0.0] * (HEAD_DIM // 2), "half")  # all at position 0
         seen = written_out.causal(6) & masks.sliding_window(6, 3)[0, 0]
         torch.testing.assert_close(torch.cat(out, dim=1), self.wanted(q, k, v, still, HEAD_DIM**-0.5, seen), **EXACT)
+
+    @pytest.mark.parametrize("seq", [1, 3, 12])
+    @pytest.mark.parametrize("kind", list(CACHES))
+    def test_refusals_are_the_same_for_every_store(self, kind: str, seq: int) -> None:
+        """Nothing is stored then, so the step goes on with the right arguments."""
+        rope, (make, options) = Rope(HEAD_DIM, 1e4, "half", rotary_dim=4, rotary_offset=2), CACHES[kind]
+        cache: Any = make(1, *((2,) if make is KVCache else ()), KV_HEADS, HEAD_DIM, **options)
+        if make is PagedKVCache:
+            cache.admit()
+            cache.admit()
+        step = cache.step(seq)
+        q, k = new(seq, HEADS).float(), new(seq, KV_HEADS).float()
+        right = {"q": q, "k": k, "v": None if "latent" in options else k, "rotation": step.rotation(rope), "scale": 0.5}
+        seen = torch.ones(1, 1, seq, step.mask.shape[-1]) > 0
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("q must have shape .* in torch.float32 on cpu, got .* in torch.bfloat16", {"q": q.bfloat16()}),
+            ("q must have shape .* got .* in torch.float64", {"q": q.double()}),
+            ("q must have shape .* got .* on meta", {"q": q.to("meta")}),
+            ("q must have shape .* with a multiple of 2 heads", {"q": q[:, :, :0]}),
+            ("k must have shape .* got .* in torch.bfloat16", {"k": k.bfloat16()}),
+            ("mask must be on cpu, got meta", {"mask": seen.to("meta")}),
+            ("mask must be bool .* got torch.float64", {"mask": seen.double()}),
+            ("scale must be a finite number", {"scale": torch.tensor(0.5)}),
+            ("window must be an integer of at least 1, got 0", {"window": 0}),
+            ("window must be an integer of at least 1, got 1.5", {"window": 1.5, "mask": seen}),
+        ]
+        if "latent" not in options:
+            wrong += [("v must have shape .* got .* on meta", {"v": k.to("meta")})]
+        if cache.window:
+            wrong += [("the window of a cache must not be shorter", {"window": 9, "mask": seen})]
+        for message, given in wrong:
+            with pytest.raises(RopeError, match=f"KVCache: {message}"):
+                step.layer(0).attend(**right | given)
+            assert cache.length.tolist() == [0, 0]
+        step.layer(0).attend(**right)
+        assert cache.length.tolist() == [seq, seq]
 
     def test_invalid_arguments_store_nothing(self) -> None:
         rope = Rope(HEAD_DIM, 1e4, "half")

@@ -108,7 +108,7 @@ class TestAPassThatRaised:
     @given(data=st.data(), size=st.sampled_from([{"capacity": 30}, {"window": 4}, {"window": 3, "sinks": 2}]))
     @settings(max_examples=40)
     def test_is_repeated(self, data: st.DataObject, size: dict[str, int]) -> None:
-        """Between complete passes, some passes stop before the first layer or between two. No NaN of them remains."""
+        """Between complete passes, some stop before, between or in the layers. No NaN of them remains."""
         torch.manual_seed(data.draw(st.integers(0, 99)))
         cache, outputs, inputs, real = cache_of(2, **size), [], [], []
         for seq in data.draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=5)):
@@ -118,7 +118,7 @@ class TestAPassThatRaised:
             other = data.draw(st.sampled_from([None, None, 1, 4]))  # a number of other tokens than in the next pass
             tokens = x if other is None else torch.full((2, other, HIDDEN), torch.nan, dtype=torch.float64)
             several = tokens.shape[1] > 1 and "window" in size
-            after = data.draw(st.sampled_from([None, 0] if several else [None, 0, 1]))
+            after = data.draw(st.sampled_from([None, 0] if several else [None, 0, 1, LAYERS]))
             if after is not None:
                 stopped(cache, tokens, after, attention_mask=None if other else mask)
                 assert torch.equal(cache.length, length)
@@ -139,10 +139,11 @@ class TestAPassThatRaised:
         torch.testing.assert_close(run(cache, x, ROPE)[0], wanted, **EXACT)
 
     @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 4}])
-    def test_must_be_rolled_back(self, size: dict[str, int]) -> None:
+    @pytest.mark.parametrize(("after", "got"), [(1, "1 of 2 layers"), (2, "2 of 2 layers, the last of which failed")])
+    def test_must_be_rolled_back(self, size: dict[str, int], after: int, got: str) -> None:
         cache, x = cache_of(1, **size), torch.randn(1, 1, HIDDEN, dtype=torch.float64)
-        stopped(cache, x, 1)
-        message = r"every layer must have appended in the previous step, got 1 of 2 layers\. .*call rollback\(\) first"
+        stopped(cache, x, after)
+        message = rf"every layer must have appended in the previous step, got {got}\. .*call rollback\(\) first"
         before = state(cache)
         with pytest.raises(RopeError, match=rf"KVCache\.step: {message}"):
             cache.step(1)
@@ -152,11 +153,14 @@ class TestAPassThatRaised:
         cache.rollback()
         assert cache.step(1).positions.tolist() == [[0]]
 
-    def test_that_overwrote_older_keys(self) -> None:
+    @pytest.mark.parametrize("after", [1, 2])
+    def test_that_overwrote_older_keys(self, after: int) -> None:
         cache, x = cache_of(1, window=2), torch.randn(1, 3, HIDDEN, dtype=torch.float64)
         wanted = run(cache, x, ROPE)
-        stopped(cache, x, 1)
-        with pytest.raises(RopeError, match=r"KVCache\.rollback: with a window, .* got one that 1 of 2 .*reset\(\)"):
+        stopped(cache, x, after)
+        with pytest.raises(
+            RopeError, match=rf"KVCache\.rollback: with a window, .* got one that {after} of 2 .*reset\(\)"
+        ):
             cache.rollback()
         for change in (lambda: cache.step(1), lambda: cache.reset([0])):
             with pytest.raises(RopeError, match="every layer must have appended"):

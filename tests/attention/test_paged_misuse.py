@@ -6,7 +6,6 @@ import copy
 import io
 import itertools
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MODEL, run, stopped
+from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MODEL, is_interrupted, run, stopped
 from paged_model import blocks_of
-from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend, attention
+from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
 
@@ -342,35 +341,6 @@ class TestAPassThatStopped:
         assert cache.length.tolist() == [16, 16]
 
 
-class InterruptedError(BaseException):
-    """Ctrl-C."""
-
-
-def is_interrupted(action: Callable[[], object], after: int) -> bool:
-    """Run an action, with an exception at an instruction of the modules of attention."""
-    left = after
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(attention.__path__[0]):
-            return None
-        frame.f_trace_opcodes = True
-        left -= event == "opcode"
-        if not left:
-            raise InterruptedError
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except InterruptedError:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(
     "action",
@@ -399,7 +369,10 @@ def test_an_exception_at_any_instruction_loses_no_block(
         run(cache, new(2, 3), ROPE, rows=[1, 2])  # whose tokens have not been counted yet
         if not is_interrupted(lambda: action(cache), after):  # noqa: B023
             break
-        cache.rollback()
+        try:
+            cache.rollback()
+        except RopeError:  # the call has moved some keys, see test_interrupted.py
+            cache.reset()
         assert all(length in (0, 3, 4, 5, 8) for length in cache.length.tolist())
         cache.step(2)
         cache.reset()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import Store
-from ropewalk.attention.tokens import NewTokens
+from ropewalk.attention.tokens import NewTokens, interrupted
 
 Array = NDArray[Any]
 
@@ -212,6 +212,7 @@ class Rows:
         # of `blocks` may differ. If an exception interrupts it (Ctrl-C, no memory), `settle` counts the blocks again.
         self._state: tuple[dict[int, int], Table, Plan | None, bool] = ({}, Table.empty(0), None, False)
         self._changing = False
+        self.moving: list[str] = []  # the call that is moving keys, if one is or was interrupted
 
     @property
     def index(self) -> dict[int, int]:
@@ -414,6 +415,8 @@ class Rows:
 
     def check_finished(self, who: str) -> Plan | None:
         """Return the plan of the newest step, or None if no layer has stored tokens. Raise if only some have."""
+        if self.moving:
+            raise interrupted(who, self.moving)
         self.settle()
         _, _, plan, counted = self._state
         if plan is not None and plan.step is not None:

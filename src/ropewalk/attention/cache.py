@@ -18,8 +18,9 @@ positions only.
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
 On the CPU, outside of torch.compile, lengths are read, and attention skips the slots that no row has filled.
 
-`step` only plans. The cache counts the new tokens once the last layer has stored them, so a forward pass that raises
-leaves the cache unchanged.
+`step` only plans. The cache counts the new tokens once the last layer is done, so a forward pass that raises leaves the
+cache unchanged. A change of several tensors, such as `shift`, leaves a mark if an exception (Ctrl-C, no memory) stops
+it, and later calls then refuse the cache.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ropewalk.attention.store import Store, create_stores
 from ropewalk.attention.tokens import EMPTY, ROTATES, NewTokens, read_range
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
+from ropewalk.rotation import writable
 
 
 class Ring:
@@ -164,7 +166,7 @@ class CacheStep(Step):
         )
         self._ring, self._sinks, self._new = ring, ring.sinks, new
         self._padding, self._slots = padding, (row, slot)
-        self._state = cache._key_positions, cache.length, cache.position
+        self._state, self._changing = (cache._key_positions, cache.length, cache.position), cache._changing
 
     @property
     def key_order(self) -> Tensor:
@@ -217,14 +219,14 @@ class CacheStep(Step):
         self._write(store, k, v)
         return kept
 
-    def _mark_stored(self, stored: list[bool], *, is_last: bool) -> None:
-        stored[0] = True
-        if not is_last:
-            return
+    def _finish(self) -> None:
         key_positions, length, position = self._state
+        self._changing.append("the last layer of a step")
         key_positions.scatter_(1, self._slots[1], self._new.place)
         length.copy_(self._new.length)
         position.copy_(self._new.position)
+        self._complete = True
+        self._changing.clear()
         if not torch.compiler.is_compiling():  # the cache keeps the step, but not its large tensors
             self._masks, self._prepared = {}, (None, None)
 
@@ -240,6 +242,9 @@ class KVCache:
             x = layer(x, rotation, cache=step.layer(i))
 
     No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
+
+    If an exception, such as Ctrl-C or one for lack of memory, stops a call while it changes cached tokens (`shift`,
+    `move`, `reorder`, `reset`, or `step` with `at`), every later call but `reset()` raises a `RopeError`.
 
     The positions of cached and of new tokens are in ±2³¹. `step` and `shift` raise an error for others, if reading them
     is free: on the CPU outside torch.compile, and in a `PagedKVCache` always.
@@ -335,6 +340,7 @@ class KVCache:
         self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
         self._row = torch.arange(batch, device=device)[:, None]
         self._pending: CacheStep | None = None  # the newest step; None if it was planned under torch.compile
+        self._changing: list[str] = []  # the call that is changing tensors, if one is or was interrupted
 
     @property
     def keys(self) -> list[Tensor]:
@@ -444,9 +450,9 @@ class KVCache:
                 _checks.integer("KVCache.shift", "delta", one, at_least=-(2**31), at_most=2**31)
             most = each = max(delta, default=0) if isinstance(delta, tuple) else delta
         moved = torch.where(self._key_positions == EMPTY, EMPTY, self._key_positions + each)
-        tokens.check_positions("KVCache.shift", self.position + most)
-        self._move("KVCache.shift", ropes, by, moved, None)
-        self.position.add_(most)
+        position = self.position + most
+        tokens.check_positions("KVCache.shift", position)
+        self._move("KVCache.shift", ropes, by, moved, position, None)
 
     def move(self, rope: Rope | Sequence[Rope | None] | None, row: int, old: Tensor, new: Tensor) -> None:
         """Move the cached keys of a row that are at the positions `old` to the positions `new`.
@@ -472,8 +478,9 @@ class KVCache:
         moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
         moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
         by = (moved - self._key_positions)[row : row + 1].to(torch.int64)
-        self._move(who, ropes, by, moved, torch.tensor([row], device=by.device))
-        self.position[row] = places.masked_fill(places == EMPTY, new.amin().to(places.device)).amax() + 1
+        position = self.position.clone()
+        position[row] = places.masked_fill(places == EMPTY, new.amin().to(places.device)).amax() + 1
+        self._move(who, ropes, by, moved, position, torch.tensor([row], device=by.device))
 
     def _move(
         self,
@@ -481,16 +488,19 @@ class KVCache:
         ropes: Sequence[Rope | None],
         by: int | tuple[int, ...] | Tensor,
         moved: Tensor,
+        position: Tensor,
         rows: Tensor | None,
     ) -> None:
         """Rotate the keys of rows by the distances `by`, None for all rows, and replace all positions."""
         tokens.check_positions(who, moved.masked_fill(moved == EMPTY, 0))
         rotations = tokens.shift_rotations(ropes, by, self._stores[0].dtype, self.length.device)  # before any change
-        self._drop_step()
+        self._begin(who)
         for store, rotation in zip(self._stores, rotations, strict=True):
             if rotation is not None:
                 store.rotate(rotation, rows)
         self._key_positions.copy_(moved)
+        self.position.copy_(position)
+        self._changing.clear()
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
         """Drop all tokens of the given rows, which then start a new text at position 0. No memory is freed.
@@ -511,12 +521,13 @@ class KVCache:
             self._check_finished("KVCache.reset")
         # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
         stopped = self._pending is None or not self._pending._is_complete()
-        end = torch.full_like(self.length, self._ring.count) if stopped else self.length
+        end = torch.full_like(self.length, self._ring.count) if stopped or self._changing else self.length
+        self._begin("KVCache.reset")
         self._clear(torch.zeros_like(self.length), end * chosen)
-        self._drop_step()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
+        self._changing.clear()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace the tokens of row i by those of row `rows[i]`, for all rows at once.
@@ -538,11 +549,12 @@ class KVCache:
             raise _checks.error("KVCache.reorder", must, _checks.describe(rows), fix)
         _check_row_range("KVCache.reorder", rows, batch, must, fix)
         filled = self._count_filled()
-        self._drop_step()
+        self._begin("KVCache.reorder")
         for store in self._stores:
             store.copy(rows, None, filled)
         for tensor in (self._key_positions, self.length, self.position):
             tensor.copy_(tensor.index_select(0, rows))
+        self._changing.clear()
 
     def rollback(self) -> None:
         """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
@@ -551,12 +563,14 @@ class KVCache:
         a step that is still open. Tokens dropped through `at` are not restored.
 
         Raises:
-            RopeError: the cache has a window, the step had several tokens, and some but not all layers have appended.
-                Those layers have overwritten keys of older tokens.
+            RopeError: the cache has a window, the step had several tokens, and a layer has appended, but not all are
+                done. Those layers have overwritten keys of older tokens. Or an exception has stopped another call.
         """
+        if self._changing:
+            raise tokens.interrupted("KVCache.rollback", self._changing)
         pending = self._pending
-        stored = 0 if pending is None else pending._count_stored()
-        if pending is not None and pending._concatenates and 0 < stored < self.num_layers:
+        stored = 0 if pending is None or pending._complete else pending._count_stored()
+        if pending is not None and pending._concatenates and stored:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
@@ -570,16 +584,24 @@ class KVCache:
 
         Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
         """
+        if self._changing:
+            raise tokens.interrupted(who, self._changing)
         if torch.compiler.is_compiling() or self._pending is None:
             return None
         return self._pending if self._pending._is_complete(who) else None
+
+    def _begin(self, who: str) -> None:
+        """Mark the cache as changing, until `_changing` is cleared after the last change, and drop the newest step."""
+        writable.check_elements(who, self.length, "Call it under torch.inference_mode(), as when the cache was built.")
+        self._changing.append(who)
+        self._drop_step()
 
     def _drop_step(self) -> None:
         """Mark the newest step as outdated, and clear what its layers have stored, unless all of them have."""
         pending = self._pending
         if not torch.compiler.is_compiling() and pending is not None:
             pending._outdated = True
-            if not (pending._concatenates or pending._stored[-1][0]):
+            if not (pending._concatenates or pending._complete):
                 for store in self._stores:
                     store.clear(pending._slots)
         self._pending = None
@@ -608,11 +630,13 @@ class KVCache:
         lengths = read_range(length + added)
         if lengths is not None and self.capacity is not None and lengths[1] > self.capacity:
             raise self._full(lengths[1])
+        self._begin(who)
         if read_range(length) is not None:  # on other devices this would read the whole cache
             self._clear(length, self.length)
         self.length.copy_(length)
         self.position.copy_(at)
         places.masked_fill_(slot >= length[:, None], EMPTY)
+        self._changing.clear()
 
     def _clear(self, begin: Tensor, end: Tensor) -> None:
         """Clear the slots of each row from begin up to end, int64 `[batch]`: a mask would not hide NaN in them."""

@@ -31,7 +31,7 @@ _FIXES = {
 
 
 def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
-    """Raise unless mask is bool or of the dtype of q, with axes `[batch, heads, seq, keys]` of full size or 1.
+    """Raise unless mask is bool or as q, in dtype and device, with axes `[batch, heads, seq, keys]` of full size or 1.
 
     Args:
         who: name of the caller in the message.
@@ -40,6 +40,9 @@ def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
         keys: number of keys.
     """
     shape = (q.shape[0], q.shape[2], q.shape[1], keys)
+    if mask.device != q.device:
+        fix = "Move the mask to the device of q."
+        raise _checks.error(who, f"mask must be on {q.device}", str(mask.device), fix)
     if mask.ndim != 4:
         raise _checks.error(
             who,

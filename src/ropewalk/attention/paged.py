@@ -187,6 +187,7 @@ class PagedStep(Step):
         self._check_may_append(stored=False, is_last=False)
         for flag in self._stored:
             flag[0] = True
+        self._complete = True
 
     def _find_key_positions(self) -> Tensor:
         places = torch.from_numpy(self._positions_of_slots[self._table.blocks]).flatten(1).to(self.order.device)
@@ -556,6 +557,7 @@ class PagedKVCache:
         table = self._rows.table
         released = table.select(chosen).held()
         self._rows.replace(self._rows.index, table.put(chosen, Table.empty(len(numbers))), released=released)
+        self._rows.moving.clear()
 
     def step(
         self,
@@ -692,10 +694,12 @@ class PagedKVCache:
         moves = self._rows.plan_moves(who, held, by, position)
         distances = torch.from_numpy(moves.deltas) if delta is None else delta
         rotations = tokens.shift_rotations(ropes, distances, self._stores[0].dtype, self._device)  # before any change
+        self._rows.moving.append(who)
         blocks = torch.from_numpy(self._rows.move(chosen, moves)).long().to(self._device)
         for store, rotation in zip(self._stores, rotations, strict=True):
             if rotation is not None:
                 store.rotate(rotation, blocks)
+        self._rows.moving.clear()
 
     def rollback(self) -> None:
         """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
@@ -704,6 +708,8 @@ class PagedKVCache:
         a step that is still open and frees the blocks that the step has allocated. Tokens dropped through `at` are not
         restored.
         """
+        if self._rows.moving:
+            raise tokens.interrupted(f"{_NAME}.rollback", self._rows.moving)
         self._rows.settle()
         self._rows.drop_step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -86,9 +86,9 @@ class Step(ABC):
         self._flat_slots, self._filled, self._keys = flat_slots, filled, keys
         self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
-        # Whether each layer has stored its tokens. Each has a list, so code compiled for one layer serves every layer.
+        # Whether each layer has begun to store. Each has a list, so code compiled for one layer serves every layer.
         self._stored = [[False] for _ in stores]
-        self._outdated = False
+        self._outdated = self._complete = False  # complete: the last layer is done, and the cache counts the tokens
         # References to cos of the rotations of this pass and of the previous one, which has other positions.
         self._rotations: list[weakref.ref[Tensor]] = []
         self._stale = [] if previous is None else previous._rotations
@@ -146,7 +146,8 @@ class Step(ABC):
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
     def _check_window(self, window: int) -> int:
-        """Return the window of a layer. Raise if the cache has a shorter one."""
+        """Return the window of a layer. Raise if it is no number of tokens, or the cache has a shorter one."""
+        window = window if torch.compiler.is_compiling() else _checks.length(self._who, "window", window)
         if self._window is None or window <= self._window:
             return window
         raise _checks.error(
@@ -264,9 +265,9 @@ class Step(ABC):
         self._write(store, k, v)
         return self._read(store, every=every)
 
-    def _mark_stored(self, stored: list[bool], *, is_last: bool) -> None:
-        """Record that a layer has stored its keys and values."""
-        stored[0] = True
+    def _finish(self) -> None:
+        """Count the tokens, because the last layer is done."""
+        self._complete = True
 
     def _count_stored(self) -> int:
         """Return the number of layers that have stored their keys and values."""
@@ -276,16 +277,15 @@ class Step(ABC):
         return count
 
     def _is_complete(self, who: str | None = None) -> bool:
-        """Return whether all layers have stored their tokens, the last one last. Raise for `who` if only some have."""
-        complete = self._stored[-1][0]
-        if who is not None and not complete and (stored := self._count_stored()):
+        """Return whether the last layer is done. Raise for `who` if it is not, but layers have stored tokens."""
+        if who is not None and not self._complete and (stored := self._count_stored()):
             raise _checks.error(
                 who,
                 "every layer must have appended in the previous step",
-                f"{stored} of {len(self._stored)} layers",
+                f"{stored} of {len(self._stored)} layers" + ", the last of which failed" * self._stored[-1][0],
                 "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
             )
-        return complete
+        return self._complete
 
     def _check_may_append(self, stored: bool, is_last: bool) -> None:
         """Raise if a layer has appended, the step is outdated, or another layer must append before this one."""
@@ -428,12 +428,14 @@ class LayerCache:
             `[batch, seq, heads, head_dim]`, or with `latent` `[batch, seq, heads, latent]`.
 
         Raises:
-            RopeError: as `append`; the cache has a shorter window; or q, rotation or mask does not match this step.
-                Nothing has been stored then.
+            RopeError: as `append`; the cache has a shorter window; or another argument does not match this step.
+                Nothing has been stored then. After any other exception, such as one for lack of memory, the cache has
+                not counted the tokens: call its `rollback`.
         """
         step, compiling = self.step, torch.compiler.is_compiling()
         (batch, seq), (kv_heads, head_dim) = step.order.shape, step._heads
-        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
+        fits = q.ndim == 4 and (*q.shape[:2], q.shape[3]) == (batch, seq, head_dim)
+        if not fits or not q.shape[2] or q.shape[2] % kv_heads:
             must = f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads"
             raise _checks.error(step._who, must, f"{tuple(q.shape)}", _FIX)
         if step._latent is not None and (scale is None or norm is not None):
@@ -449,44 +451,52 @@ class LayerCache:
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
                 raise _checks.error(step._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
             check_mask(step._who, mask, q, step._keys)
-        scale = head_dim**-0.5 if scale is None else scale
-        one_pass = rotation is None or rotation.passes == 1
+        if scale is None:
+            scale = head_dim**-0.5
+        elif type(scale) is not float and not compiling:
+            scale = _checks.number(step._who, "scale", scale)
+        window = step._window if window is None else step._check_window(window)
+        self._check_new(k, v, q)
+        one_pass, attended = rotation is None or rotation.passes == 1, None
         if step._concatenates:
-            visible = step._mask_within(window, mask)
-            append = self._append_filled
-            out = rotate_and_attend(q, k, v, rotation=rotation, mask=visible, scale=scale, append=append, norm=norm)
-            return out[..., : step._latent]
-        flex = (
-            compiling and step.block_mask is not None and mask is None and one_pass and window in (None, step._window)
-        )
-        keys = None
-        # A graph for a dynamic number of tokens must not depend on it.
-        if mask is None and not flex and isinstance(seq, int) and seq <= MAX_TOKENS:
-            keys = step._visible_keys(step._window if window is None else step._check_window(window))
-        q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
-        if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
-            near, far = (q, None) if one_pass else q.chunk(2, dim=1)
-            attended = self._store.attend(near, far, keys, scale=scale)
-            if attended is not None:
-                return attended
-        if flex:
-            return attend(q, *self._all_blocks(), mask=step.block_mask, scale=scale)
-        by = attend if rotation is None or rotation.passes == 1 else rotation.attend
-        kept = self._same_width(step._read(self._store, every=compiling))
-        return by(q, *kept, mask=step._mask_within(window, mask), scale=scale)[..., : step._latent]
+
+            def append(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+                self._stored[0] = True  # before it is so, because in a ring the new keys overwrite others
+                return self._same_width(step._write_and_read(self._store, k, v, every=compiling))
+
+            mask = step._mask_within(window, mask)
+            attended = rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale, append=append, norm=norm)
+        else:
+            flex = compiling and step.block_mask is not None and mask is None and one_pass and window == step._window
+            keys = None
+            # A graph for a dynamic number of tokens must not depend on it.
+            if mask is None and not flex and isinstance(seq, int) and seq <= MAX_TOKENS:
+                keys = step._visible_keys(window)
+            q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
+            if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
+                near, far = (q, None) if one_pass else q.chunk(2, dim=1)
+                attended = self._store.attend(near, far, keys, scale=scale)
+            if flex:
+                attended = attend(q, *self._all_blocks(), mask=step.block_mask, scale=scale)
+            elif attended is None:
+                by = attend if rotation is None or rotation.passes == 1 else rotation.attend
+                kept = self._same_width(step._read(self._store, every=compiling))
+                attended = by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
+        if self._is_last:
+            step._finish()
+        return attended if step._latent is None else attended[..., : step._latent]
 
     def _rotate_and_write(
         self, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation | TwoPass | None, norm: QKNorm | None
     ) -> Tensor:
         """Normalize and rotate q and k, store k and v, and return q, rotated twice if rotation is a `TwoPass`."""
-        self._check_new(k, v)
         rotated = None
         if rotation is not None and rotation.passes == 1:
             rotated = self._store.rotate_and_write(self.step._flat_slots, q, k, v, rotation=rotation, norm=norm)
         if rotated is None:
             rotated, k = rotate(q, k, rotation, norm)
             self.step._write(self._store, k, v)
-        self.step._mark_stored(self._stored, is_last=self._is_last)
+        self._stored[0] = True
         return rotated
 
     def _values(self, k: Tensor, v: Tensor | None) -> Tensor:
@@ -521,7 +531,8 @@ class LayerCache:
                 this layer has already appended; the step is not the newest of its cache; or this is the last layer and
                 another one has not appended. Nothing has been stored then.
         """
-        return self._append(k, self._values(k, v), every=True)
+        kept: tuple[Tensor, Tensor] = self._append(self.step._write_and_read, k, v, every=True)
+        return kept
 
     def write(self, k: Tensor, v: Tensor | None = None) -> None:
         """Store the keys and values of the new tokens as `append` does, for a kernel of your own that reads the cache.
@@ -533,19 +544,16 @@ class LayerCache:
         Raises:
             RopeError: as `append`. Nothing is stored then.
         """
+        self._append(self.step._write, k, v)
+
+    def _append(self, write: Callable[..., Any], k: Tensor, v: Tensor | None, **options: bool) -> Any:
         v = self._values(k, v)
         self._check_new(k, v)
-        self.step._write(self._store, k, v)
-        self.step._mark_stored(self._stored, is_last=self._is_last)
-
-    def _append(self, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
-        self._check_new(k, v)
-        kept = self.step._write_and_read(self._store, k, v, every=every)
-        self.step._mark_stored(self._stored, is_last=self._is_last)
+        self._stored[0] = True  # before it is so, as in `attend`
+        kept = write(self._store, k, v, **options)
+        if self._is_last:
+            self.step._finish()
         return kept
-
-    def _append_filled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self._same_width(self._append(k, v, every=torch.compiler.is_compiling()))
 
     def _same_width(self, kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values of equal width: PyTorch's fused attention on a CPU supports no other."""
@@ -561,15 +569,16 @@ class LayerCache:
             values.as_strided(shape, (0, *values.stride()[1:])),
         )
 
-    def _check_new(self, k: Tensor, v: Tensor) -> None:
-        """Raise unless k and v match the tokens of this step, and this layer may store them."""
+    def _check_new(self, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+        """Raise unless k, v and q, whose shape has been checked, match this step, and this layer may store them."""
         step, dtype, device = self.step, self._store.dtype, self.step.order.device
         shape = (*step.order.shape, *step._heads)
-        for name, new, expected in (("k", k, shape), ("v", v, (*shape[:3], step._latent or shape[3]))):
+        given = [("k", k, shape), ("v", v, (*shape[:3], step._latent or shape[3]))]
+        for name, new, expected in given if q is None else [*given, ("q", q, q.shape)]:
             if new.shape != expected or new.dtype != dtype or new.device != device:
                 fix = _FIX
                 if new.shape == expected and new.device == device:
-                    fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
+                    fix = f"Build the cache with dtype={new.dtype}, if q, k and v all have it here (see autocast)."
                 must = f"{name} must have shape {expected} in {dtype} on {device}"
                 raise _checks.error(step._who, must, f"{tuple(new.shape)} in {new.dtype} on {new.device}", fix)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

@@ -100,6 +100,12 @@ def check_positions(who: str, positions: Tensor) -> None:
         raise _checks.error(who, "every position must stay within ±2**31", got, "Pass numbers in this range.")
 
 
+def interrupted(who: str, changing: list[str]) -> _checks.RopeError:
+    """Return the error for a cache that an exception has left half changed. `changing` names the call."""
+    must, got = "no change of the cache may have been interrupted", f"{changing[0]}, which an exception has stopped"
+    return _checks.error(who, must, got, "Call reset() for all rows, and process their texts again.")
+
+
 def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
     """Raise unless value is an int64 tensor of the shape of `length`, `[batch]`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:

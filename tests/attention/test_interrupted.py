@@ -1,0 +1,194 @@
+"""Ctrl-C while a call changes a cache: it has the tokens from before or after the call, or refuses all but `reset`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cache_model import InterruptionError, RowRequests, is_interrupted
+from paged_model import Requests
+from ropewalk import RopeError
+
+Cache = RowRequests | Requests
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"capacity": 60},
+    "int8": {"capacity": 60, "store": "int8"},
+    "fp8": {"capacity": 60, "store": "fp8"},
+    "latent": {"capacity": 60, "latent": 2},
+    "window": {"window": 5},
+    "sinks": {"window": 4, "sinks": 2},
+    "on read": {"capacity": 60, "rotate": "on_read"},
+    "pages": {"blocks": 40, "block_size": 4},
+    "pages, int8": {"blocks": 40, "block_size": 4, "store": "int8"},
+}
+WAYS = ("shift", "move", "reorder", "reset", "truncate", "step")
+CASES = [
+    (kind, way)
+    for kind, way in itertools.product(KINDS, WAYS)
+    if (way in ("shift", "move") or "blocks" not in KINDS[kind])
+    and not (way == "move" and kind == "sinks")
+    and not (way == "truncate" and "window" in KINDS[kind])
+]
+
+
+def filled(kind: str, seed: int) -> Cache:
+    """Return a cache after some forward passes."""
+    if "blocks" in KINDS[kind]:
+        pages = Requests(seed, **KINDS[kind])
+        pages.admit([])
+        pages.admit([0])
+        for _ in range(4):
+            pages.step([0, 1])
+        return pages
+    rows = RowRequests(seed, **KINDS[kind])
+    for _ in range(4):
+        rows.step()
+    return rows
+
+
+def call(requests: Cache, way: str, **options: Any) -> None:
+    torch.manual_seed(0)
+    getattr(requests, way)(*([[0, 1]] if isinstance(requests, Requests) else []), **options)
+
+
+def states(kind: str, way: str, seed: int) -> list[Cache]:
+    """Return a cache before the call, after it and, if it drops tokens first, between the two."""
+    before = filled(kind, seed)
+    after = copy.deepcopy(before)
+    call(after, way)
+    if way != "truncate":
+        return [before, after]
+    between = copy.deepcopy(before)
+    call(between, way, layers=0)
+    return [before, after, between]
+
+
+def set_tokens(requests: Cache, tokens: Any, following: Any) -> None:
+    requests.tokens, requests.following = tokens, following
+
+
+def has_tokens_of(requests: Cache, wanted: Cache) -> bool:
+    """Return whether the cache has the expected tokens of `wanted`, each at its position in every layer."""
+    set_tokens(requests, wanted.tokens, wanted.following)
+    try:
+        requests.check_everything()
+    except AssertionError:
+        return False
+    if isinstance(requests, Requests):
+        return True
+    step = requests.cache.step(1)
+    for row, (order, places) in enumerate(zip(step.key_order.tolist(), step.key_positions.tolist(), strict=True)):
+        place_of = dict(zip(order, places, strict=True))
+        if any(place_of[n] != requests.tokens[row][n].position for n in requests.visible(row)):
+            return False
+    return True
+
+
+def refusal_of(action: Callable[[], object]) -> str:
+    """Return the message of the RopeError that an action raises, or nothing."""
+    try:
+        action()
+    except RopeError as e:
+        return str(e)
+    return ""
+
+
+def is_refused(requests: Cache) -> bool:
+    """Return whether the cache refuses all calls but a reset, after which it must work."""
+    cache: Any = requests.cache
+    is_paged, one = isinstance(requests, Requests), torch.ones(1, dtype=torch.int64)
+    message = refusal_of(lambda: cache.step(1))
+    if "call rollback() first" in message:  # which a ring of several tokens cannot do
+        if not (message := refusal_of(cache.rollback)):
+            return False
+        assert "with a window, a step of several tokens cannot be undone" in message
+    elif message:
+        assert "no change of the cache may have been interrupted" in message
+        assert refusal_of(cache.rollback)
+    else:
+        return False
+    assert refusal_of(lambda: cache.step(1))
+    assert refusal_of(lambda: cache.shift(requests.moves_by[0], 3))
+    assert refusal_of(lambda: cache.move(requests.moves_by[0], 0, one, one))
+    assert refusal_of(lambda: cache.reset([0]))
+    assert refusal_of(lambda: cache.reorder([0, 0] if is_paged else torch.tensor([0, 0, 0])))
+    cache.reset()
+    set_tokens(requests, *(({0: [], 1: []}, {0: 0, 1: 0}) if is_paged else ([[], [], []], [0, 0, 0])))
+    requests.check_everything()
+    call(requests, "step")
+    requests.check_everything()
+    return True
+
+
+def outcome(requests: Cache, possible: list[Cache]) -> str:
+    """Return what an interrupted call has left."""
+    if is_refused(requests):
+        return "refused"
+    return next(
+        (name for name, x in zip(("before", "after", "between"), possible, strict=False) if has_tokens_of(requests, x)),
+        "WRONG",
+    )
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_at_any_instruction(kind: str, way: str) -> None:
+    """At every 61st instruction of the modules of attention."""
+    possible, found = states(kind, way, 5), Counter[str]()
+    for at in itertools.count(1, 61):
+        requests = copy.deepcopy(possible[0])
+        if not is_interrupted(lambda: call(requests, way), at):  # noqa: B023
+            break
+        found[outcome(requests, possible)] += 1
+    assert found["before"]
+    assert not found["WRONG"], found
+
+
+def is_signalled(action: Callable[[], object], after: float) -> bool:
+    """Run an action, and interrupt it after some seconds by a real signal."""
+    armed = [True]
+
+    def handle(*_: object) -> None:
+        if armed:
+            armed.clear()
+            raise InterruptionError
+
+    old = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        action()
+        armed.clear()
+    except InterruptionError:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    return False
+
+
+def interrupt(count: int, ways: tuple[str, ...] = WAYS) -> Counter[tuple[str, str]]:
+    """Interrupt calls by real signals at random moments, and count what this leaves, by the name of the call."""
+    found = Counter[tuple[str, str]]()
+    for seed, (kind, way) in enumerate(itertools.cycle([case for case in CASES if case[1] in ways])):
+        if found.total() >= count:
+            break
+        possible = states(kind, way, seed)
+        requests, timed = copy.deepcopy(possible[0]), copy.deepcopy(possible[0])
+        begin = time.perf_counter()
+        call(timed, way)
+        if is_signalled(lambda: call(requests, way), (time.perf_counter() - begin) * timed.draw.uniform(0.02, 1)):  # noqa: B023
+            found[way, outcome(requests, possible)] += 1
+    return found
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such signals")
+def test_by_real_signals() -> None:
+    found = interrupt(60)
+    assert not [key for key in found if key[1] == "WRONG"], found
