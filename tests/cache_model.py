@@ -129,8 +129,8 @@ class InterruptionError(BaseException):
     """Ctrl-C."""
 
 
-def is_interrupted(action: Callable[[], object], after: int) -> bool:
-    """Run an action, with an exception at an instruction of the modules of attention."""
+def is_interrupted(action: Callable[[], object], after: int) -> InterruptionError | None:
+    """Run an action, with an exception at an instruction of the modules of attention. Return the exception."""
     left = after
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -147,11 +147,11 @@ def is_interrupted(action: Callable[[], object], after: int) -> bool:
     sys.settrace(trace)
     try:
         action()
-    except InterruptionError:
-        return True
+    except InterruptionError as e:
+        return e
     finally:
         sys.settrace(before)
-    return False
+    return None
 
 
 class NoMemory(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from cache_model import is_interrupted
 from ropewalk import Axes, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN, move_keys
 from ropewalk.schemes import Linear
 
@@ -257,6 +259,29 @@ def test_other_frequencies_through_position_0() -> None:
     assert np.abs(pool[target].numpy() - fresh(long, raw, new)).max() < 1e-14
     with pytest.raises(RopeError, match="the length must be resolved"):
         move_keys(pool, source, target, rope, old, new)
+
+
+def test_an_interruption_says_where_it_came() -> None:
+    """The tensors before the one that the note names have moved, and those after it have not."""
+    slots, rope, named = torch.arange(5), ROPES["default"], set()
+    raw = np.random.default_rng(6).standard_normal((3, 5, HEADS, DIM))
+    keys, values = list(torch.from_numpy(raw)), [torch.randn(5, 2), torch.randn(5)]
+    wanted = [fresh(rope, x[::-1], torch.full((5,), 9)) for x in raw] + [x.flip(0).numpy() for x in values]
+    for at in itertools.count(1, 7):
+        new = [x.clone() for x in (*keys, *values)]
+        e = is_interrupted(
+            lambda: move_keys(new[:3], slots, slots.flip(0), rope, slots * 0, slots * 0 + 9, values=new[3:]),  # noqa: B023
+            at,
+        )
+        if e is None:
+            break
+        moved = [np.abs(x.numpy() - y).max() < 1e-14 for x, y in zip(new, wanted, strict=True)]
+        assert all(x or torch.equal(y, z) for x, y, z in zip(moved, new, (*keys, *values), strict=True))
+        name = "".join(getattr(e, "__notes__", ())).partition("stopped it at ")[2].partition(",")[0]
+        number = ["keys[0]", "keys[1]", "keys[2]", "values[0]", "values[1]"].index(name) if name else 0
+        assert moved in ([i < number for i in range(5)], [i <= number for i in range(5)])
+        named.add(name)
+    assert len(named) == 6
 
 
 POOL, FEW, ZERO = torch.zeros(4, 2, DIM), torch.tensor([0, 1]), torch.tensor([0])

@@ -61,6 +61,9 @@ def move_keys(
             or, on the CPU outside of torch.compile, a slot or a position is out of range or two tokens share a slot.
             Nothing has been written then. On other devices, slots are not read back, and a token with a slot outside of
             the pool is skipped.
+        Any other exception, such as KeyboardInterrupt or one for lack of memory, may come between two tensors. They are
+            moved one after the other, first `keys` with their `scales` and then `values`, and a note of the exception
+            (`__notes__`) says at which of them it came.
 
     Precision:
         One rounding to the dtype of the keys. Each further move of the same keys adds one.
@@ -83,17 +86,24 @@ def move_keys(
     if rope.axes is not None and delta.ndim == 1:
         delta = delta.expand(rope.axes.count, -1)
     rotation = rope.shift(delta, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    moved = None
-    for i, pool in enumerate([*pools, *copied]):
-        moved = _read(pool, first, source, moved)
-        if i < len(pools) and factors is None:
-            rotation.apply_(moved, layout="thd")
-        elif i < len(pools) and factors is not None:
-            factor = factors[i][source] if factors[i].ndim > 1 else factors[i]
-            _rotate_quantized(moved, factor, rotation)
-            if factors[i].ndim > 1:
-                factors[i].index_put_(target, factor)
-        pool.index_put_(target, moved)
+    moved, i = None, 0
+    try:
+        for i, pool in enumerate([*pools, *copied]):
+            moved = _read(pool, first, source, moved)
+            if i < len(pools) and factors is None:
+                rotation.apply_(moved, layout="thd")
+            elif i < len(pools) and factors is not None:
+                factor = factors[i][source] if factors[i].ndim > 1 else factors[i]
+                _rotate_quantized(moved, factor, rotation)
+                if factors[i].ndim > 1:
+                    factors[i].index_put_(target, factor)
+            pool.index_put_(target, moved)
+    except BaseException as e:
+        at = f"keys[{i}]" if i < len(pools) else f"values[{i - len(pools)}]"
+        e.add_note(
+            f"move_keys: this stopped it at {at}, which may have been moved. Tensors before it were, later ones not."
+        )
+        raise
 
 
 def _read(pool: Tensor, slots: Tensor, index: tuple[Tensor, ...], memory: Tensor | None) -> Tensor:
