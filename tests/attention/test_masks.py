@@ -71,6 +71,19 @@ def test_padding_is_masked(real: Tensor) -> None:
     assert torch.autograd.grad(ours.sum(), x)[0].isfinite().all()  # padding on the left attends to no key
 
 
+def test_numbered_documents() -> None:
+    """With the mask that `masks.padding` names, each document of a row gets the result of a row of its own."""
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 0, 3, 3, 3], [0, 0, 1, 1, 1, 1, 1, 2, 2]])
+    made, x = layer(), hidden(2)
+    mask = numbers[:, None, :, None] == numbers[:, None, None, :]
+    ours = made(x, ROPE.at(positions.from_mask(numbers), dtype=torch.float64), mask=mask)
+    for row, number in [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]:
+        of_document = numbers[row] == number
+        count = int(of_document.sum())
+        theirs = reference(made, x[row, of_document][None], torch.arange(count), written_out.causal(count))
+        torch.testing.assert_close(ours[row, of_document], theirs[0], **EXACT)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths(dtype: torch.dtype) -> None:
     wanted = [[j < n for j in range(5)] for n in (0, 3, 5)]

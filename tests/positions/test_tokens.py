@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from ropewalk import RopeError, masks, positions
+from ropewalk import KVCache, PagedKVCache, RopeError, masks, positions
 
+DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
+NUMBERED = torch.tensor([[1, 1, 2, 2, 2, 0]])
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
@@ -30,12 +33,23 @@ def test_packed(documents: list[int], padding: int, dtype: torch.dtype) -> None:
     assert made.tolist() == [i for n in documents for i in range(n)] + list(range(padding))
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4), st.booleans())
-def test_from_mask(rows: list[list[bool]], as_int: bool) -> None:
-    mask = torch.tensor(rows)
-    made = positions.from_mask(mask.int() if as_int else mask)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.sampled_from(DTYPES))
+def test_from_mask(rows: list[list[int]], dtype: torch.dtype) -> None:
+    """Documents may be numbered, and padding may be anywhere. A number that begins two documents is refused."""
+    mask = torch.tensor(rows).to(dtype)
+    rows = mask.tolist()
+    documents = [[number for number, _ in groupby(filter(None, row))] for row in rows]
+    if any(len(set(row)) < len(row) for row in documents):
+        with pytest.raises(
+            RopeError, match=r"number of their document, got \d again after another number\. Number the"
+        ):
+            positions.from_mask(mask)
+        return
+    made = positions.from_mask(mask)
     assert made.dtype == torch.int64
-    assert made.tolist() == [[sum(row[:i]) if row[i] else 0 for i in range(4)] for row in rows]
+    wanted = [[row[:i].count(row[i]) if row[i] else 0 for i in range(5)] for row in rows]
+    assert made.tolist() == wanted
+    assert torch.vmap(lambda of_batch: positions.from_mask(of_batch))(mask[None])[0].tolist() == wanted
 
 
 def test_values_are_read_only_where_that_is_free() -> None:
@@ -45,6 +59,17 @@ def test_values_are_read_only_where_that_is_free() -> None:
     assert compiled(lengths).shape == (5,)
     assert torch.vmap(lambda cu: positions.packed(cu, 5))(lengths[None]).shape == (1, 5)
     assert positions.packed(lengths.to("meta"), 5).shape == (5,)
+
+
+def paged() -> PagedKVCache:
+    cache = PagedKVCache(num_layers=1, num_kv_heads=1, head_dim=2, blocks=2, block_size=4)
+    cache.admit()
+    return cache
+
+
+def from_processor(attention_mask: Any) -> Any:
+    config = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}}
+    return positions.from_processor(config, {"mm_token_type_ids": [[0] * 6], "attention_mask": attention_mask})
 
 
 def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
@@ -86,6 +111,31 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
         (lambda: positions.from_mask(torch.zeros(2, 3)), "got torch.float32 of shape (2, 3)"),
         (lambda: positions.from_mask(torch.ones(1, 1, 3, 3).bool()), "four-dimensional"),
         (lambda: positions.from_mask([[1, 0]]), "got [[1, 0]]"),
+        (
+            lambda: positions.from_mask(torch.tensor([[1, -1]])),
+            "the number of their document, got -1. Number the docum",
+        ),
+        (lambda: positions.from_mask(torch.ones(1, 2).cfloat()), "got torch.complex64 of shape (1, 2)"),
+        # Where the numbers of documents have no meaning, or another one than the caller may think.
+        (
+            lambda: masks.padding(NUMBERED),
+            "masks.padding: attention_mask must have 1 for real tokens and 0 for padding",
+        ),
+        (lambda: masks.padding(-NUMBERED), "got -1. Pass attention_mask != 0 if a row is one text. For numbered docum"),
+        (lambda: masks.padding_blocks(NUMBERED), "pass the mask m[:, None, :, None] == m[:, None, None, :] instead."),
+        (
+            lambda: KVCache(1, 1, 1, 2, capacity=6).step(6, attention_mask=NUMBERED),
+            "KVCache.step: attention_mask must have 1 for",
+        ),
+        (
+            lambda: paged().step(6, attention_mask=NUMBERED),
+            "got 2. Pass attention_mask != 0 if a row is one text. Pass",
+        ),
+        (lambda: from_processor(NUMBERED.tolist()), "positions.from_processor: attention_mask must have 1 for real to"),
+        (
+            lambda: from_processor(NUMBERED.clamp(max=1) * 255),
+            "got 255. Pass attention_mask != 0 if a row is one text.",
+        ),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

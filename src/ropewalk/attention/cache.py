@@ -365,8 +365,8 @@ class KVCache:
 
         Args:
             seq: new tokens in each row, padding included, at least 1.
-            attention_mask: True or non-zero for real tokens, bool or integer `[batch, seq]`, with padding anywhere.
-                Padding is not stored, and its outputs are undefined. None means that all tokens are real.
+            attention_mask: True or 1 for real tokens, False or 0 for padding, bool or integer `[batch, seq]`, with
+                padding anywhere. Padding is not stored, and its outputs are undefined. None means that all are real.
             at: position at which each row continues, int64 `[batch]`. None continues after the last token. The first
                 cached token at or after this position and all tokens appended after it are dropped immediately. Use it
                 after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has

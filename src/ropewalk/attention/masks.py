@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ropewalk import _checks, positions
+from ropewalk.positions.sizes import check_mask, real_tokens
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -124,8 +125,8 @@ def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
     If every key of a query is masked, as for padding at the start of a row, attention returns 0 for it.
 
     Args:
-        attention_mask: True or non-zero for real tokens, bool or integer `[batch, keys]`, with padding anywhere. Or the
-            lengths of rows that are padded at the end, int32 or int64 `[batch]`. Values are not read back.
+        attention_mask: True or 1 for real tokens, bool or integer `[batch, keys]`, with padding anywhere. Or the
+            lengths of rows that are padded at the end, int32 or int64 `[batch]`. Values are read only if that is free.
         keys: tokens in each row, padding included. Required with lengths, and allowed only with them.
 
     Returns:
@@ -183,18 +184,15 @@ def _check_count(who: str, name: str, value: int) -> None:
 
 def _real_tokens(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
     """Return a mask of the real tokens, bool `[batch, keys]`."""
-    must = "attention_mask must be a bool or integer tensor [batch, keys], or integer lengths [batch]"
-    fix = "Pass the mask of real tokens, not the additive or four-dimensional mask of attention."
-    if not isinstance(attention_mask, Tensor):
-        raise _checks.error(who, must, _checks.shown(attention_mask), fix)
-    lengths = attention_mask.ndim == 1 and attention_mask.dtype in (torch.int32, torch.int64)
-    if (not lengths and attention_mask.ndim != 2) or attention_mask.is_floating_point() or attention_mask.is_complex():
-        raise _checks.error(who, must, f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}", fix)
+    lengths = getattr(attention_mask, "ndim", 0) == 1 and attention_mask.dtype in (torch.int32, torch.int64)
+    if not lengths:
+        check_mask(who, attention_mask, "[batch, keys], or integer lengths [batch]")
     if lengths != (keys is not None):
         must = "keys must be passed with lengths, and only then"
         fix = "Pass lengths [batch] and keys, or a mask [batch, keys] alone."
         raise _checks.error(who, must, _checks.shown(keys), fix)
     if keys is None:
-        return attention_mask != 0
+        packed = "For numbered documents, pass the mask m[:, None, :, None] == m[:, None, None, :] instead."
+        return real_tokens(who, attention_mask, packed)
     _check_count(who, "keys", keys)
     return torch.arange(keys, device=attention_mask.device) < attention_mask[:, None]

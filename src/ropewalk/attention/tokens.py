@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.positions import sizes
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -154,19 +155,13 @@ def check_no_sinks(who: str, must: str, sinks: int) -> None:
 
 def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor | None:
     """Check `seq` and `attention_mask` of `step`. Return which tokens are not padding, bool `[batch, seq]`, or None."""
-    shape = (length.shape[0], seq)
     if not isinstance(seq, torch.SymInt):
         _checks.integer(who, "seq", seq, at_least=1)
     if attention_mask is None:
         return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape or attention_mask.is_floating_point():
-        raise _checks.error(
-            who,
-            f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-            _checks.describe(attention_mask),
-            "Pass 1 for real tokens and 0 for padding, not the additive mask of attention.",
-        )
-    return attention_mask != 0
+    shape = (length.shape[0], seq)
+    sizes.check_mask(who, attention_mask, f"[batch, seq] = {list(shape)}", shape)
+    return sizes.real_tokens(who, attention_mask)
 
 
 def check_given_positions(

@@ -14,6 +14,7 @@ from ropewalk import _checks
 from ropewalk.positions.canvas import canvas
 from ropewalk.positions.multimodal import Placed, RuleName, mrope, xdrope
 from ropewalk.positions.segments import Image, Markers, Segment, Text, Video
+from ropewalk.positions.sizes import real_tokens
 
 _WHO = "positions.from_processor"
 _TEXT, _IMAGE, _VIDEO, _AUDIO = range(4)
@@ -71,7 +72,7 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             gives the sizes that the vision tower merges, the positions per second, and the ids of special tokens.
         batch: the output of the processor, as tensors, arrays or lists of equal length:
             `mm_token_type_ids` `[batch, seq]`, or without it `input_ids`;
-            `attention_mask` `[batch, seq]`, 0 for padding on any side;
+            `attention_mask` `[batch, seq]`, 1 for real tokens, 0 for padding on any side;
             `image_grid_thw`, `video_grid_thw` `[n, 3]`, for all rows in order;
             `second_per_grid_ts` (Qwen2.5-VL) or `video_second_per_grid` (Omni) `[videos]`, in seconds;
             `images_per_sample` `[batch]` (GLM-Image). MiniCPM-V 4.7 has `target_sizes` and `target_sizes_videos`
@@ -114,7 +115,8 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
     target, kinds = kinds.device if device is None else device, kinds.cpu()
     _checks.length(_WHO, "the number of rows", len(kinds))
     has_mask = batch.get("attention_mask") is not None
-    real = (_read(batch, "attention_mask", (*kinds.shape,)).cpu() if has_mask else torch.ones_like(kinds)) != 0
+    mask = _read(batch, "attention_mask", (*kinds.shape,)).cpu() if has_mask else torch.ones_like(kinds)
+    real = real_tokens(_WHO, mask)
     images, videos = _sizes(values, family, batch)
     of_rows = [images] * len(kinds)
     if family.generates:

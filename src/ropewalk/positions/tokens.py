@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.positions.sizes import can_read, check_size
+from ropewalk.positions.sizes import can_read, check_mask, check_size
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -69,38 +69,49 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def from_mask(attention_mask: Tensor) -> Tensor:
-    """Return positions of padded rows: the real tokens of each row count from 0, and padding is at 0.
+    """Return positions of padded rows: the real tokens of each row, or document, count from 0, and padding is at 0.
 
-    Padding may be on either side of the real tokens.
+    Padding may be anywhere and is not counted. Trainers that pack documents number them in the mask, [1, 1, 2, 2, 2,
+    0]: a token is then at the number of earlier tokens with its number, so each document counts from 0.
 
     Args:
-        attention_mask: True or non-zero for real tokens; bool or integer, `[batch, seq]`.
+        attention_mask: bool or integer, `[batch, seq]`: 0 or False for padding, and for real tokens 1, True or the
+            number of their document. The tokens of a document follow each other. Values are checked only on the CPU
+            outside of torch.compile, because reading them would synchronize with a GPU.
 
     Returns:
         int64 `[batch, seq]`, on the device of attention_mask.
 
     Raises:
-        RopeError: attention_mask has another shape, or is a floating-point (additive) mask.
+        RopeError: attention_mask has another shape, or is a floating-point (additive) mask; a number is negative, or
+            comes back after that of another document.
 
     Examples:
-        >>> from_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]))
+        >>> from_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 2, 2]]))
         tensor([[0, 0, 0, 1],
-                [0, 1, 2, 0]])
+                [0, 1, 2, 0],
+                [0, 1, 0, 1]])
     """
-    if (
-        not isinstance(attention_mask, Tensor)
-        or attention_mask.ndim != 2
-        or attention_mask.is_floating_point()
-        or attention_mask.is_complex()
-    ):
-        raise _checks.error(
-            "positions.from_mask",
-            "attention_mask must be a bool or integer tensor [batch, seq]",
-            _checks.describe(attention_mask),
-            "Pass the mask of real tokens, not the additive or four-dimensional mask of attention.",
-        )
-    real = attention_mask != 0
-    return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
+    check_mask("positions.from_mask", attention_mask)
+    numbers, real = attention_mask.to(torch.int64), attention_mask != 0
+    newest = torch.where(real, torch.arange(real.shape[1], device=real.device), 0).cummax(dim=1).values
+    before = torch.nn.functional.pad(numbers.gather(1, newest)[:, :-1], (1, 0))  # number of the real token before
+    begins = real & (numbers != before)
+    if can_read(attention_mask):
+        _check_numbers(numbers, begins)
+    count = real.cumsum(dim=1)
+    return (count - torch.where(begins, count, 0).cummax(dim=1).values).masked_fill(~real, 0)
+
+
+def _check_numbers(numbers: Tensor, begins: Tensor) -> None:
+    """Raise if a number of a document is negative, or begins two documents of a row."""
+    of_documents = torch.where(begins, numbers, 0).sort(dim=1).values
+    again = of_documents[:, 1:][(of_documents.diff(dim=1) == 0) & (of_documents[:, 1:] > 0)].tolist()
+    if wrong := of_documents[of_documents < 0].tolist() + again:
+        must = "attention_mask must have 0 for padding, and for real tokens 1 or the number of their document"
+        got = f"{wrong[0]}{' again after another number' * (wrong[0] > 0)}"
+        fix = "Number the documents of a row 1, 2, 3, ..., or pass attention_mask != 0 if the row is one text."
+        raise _checks.error("positions.from_mask", must, got, fix)
 
 
 def boundaries(who: str, cu_seqlens: Tensor | None, total: int) -> list[int]:
