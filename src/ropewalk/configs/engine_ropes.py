@@ -111,7 +111,7 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
 def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine) -> list[tuple[ConfigRope, list[int]]]:
     """Return each distinct rope with the config keys for it and the indices of its layers. Omit unrotated layers.
 
-    Layers to which an engine assigns different kinds are apart, even if their ropes in the config are equal.
+    Layers with other windows or to which an engine assigns other kinds are apart, even if their ropes are equal.
 
     Args:
         ropes: the ropes of a config.
@@ -124,7 +124,7 @@ def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine
     for index, (rope, kind) in enumerate(zip(ropes.layers, kinds, strict=True)):
         if rope is not None:
             config_rope = _config_rope(shared, ropes, rope, kind, index)
-            key = (rope, kind, *(engine.kind_of_layer(config_rope, index) for engine in chosen))
+            key = (rope, kind, ropes.window(index), *(entry.kind_of_layer(config_rope, index) for entry in chosen))
             found.setdefault(key, (config_rope, []))[1].append(index)
     return list(found.values())
 

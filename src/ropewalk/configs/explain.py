@@ -94,18 +94,20 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     ]
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
+    window = rope["window"]
+    if window is not None:
+        rows.append(("window", f"q and k are less than {window:,} tokens apart, at any length"))
     if info["trained_length"] is not None:
-        full = rope["full_turns_when_trained"]
-        rows.append(
-            (
-                "trained length",
-                f"{info['trained_length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it "
-                "before scaling",
-            )
-        )
+        full, within = rope["full_turns_when_trained"], _within(window, info["trained_length"])
+        turns = f"{full} of {rope['pairs']} pairs complete a turn within {within} before scaling"
+        rows.append(("trained length", f"{info['trained_length']:,} tokens; {turns}"))
     if info["length"] is not None:
         rows.append(("at length", _format_length(rope, info)))
     return [f"  {name:<16}  {value}" for name, value in rows]
+
+
+def _within(window: int | None, length: int) -> str:
+    return "it" if window is None or window >= length else "the window"
 
 
 def _format_axes(axes: dict[str, Any], names: list[str]) -> str:
@@ -162,21 +164,22 @@ def _format_factor(factor: float) -> str:
 
 def _format_length(rope: dict[str, Any], info: dict[str, Any]) -> str:
     full = rope["full_turns_at_length"]
-    words = f"{info['length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it"
-    trained = info["trained_length"]
+    length, trained, window = info["length"], info["trained_length"], rope["window"]
+    words = f"{length:,} tokens; {full} of {rope['pairs']} pairs complete a turn within {_within(window, length)}"
     if trained is None:
         return words
-    if info["length"] <= trained:
+    if length <= trained:
         return f"{words}; within the trained length"
+    length, trained = (min(n, window or n) for n in (length, trained))
     # A pair that did not complete a turn in training reaches unseen angles if it now rotates further than in training.
     reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _divisors(rope), strict=True)]
-    now = [info["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
+    now = [length / (2 * math.pi) * w for w in rope["inv_freq"]]
     unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]
     # A model such as Llama 3.1 was trained on with its scaling, on texts longer than the trained length.
-    training = "training before scaling" if any(slow != 1.0 for slow in _divisors(rope)) else "training"
+    after = "after scaling, " if any(slow != 1.0 for slow in _divisors(rope)) else ""
     if not unseen:
-        return f"{words}; every angle was seen in {training}"
-    return f"{words}; pairs {ranges(unseen)} reach angles that were not seen in {training}"
+        return f"{words}; {after}no pair reaches an angle beyond those of training"
+    return f"{words}; {after}pairs {ranges(unseen)} reach angles that were not seen in training"
 
 
 def _divisors(rope: dict[str, Any]) -> list[float]:

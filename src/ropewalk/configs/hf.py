@@ -17,7 +17,7 @@ from typing import Any, cast
 from ropewalk._checks import RopeError, argument, error, nearest, shown, with_context
 from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
-from ropewalk.configs.layers import NO_ROPE
+from ropewalk.configs.layers import NO_ROPE, windows
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
 from ropewalk.configs.reader import ConfigValue, Fields, Reader
@@ -178,6 +178,7 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         trained_length=_trained_length(c.longest, schemes) if row.trained_length is None else row.trained_length(c),
         max_position_embeddings=c.longest,
         layer_kinds=tuple(layers),
+        windows=windows(c.config, str(c.get("model_type")), layers),
         config=dict(c.config),
         extra_ropes=extra_ropes,
         softmax_factor=row.softmax_factor(c, schemes),

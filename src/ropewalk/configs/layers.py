@@ -1,14 +1,14 @@
 """Patterns: rules that assign a kind, such as "sliding_attention", to each layer of a config or GGUF file.
 
 All layers of a kind share one rope. The rows of both tables, of model_types and of llama.cpp's architectures, use these
-classes.
+classes. `windows` says over how many positions the layers attend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ropewalk._checks import shown
 from ropewalk.configs.reader import Fields
@@ -225,3 +225,50 @@ def check_kinds(c: Fields, key: str, names: Sequence[object], known: Collection[
             raise c.error(key, must, shown(kind), "ropewalk knows no other kind of layer of this model_type.")
     c.origins["layer_types"] = key
     return [str(kind) for kind in names]
+
+
+# The rules of the masks of transformers 5.24, which the tests record.
+_SLIDING = ("sliding_window", "attention_window_size", "local_attention")
+_KEYS = {"sliding_attention": _SLIDING, "hybrid_sliding": _SLIDING, "chunked_attention": ("attention_chunk_size",)}
+"""Maps the kind of a layer to the keys of its window. The first one with a number counts."""
+_EVERY_LAYER = {"doge", "minimax", "ministral3", "mistral", "mixtral", "openai_privacy_filter"}
+_EVERY_LAYER |= {"phi3", "phi4_multimodal", "phimoe", "qwen3_moe", "starcoder2"}
+"""The model_types that have the window in every layer, whatever `layer_types` says."""
+_EVERY_SECOND = {"gemma2", "gpt_oss", "vaultgemma"}
+"""The model_types of which layers 0, 2, 4, … have the window if a config has no `layer_types`."""
+_BOTH_SIDES = {"modernbert", "openai_privacy_filter", "ultrabert"}
+"""The model_types that attend to later tokens as well, up to a distance of the window."""
+
+
+def windows(config: Mapping[str, Any], model_type: str, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Return a number for each layer that is greater than all distances between its q and k; None if unbounded.
+
+    Nothing is refused, since windows do not change the rotation.
+
+    Args:
+        config: the config of the text model.
+        model_type: its model_type.
+        kinds: the kind of each layer, if the config has no `layer_types`.
+    """
+    switch = config.get("use_sliding_window", None if model_type.startswith("qwen") else True)
+    types, first = config.get("layer_types"), config.get("max_window_layers")
+    if model_type in _EVERY_LAYER:
+        kinds = ["sliding_attention"] * len(kinds)
+    elif isinstance(types, list) and len(types) == len(kinds):
+        kinds = [kind if isinstance(kind, str) else "" for kind in types]
+    elif model_type in _EVERY_SECOND:
+        kinds = ["" if i % 2 else "sliding_attention" for i in range(len(kinds))]
+    elif model_type == "llama4_text":
+        kinds = ["" if kind == NO_ROPE else "chunked_attention" for kind in kinds]
+    elif type(first) is int:
+        odd = model_type == "qwen2_moe"
+        slides = [i % 2 == 0 and i < first if odd else i >= first for i in range(len(kinds))]
+        kinds = ["sliding_attention" if slide else "" for slide in slides]
+    return tuple(_window(config, model_type, kind) if switch else None for kind in kinds)
+
+
+def _window(config: Mapping[str, Any], model_type: str, kind: str) -> int | None:
+    for key in _KEYS.get(kind, ()):
+        if type(value := config.get(key)) is int and value > 0:
+            return (value // 2 if key == "local_attention" else value) + (model_type in _BOTH_SIDES)
+    return None

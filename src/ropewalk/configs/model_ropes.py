@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ropewalk._checks import error, shown
 from ropewalk._checks import length as checked_length
@@ -18,6 +18,8 @@ from ropewalk.configs.reader import SECTIONS
 from ropewalk.configs.source import to_plain
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
+
+_Item = TypeVar("_Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class ModelRopes:
         rotates_values: whether the model rotates the values like the keys, and then rotates the output of the attention
             back by the position of the query (DeepSeek-V4, in which keys and values are the same).
         layer_kinds: the kind of each layer as the config names it ("sliding_attention"); () if all layers are alike.
+        windows: for each layer a number of tokens that is greater than all distances between its q and k, such as its
+            sliding window, or None if they are unbounded; () for no layer.
         axis_names: the names of the axes of the positions ("time", "height", "width"), in the order that `Rope.at`
             expects; () if tokens have one position. A text token has the same position on every axis.
         vision: the ropes of the vision tower; None if the model has no tower or ropewalk does not know it. If the
@@ -87,6 +91,7 @@ class ModelRopes:
     output_order: str | None = None
     rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
+    windows: tuple[int | None, ...] = ()
     axis_names: tuple[str, ...] = ()
     vision: VisionRopes | None = None
     like: str = ""
@@ -96,10 +101,11 @@ class ModelRopes:
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
         """Return each distinct rope with the indices of its layers, in order of first appearance."""
-        layers_of: dict[Rope | None, list[int]] = {}
-        for index, rope in enumerate(self.layers):
-            layers_of.setdefault(rope, []).append(index)
-        return list(layers_of.items())
+        return list(indices_of(self.layers).items())
+
+    def window(self, layer: int) -> int | None:
+        """Return the window of a layer that rotates; None if it does not rotate, or if it is unbounded."""
+        return self.windows[layer] if self.windows and self.layers[layer] is not None else None
 
     @property
     def rope(self) -> Rope:
@@ -142,6 +148,7 @@ class ModelRopes:
         """
         if length is not None:
             length = checked_length("explain", "length", length)
+        windows = map(self.window, range(len(self.layers)))
         return {
             "source": self.source,
             "model_type": self.model_type,
@@ -151,8 +158,11 @@ class ModelRopes:
             "axis_names": list(self.axis_names),
             "length": length,
             "ropes": [
-                {"layers": layers, "rope": None if rope is None else _rope_facts(rope, self.trained_length, length)}
-                for rope, layers in self.groups()
+                {
+                    "layers": rows,
+                    "rope": None if rope is None else _rope_facts(rope, self.trained_length, length, window),
+                }
+                for (rope, window), rows in indices_of(zip(self.layers, windows, strict=True)).items()
             ],
             "vision": None if self.vision is None else _vision_facts(self.vision),
             "others": {
@@ -179,14 +189,23 @@ class ModelRopes:
         return explain.text(self.facts(length))
 
 
+def indices_of(items: Iterable[_Item]) -> dict[_Item, list[int]]:
+    """Return the indices of each distinct item, in order of first appearance."""
+    found: dict[_Item, list[int]] = {}
+    for index, item in enumerate(items):
+        found.setdefault(item, []).append(index)
+    return found
+
+
 def _vision_facts(vision: VisionRopes) -> dict[str, Any]:
     facts = {name: getattr(vision, name) for name in ("model_type", "source", "positions")}
     ropes = [_rope_facts(rope, None, None) for rope in vision.ropes]
     return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes, "origins": dict(vision.origins)}
 
 
-def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
+def _rope_facts(rope: Rope, trained: int | None, length: int | None, window: int | None = None) -> dict[str, Any]:
     scheme, resolved_at = rope.scaling, None
+    far_trained, far = (None if n is None else min(n, window or n) for n in (trained, length))
     if not rope.is_static:
         resolved_at = length or trained or 1
         rope = rope.at_length(resolved_at)
@@ -207,8 +226,9 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         # JSON has no infinity, so the wavelength of a pair that does not rotate is null.
         "wavelength": [w if math.isfinite(w) else None for w in wavelength],
         "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
-        "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
-        "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
+        "window": window,
+        "full_turns_when_trained": far_trained and sum(2 * math.pi / w <= far_trained for w in unscaled),
+        "full_turns_at_length": far and sum(w <= far for w in wavelength),
     }
 
 

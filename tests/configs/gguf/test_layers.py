@@ -161,6 +161,7 @@ def test_origins_of_layer_types(path: Path) -> None:
     assert ropes.origins["layer_types"] == f"gemma3.{PATTERN}: the last of every 3 is full_attention"
     assert ropes.origins["base"] == ("implied by gemma3: 10000 in sliding layers and gemma3.rope.freq_base")
     assert ropes.layer_kinds == ("sliding_attention", "sliding_attention", "full_attention")
+    assert ropes.windows == (SLIDES[WINDOW], SLIDES[WINDOW], None)
 
 
 # ---- latent attention -----------------------------------------------------------------------------------------------

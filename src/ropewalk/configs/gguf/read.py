@@ -29,7 +29,7 @@ from ropewalk.configs.gguf.row import (
     SOURCE,
     Layers,
 )
-from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags, windows
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.source import without_keys
 from ropewalk.rope.axes import Axes
@@ -84,6 +84,7 @@ def _read(c: Keys) -> ModelRopes:
         softmax_factor=_softmax_factor(c, scaling, scaling_type, ropes),
         query_scale=query_scale,
         layer_kinds=() if c.row.layers is None else tuple(layers),
+        windows=windows({"sliding_window": c.get("attention.sliding_window")}, "", layers),
         axis_names=NAMES[: max((r.axes.count for r in ropes.values() if r is not None and r.axes), default=0)],
         origins=c.origins,
         warnings=tuple(c.warnings),

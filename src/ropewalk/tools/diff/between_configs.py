@@ -9,12 +9,12 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk.configs import meta, source
-from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.model_ropes import ModelRopes, indices_of
 from ropewalk.configs.read import read_config
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.configs_text import configs_text
 from ropewalk.tools.diff.lengths import longest_of
-from ropewalk.tools.diff.rope_difference import FLOAT32, LAST_BITS, compare_ropes
+from ropewalk.tools.diff.rope_difference import FLOAT32, LAST_BITS, compare_ropes, farthest
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
@@ -175,15 +175,14 @@ def _compare_all(
         A list with the facts about each distinct pair of ropes that differ, and a list with these pairs, both as in
         `ConfigDiff`.
     """
-    layers_of: dict[tuple[Rope | None, Rope | None], list[int]] = {}
-    for index, both in enumerate(zip(a.layers, b.layers, strict=False)):
-        layers_of.setdefault(both, []).append(index)
+    spans = [(a.window(i), b.window(i)) for i in range(min(len(a.layers), len(b.layers)))]
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
     rows, static_ropes = [], []
-    for (rope_a, rope_b), layers in layers_of.items():
+    for (rope_a, rope_b, windows), layers in indices_of(zip(a.layers, b.layers, spans, strict=False)).items():
         if converted and rope_a and rope_b:
             rope_b = dataclasses.replace(rope_b, pairing=rope_a.pairing)
-        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}), FLOAT32 if converted else LAST_BITS)
+        tolerance = FLOAT32 if converted else LAST_BITS
+        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}), tolerance, windows)
         if row is not None:
             rows.append({"layers": layers, **row})
             static_ropes.append(ropes)
@@ -191,7 +190,7 @@ def _compare_all(
 
 
 def compare_layers(
-    a: Rope | None, b: Rope | None, lengths: list[int], tolerance: float = LAST_BITS
+    a: Rope | None, b: Rope | None, lengths: list[int], tolerance: float, windows: tuple[int | None, ...]
 ) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
     """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same, and the ropes."""
     if a is None or b is None:
@@ -209,7 +208,10 @@ def compare_layers(
     channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
-    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n, tolerance)} for n in lengths]
+    at = [
+        {"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), farthest(n, *windows), tolerance)}
+        for n in lengths
+    ]
     # Schemes that depend on the length can differ in between, even if both ends are the same.
     switch, other = (_switch(rope, lengths[0], lengths[-1]) for rope in (a, b))
     fixed = (a.is_static and b.is_static) or (switch is not None and switch == other)

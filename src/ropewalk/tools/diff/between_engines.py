@@ -14,7 +14,7 @@ from ropewalk.engines import ENGINES, TRAINERS, Answer, ConfigRope, engine
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.lengths import longest_of
-from ropewalk.tools.diff.rope_difference import difference
+from ropewalk.tools.diff.rope_difference import difference, farthest
 from ropewalk.tools.diff.verdict import judge
 
 
@@ -170,15 +170,17 @@ def _compare_rope(
     Returns:
         The facts, and a dict from each engine that can run the config to its static rope, as in `EngineDiff`.
     """
+    window = ropes.window(layers[0])
     ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
     changing = any(not rope.is_static for rope in ropes_compared)
     short = min(ropes.trained_length or setting, setting)
     sequences = sorted({short, setting}) if changing else [setting]
     running = [name for name, answer in answers.items() if answer.rope is not None]
     reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
-    compared = [_compare_at_length(answers, reference, sequence, setting) for sequence in sequences]
+    compared = [_compare_at_length(answers, reference, sequence, setting, window) for sequence in sequences]
     row: dict[str, Any] = {
         "layers": layers,
+        "window": window,
         "scheme": "default" if config.rope.scaling is None else config.rope.scaling.rope_type,
         "compared_with": reference,
         "engines": [
@@ -210,7 +212,7 @@ def _compare_rope(
 
 
 def _compare_at_length(
-    answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int
+    answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int, window: int | None
 ) -> dict[str, dict[str, Any]]:
     """Return facts about the rope of each engine at one length, and about its difference from the reference."""
     if reference is None:
@@ -223,7 +225,7 @@ def _compare_at_length(
         if rope is None or first is None:
             continue
         if rope not in known:
-            known[rope] = difference(first, rope, sequence)
+            known[rope] = difference(first, rope, farthest(sequence, window))
         found[name] = {
             "attention_factor": rope.attention_factor,
             "inv_freq": rope.inv_freq.tolist(),

@@ -20,7 +20,8 @@ def engines_text(facts: Mapping[str, Any]) -> str:
     if facts["not_compared"]:
         lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
-        lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
+        window = "" if row["window"] is None else f", window of {row['window']:,} tokens"
+        lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}{window}"]
         lines += [line for at in row["at"] for line in _table(at, row, facts)]
         lines += _refusals(row, facts)
         lines += _notes(row, facts)

@@ -14,7 +14,6 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import Linear
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
@@ -180,8 +179,9 @@ def _too_long(ropes: ModelRopes, length: int | None) -> str:
     """Return why the model does not reach the length that the user passed, as a sentence; "" if that is not known."""
     stated, trained = stated_length(ropes), ropes.trained_length
     # Linear scaling does not say whether the stated length is that before or after it.
-    linear = [rope.scaling.factor for rope in ropes.layers if rope is not None and isinstance(rope.scaling, Linear)]
-    if length is None or stated is None or length <= stated * max(linear, default=1.0):
+    schemes = [{} if rope is None or rope.scaling is None else rope.scaling.facts() for rope in ropes.layers]
+    times = max((facts["factor"] for facts in schemes if facts.get("rope_type") == "linear"), default=1.0)
+    if length is None or stated is None or length <= stated * times:
         return ""
     why = f"its config states {stated:,}"
     if trained is not None and trained < stated:

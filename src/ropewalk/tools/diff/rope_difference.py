@@ -34,6 +34,12 @@ def difference(a: Rope, b: Rope, longest: int) -> dict[str, Any]:
     return {"same": False, "channels": "; ".join(filter(None, (count, pairing)))}
 
 
+def farthest(sequence: int, *windows: int | None) -> int:
+    """Return the largest distance at which scores are compared, in tokens, in layers with at least one of `windows`."""
+    bounds = [window for window in windows if window is not None]
+    return min(sequence, max(bounds) - 1) if bounds and len(bounds) == len(windows) else sequence
+
+
 def compare_ropes(a: Rope, b: Rope, longest: int, tolerance: float = LAST_BITS) -> dict[str, Any]:
     """Measure how rope b differs from rope a.
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import printable
+from ropewalk.configs.model_ropes import indices_of
 from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
 from ropewalk.tools.diff.configs_text import describe_change, describe_difference, describe_source
 from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
+from ropewalk.tools.diff.rope_difference import LAST_BITS
 
 _OWN_CACHE = (
     "A draft with a KV cache of its own (a smaller model, an EAGLE or MTP head) may rotate differently, if it was "
@@ -77,10 +79,10 @@ def draft(
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
     kinds = dict(zip(a.layer_kinds, a.layers, strict=False))
     rows = []
-    for rope in dict.fromkeys(b.layers):
-        found = {own: compare_layers(own, rope, sorted({short, longest}))[0] for own in dict.fromkeys(a.layers)}
+    for (rope, window), indices in indices_of(zip(b.layers, map(b.window, range(len(b.layers))), strict=True)).items():
+        lengths = sorted({short, longest})
+        found = {own: compare_layers(own, rope, lengths, LAST_BITS, (window,))[0] for own in dict.fromkeys(a.layers)}
         if None not in found.values():
-            indices = [i for i, other in enumerate(b.layers) if other == rope]
             kind = b.layer_kinds[indices[0]] if b.layer_kinds else ""
             nearest = found[kinds[kind]] if kind in kinds else min(found.values(), key=_largest_change)
             rows.append({"layers": indices, **(nearest or {})})

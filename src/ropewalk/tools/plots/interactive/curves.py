@@ -24,6 +24,7 @@ class Curve:
         scheme: the name of the scheme of the rope before it was resolved.
         layers: how many layers use the rope, as in "6 of 36", or "" if that is unknown.
         trained: the trained length before scaling, in tokens, or None if it is unknown.
+        window: a bound of the distances in all layers that use the rope, as in `ModelRopes.windows`.
         longest: the longest sequence to draw, in tokens.
         limit: the length to which the rope was resolved, in tokens. None if its frequencies never depended on a length.
         axis_names: the names of the rope's axes, or () for one axis.
@@ -40,6 +41,7 @@ class Curve:
     limit: int | None = None
     axis_names: tuple[str, ...] = ()
     unit: str = "token"
+    window: int | None = None
 
     @property
     def label(self) -> str:
@@ -84,16 +86,19 @@ def _rope_curves(name: str, rope: Rope, length: int | None, trained: int | None)
 def _model_curves(name: str, model: ModelRopes, length: int | None, trained: int | None) -> list[Curve]:
     trained = model.trained_length or trained
     longest = length or max(model.max_position_embeddings or trained or _DEFAULT_LENGTH, trained or 1)
-    ropes: list[tuple[str, str, Rope]] = []
+    ropes: list[tuple[str, str, Rope, int | None]] = []
     groups = [(rope, layers) for rope, layers in model.groups() if rope is not None]
     for rope, layers in groups:
         part = _part(model, layers) if len(groups) > 1 else ""
-        ropes.append((part, f"{len(layers)} of {len(model.layers)}", rope))
-    ropes += [(part, "", rope) for part, rope in model.extra_ropes.items()]
+        windows = [window for window in map(model.window, layers) if window is not None]
+        window = max(windows) if len(windows) == len(layers) else None
+        ropes.append((part, f"{len(layers)} of {len(model.layers)}", rope, window))
+    ropes += [(part, "", rope, None) for part, rope in model.extra_ropes.items()]
     curves: list[Curve] = []
-    for part, layer_count, rope in _merge_equal(ropes):
+    for part, layer_count, rope, window in _merge_equal(ropes):
         names = model.axis_names if rope.axes is not None else ()
-        curves += _resolve(Curve(name, part, rope, _scheme(rope), layer_count, trained, longest, axis_names=names))
+        curve = Curve(name, part, rope, _scheme(rope), layer_count, trained, longest, axis_names=names, window=window)
+        curves += _resolve(curve)
     return curves
 
 
@@ -114,18 +119,16 @@ def _part(model: ModelRopes, layers: list[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {shown}{' …' if len(spans) > 4 else ''}"
 
 
-def _merge_equal(ropes: Iterable[tuple[str, str, Rope]]) -> list[tuple[str, str, Rope]]:
+def _merge_equal(ropes: Iterable[tuple[str, str, Rope, int | None]]) -> list[tuple[str, str, Rope, int | None]]:
     """Merge ropes that look alike in the figures, because they differ only in pairing or in the rotated channels."""
-    groups: dict[Rope, list[tuple[str, str, Rope]]] = {}
+    groups: dict[tuple[Rope, int | None], list[tuple[str, str, Rope, int | None]]] = {}
     for entry in ropes:
         rope = entry[2]
         key = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0, pairing="half")
-        groups.setdefault(key, []).append(entry)
+        groups.setdefault((key, entry[3]), []).append(entry)
     if len(groups) == 1:
         return [("", *next(iter(groups.values()))[0][1:])]
-    return [
-        (" and ".join(part or "attention" for part, _, _ in entries), *entries[0][1:]) for entries in groups.values()
-    ]
+    return [(" and ".join(part or "attention" for part, *_ in entries), *entries[0][1:]) for entries in groups.values()]
 
 
 def _resolve(curve: Curve) -> list[Curve]:

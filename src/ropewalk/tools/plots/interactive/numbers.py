@@ -146,16 +146,14 @@ def _angles(curve: Curve, before: np.ndarray, after: np.ndarray) -> dict[str, An
     """Return the part of the circle that each pair passes in training, and the part that it passes at each length.
 
     The part at a length is computed with and without scaling. For training, the frequencies before scaling are used,
-    except that a pair with frequency 0 after scaling counts as not rotating in training either.
+    except that a pair with frequency 0 after scaling counts as not rotating in training either. A window bounds both.
     """
     before = np.where(after > 0, before, 0.0)
-    trained = _turns(before, curve.trained or 0)
-    return {
-        "lengths": lengths(curve),
-        "seen": _parts(trained),
-        "without": [_compare_with_training(trained, _turns(before, n), n) for n in lengths(curve)],
-        "with": [_compare_with_training(trained, _turns(after, n), n) for n in lengths(curve)],
-    }
+    trained, *turns = (min(n, curve.window or n) for n in (curve.trained or 0, *lengths(curve)))
+    seen = _turns(before, trained)
+    both = [(speed, zip(lengths(curve), turns, strict=True)) for speed in (before, after)]
+    without, scaled = ([_compare_with_training(seen, _turns(speed, far), n) for n, far in at] for speed, at in both)
+    return {"lengths": lengths(curve), "seen": _parts(seen), "without": without, "with": scaled}
 
 
 def _compare_with_training(trained: np.ndarray, turns: np.ndarray, length: int) -> dict[str, Any]:
