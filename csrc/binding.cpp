@@ -303,10 +303,7 @@ PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, 
 // Returns whether a tensor may be written: no two elements share memory, and autograd can count the change, unless `inference` mode
 // is enabled.
 bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
-    for (int i = 0; i < x.axes; ++i) {
-        if (x.strides[i] == 0 && x.shape[i] > 1) return false;
-    }
-    return inference || torch.counts_changes(object);
+    return ropewalk::is_nested(x) && (inference || torch.counts_changes(object));
 }
 
 // Returns whether inference mode is enabled. If gradients are recorded inside it, the result is false, and writing an inference
@@ -522,7 +519,13 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
     ropewalk_table_gradient g{};
     g.rotation = build_rotation(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
     g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin), g.per_head = size_of(table_shape) == 4;
-    int64_t elements = elements_of(g.rotation);
+    // A gradient is written, so no two rows of a batch may have one row of it.
+    const int axes = static_cast<int>(size_of(table_shape));
+    require(axes >= 3 && entry(table_shape, 0) == g.rotation.batch, "gradients of tables must have a row for each token of the batch",
+            "others");
+    int64_t elements = elements_of(g.rotation), of_table = 1;
+    for (int i = 0; i < axes; ++i) of_table *= entry(table_shape, i);
+    require_memory((d_cos && d_sin) || of_table == 0);
     nb::gil_scoped_release release;
     ropewalk::share_rows(g.rotation.batch * g.rotation.tokens, threads_for(elements, threads),
                          [&](int64_t begin, int64_t end) { kernels->table_gradient(&g, begin, end); });

@@ -91,6 +91,31 @@ private:
     }
 };
 
+// Sort the axes of a tensor by stride, the largest first. It must have at most four.
+inline void sort_axes(const TensorView &x, int *order) {
+    for (int i = 0; i < x.axes; ++i) {
+        int at = i;
+        for (; at > 0 && x.strides[order[at - 1]] < x.strides[i]; --at) order[at] = order[at - 1];
+        order[at] = i;
+    }
+}
+
+// Returns whether the strides of a tensor are nested: a step along an axis is longer than all axes of smaller strides together. Then
+// no two elements share memory. False means that this quick test cannot exclude it.
+inline bool is_nested(const TensorView &x) {
+    int order[4];
+    if (x.axes > 4) return false;
+    sort_axes(x, order);
+    int64_t reach = 0;
+    for (int n = x.axes - 1; n >= 0; --n) {
+        const int64_t stride = x.strides[order[n]], steps = x.shape[order[n]];
+        if (steps == 1) continue;
+        if (stride <= reach) return false;
+        reach += (steps - 1) * stride;
+    }
+    return true;
+}
+
 // Returns whether two tensors certainly share no element: their address ranges are disjoint, or they are slices of one tensor that
 // lie side by side in each step along its outer axes, such as q and k of a fused projection, or keys and values of one pool. False
 // means that this quick test cannot exclude it.
@@ -103,12 +128,8 @@ inline bool certainly_disjoint(const TensorView &a, const TensorView &b) {
     for (int i = 0; i < high.axes; ++i) of_high += (high.shape[i] - 1) * high.strides[i] * size;
     if (between >= of_low) return true;
     if (low.axes != high.axes || low.axes > 4 || size != high.element_size()) return false;
-    int order[4];  // axes by stride, the largest first
-    for (int i = 0; i < low.axes; ++i) {
-        int at = i;
-        for (; at > 0 && low.strides[order[at - 1]] < low.strides[i]; --at) order[at] = order[at - 1];
-        order[at] = i;
-    }
+    int order[4];
+    sort_axes(low, order);
     int64_t above = INT64_MAX;  // the stride of the previous outer axis
     for (int n = 0; n < low.axes; ++n) {
         const int axis = order[n];

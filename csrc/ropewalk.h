@@ -1,4 +1,5 @@
-/* The C interface of the CPU kernels. No function here allocates memory, starts a thread or keeps state. */
+/* The C interface of the CPU kernels. No function here allocates memory, starts a thread or keeps state. The caller has checked sizes,
+ * slots and block numbers. Nothing that a call reads may change before it returns. */
 #ifndef ROPEWALK_H
 #define ROPEWALK_H
 

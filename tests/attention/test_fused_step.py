@@ -263,6 +263,11 @@ SHARED: dict[str, Callable[[], tuple[str, tuple[Tensor, Tensor], dict[str, Tenso
         (memory()[:1].expand(BLOCKS, -1, -1, -1), memory()),
         {},
     ),
+    "windows": lambda: (
+        "each element must have memory of its own",
+        (memory(), torch.zeros(4000).as_strided(memory().shape, (8, 16, HEAD_DIM, 1))),
+        {},
+    ),
     "inference mode": lambda: ("outside inference mode, each tensor must be", made_in_inference_mode(), {}),
     **{f"{name} in k_cache": partial(within, name, True) for name in "qkv"},
     **{f"{name} in v_cache": partial(within, name, False) for name in "qkv"},

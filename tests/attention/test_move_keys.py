@@ -300,6 +300,7 @@ POOL, FEW, ZERO = torch.zeros(4, 2, DIM), torch.tensor([0, 1]), torch.tensor([0]
         (([POOL, POOL[:2]], FEW, FEW, ROPES["default"], FEW, FEW), {}, "all keys must have one shape"),
         ((POOL, FEW, FEW, ROPES["default"], FEW, FEW), {"values": POOL[:2]}, "values must begin with their axes"),
         ((POOL[:, :1].expand(4, 2, DIM), FEW, FEW, ROPES["default"], FEW, FEW), {}, "memory of its own"),
+        ((POOL.as_strided((4, 2, DIM), (8, 4, 1)), FEW, FEW, ROPES["default"], FEW, FEW), {}, "memory of its own"),
         ((POOL.clone().requires_grad_(), FEW, FEW, ROPES["default"], FEW, FEW), {}, "gradients cannot pass"),
         ((POOL, FEW.int(), FEW, ROPES["default"], FEW, FEW), {}, "slots_from and slots_to must be int64"),
         ((POOL, FEW, FEW, ROPES["default"], FEW, ZERO), {}, "slots_from and slots_to must be int64"),

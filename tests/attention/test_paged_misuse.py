@@ -83,6 +83,7 @@ def test_impossible_caches(options: dict[str, Any], message: str) -> None:
         ([pool()], [pool(device="meta")], "all pools must be torch.float32 of shape .* on meta in v_cache"),
         ([pool(2, 4, 1, 12)[..., ::2]], [pool()], "a pool of k_cache must have contiguous channels"),
         ([pool()], [pool(1, 4, 1, 6).expand(2, -1, -1, -1)], r"no overlapping elements.* got strides \(0, 6, 6, 1\)"),
+        ([torch.zeros(4000).as_strided((4, 4, 2, 8), (8, 16, 8, 1))], [pool(4, 4, 2, 8)], "no overlapping elements"),
         ([pool(requires_grad=True)], [pool()], "and no gradient, got strides .* and requires_grad=True"),
         ([pool(dtype=torch.int8)], [pool(dtype=torch.int8)], "dtype must be float16"),
     ],

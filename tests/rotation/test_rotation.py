@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import operator
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +133,39 @@ def test_in_place_changes_nothing_when_k_does_not_fit() -> None:
     assert torch.equal(q, before)
 
 
-def test_in_place_refuses_overlapping_memory() -> None:
+def random_view(draw: random.Random, axes: int, steps: list[int]) -> torch.Tensor:
+    """Return a view of random sizes and strides, often nested ones, with 4 channels at the end."""
+    sizes = [draw.randint(1, 4) for _ in range(axes - 1)] + [4]
+    strides, reach = [], 0
+    for size in sizes:
+        strides.append(reach + draw.choice(steps) if draw.random() < 0.6 else draw.randint(0, 14))
+        reach += (size - 1) * strides[-1]
+    order = draw.sample(range(axes - 1), axes - 1)
+    sizes, strides = ([x[i] for i in order] + x[-1:] for x in (sizes, strides))
+    return torch.randn(reach + 4).as_strided(sizes, strides, 3)
+
+
+def test_in_place_refuses_memory_that_overlaps_and_no_other() -> None:
+    """Random views. Whether elements share memory follows from all their addresses."""
+    draw, rope, found = random.Random(0), Rope(4, 1e4, "half"), [0, 0]
+    for _ in range(1500):
+        x = random_view(draw, 4, [1, 1, 2, 5])
+        at = [sum(map(operator.mul, i, x.stride())) for i in itertools.product(*map(range, x.shape))]
+        shares, rotation = len(set(at)) < len(at), rope.at(torch.arange(x.shape[1]))
+        wanted = expected(rope, x, torch.arange(x.shape[1]), "bshd")
+        found[shares] += 1
+        if shares:
+            with pytest.raises(RopeError, match="each element must have memory of its own"):
+                rotation.apply_(x, layout="bshd")
+        else:
+            rotation.apply_(x, layout="bshd")
+            np.testing.assert_allclose(x, wanted, rtol=0, atol=2e-6)
+    assert min(found) > 300
+    # Too many elements to compare their addresses, but their strides are nested; and some that are not.
+    large = torch.zeros(2**21 + 2**19)
+    rope.at(torch.arange(2**19)).apply_(large.as_strided((1, 2**19, 1, 4), (1, 5, 1, 1)), layout="bshd")
     with pytest.raises(RopeError, match="each element must have memory of its own"):
-        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(
-            torch.randn(1, SEQ, 1, 8).expand(-1, -1, 2, -1), layout="bshd"
-        )
+        rope.at(torch.arange(2**19)).apply_(large.as_strided((1, 2**19, 1, 4), (1, 3, 1, 1)), layout="bshd")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

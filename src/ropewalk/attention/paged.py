@@ -25,7 +25,7 @@ from ropewalk.attention.store import PlainStore, Store, create_stores
 from ropewalk.attention.tokens import EMPTY, ROTATES, NewTokens
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
-from ropewalk.rotation.writable import share_elements
+from ropewalk.rotation.writable import overlaps_itself, share_elements
 
 _NAME = "PagedKVCache"
 _QUERIES = 128  # new tokens in a block of FlexAttention
@@ -745,8 +745,7 @@ def _check_pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> 
                     f"{_checks.describe(pool)} on {pool.device} in {name}",
                     "Use one cache for each kind of layer.",
                 )
-            strides = [stride for stride, size in zip(pool.stride()[:3], pool.shape[:3], strict=True) if size > 1]
-            if pool.stride(3) != 1 or min(strides, default=1) < 1 or pool.requires_grad:
+            if pool.stride(3) != 1 or overlaps_itself(pool) or pool.requires_grad:
                 raise _checks.error(
                     who,
                     f"a pool of {name} must have contiguous channels, no overlapping elements, and no gradient",

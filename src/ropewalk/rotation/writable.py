@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from ropewalk._checks import error
 from ropewalk.kernels.backend import PLAIN
 
 _WHO = "Rotation.apply_"
+_MOST_COMPARED = 2**20  # addresses that are compared for tensors whose strides are not nested
 
 
 def check_elements(who: str, x: Tensor, fix: str) -> None:
     """Raise unless x has memory for each element, and is not a tensor of inference mode outside of it."""
-    if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+    if not x.is_contiguous() and overlaps_itself(x):
         got = f"strides {x.stride()} of shape {tuple(x.shape)}"
         raise error(who, "each element must have memory of its own", got, fix)
     if torch.compiler.is_compiling():  # which cannot trace the other two; PyTorch then refuses such tensors itself
@@ -26,6 +28,23 @@ def check_elements(who: str, x: Tensor, fix: str) -> None:
         raise error(who, must, "one created under torch.inference_mode()", fix)
     if x._is_zerotensor():
         raise error(who, "each element must have memory", "a zero tensor of PyTorch", fix)
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Return whether two elements of x share memory. Return True if that would take too long to find out."""
+    axes = [(stride, n) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1]
+    if torch.compiler.is_compiling():  # sizes may be symbols, which cannot be sorted
+        return any(stride == 0 for stride, _ in axes)
+    axes.sort()
+    while axes and axes[-1][0] > sum(stride * (n - 1) for stride, n in axes[:-1]):
+        axes.pop()  # strides are nested: a step along this axis is longer than all other axes together
+    count = math.prod(n for _, n in axes)
+    if not axes or not x.numel() or count > _MOST_COMPARED:
+        return bool(axes) and x.numel() > 0
+    offsets = np.zeros(1, np.int64)
+    for stride, n in axes:
+        offsets = np.add.outer(offsets, stride * np.arange(n)).ravel()
+    return len(np.unique(offsets)) < count
 
 
 def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
