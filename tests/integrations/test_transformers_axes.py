@@ -116,6 +116,60 @@ def test_one_row_of_positions_for_all_axes() -> None:
         assert torch.equal(model(input_ids=ids, position_ids=positions[None])[0], wanted)
 
 
+def with_forward(name: str, forward: Any) -> Any:
+    """Build a model whose rotary module has another `forward`, which gets what the model's own one returns."""
+    model = built(name)
+    theirs = type(model.rotary_emb)
+
+    class Changed(theirs):  # type: ignore[misc,valid-type]
+        def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+            return forward(super().forward, x, position_ids)
+
+    model.rotary_emb.__class__ = Changed
+    return model
+
+
+def only_rows(forward: Any, x: Tensor, position_ids: Tensor) -> Any:
+    """Take positions [3, batch, seq] only, as models of transformers before 5.18."""
+    inside = position_ids[:, :, None, :]  # raises an IndexError for [batch, seq]
+    return forward(x, inside.expand(3, -1, -1, -1)[:, :, 0])
+
+
+def test_a_module_that_takes_a_row_for_each_axis_only() -> None:
+    model, ids = with_forward("glm4v_text", only_rows), tokens(2, 16)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, position_ids=places(16))[0]
+        for angles, bound in (("exact", NEAR), ("theirs", 0.0)):
+            accelerate(model, angles=angles)
+            assert relative(model(input_ids=ids, position_ids=places(16))[0], wanted) <= bound
+            restore(model)
+
+
+@pytest.mark.parametrize("angles", ["exact", "theirs"])
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        # Qwen2-VL, Qwen2.5-VL and -Omni and PaddleOCR-VL before 5.18, whose functions combine the rows.
+        (
+            lambda f, x, at: [table.expand(3, -1, -1, -1) for table in only_rows(f, x, at)],
+            r"must return tables \[batch, seq, channels\], got tables with a row for each axis, \[3, 1, 7, 16\], as",
+        ),
+        (lambda f, x, at: {}["key"], "rotary_emb cannot be called with positions: KeyError: 'key'. This model comp"),
+        (lambda f, x, at: f(x, at[:, :, :, None]), "rotary_emb cannot be called with positions: IndexError: "),
+        (lambda f, x, at: f(x, at)[0], "must return cos and sin of position · inv_freq, got other numbers"),
+        (lambda f, x, at: (*f(x, at), 1.0), "must return cos and sin of position · inv_freq, got other numbers"),
+        (
+            lambda f, x, at: dict(zip("cs", f(x, at), strict=True)),
+            "must return cos and sin of position · inv_freq, got",
+        ),
+        (lambda f, x, at: None, "must return cos and sin of position · inv_freq, got other numbers"),
+    ],
+)
+def test_modules_of_other_versions(forward: Any, message: str, angles: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        accelerate(with_forward("qwen2_vl_text", forward), angles=angles)
+
+
 def test_gradients() -> None:
     model, ids = built("qwen3_vl_text"), tokens(1, 16)
     found = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk import formats
-from ropewalk._checks import error, shown
+from ropewalk._checks import error, error_from, shown
 from ropewalk.formats import Width
 from ropewalk.integrations.transformers.functions import cos_and_sin
 from ropewalk.rope.rope import Rope
@@ -20,6 +20,7 @@ from ropewalk.rope.rope import Rope
 WHO = "accelerate"
 # Small and large positions, because a custom module may compute something else beyond some length.
 _POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)
+_AXES = (3, 4)  # numbers of axes of models
 _ARGUMENTS = {"self", "x", "position_ids", "layer_type"}  # of the forward method of a rotary module
 
 
@@ -71,21 +72,46 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
     for kind in kinds:
         check_values(name, frequencies(module, kind)[0])
         positions = torch.tensor([_POSITIONS])
-        returned, now = _call(module, kind, positions)
-        form = formats.width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
+        returned, now = _call(name, module, kind, positions)
+        table = tables_of(name, returned)[0]
+        if table.ndim == 4 and len(table) in _AXES:
+            got = f"tables with a row for each axis, {list(table.shape)}, as before transformers 5.18"
+            fix = "The modules of transformers 5.18 and newer combine these rows."
+            raise error(WHO, f"{name} must return tables [batch, seq, channels]", got, fix)
+        form = formats.width_of(returned if isinstance(returned, Tensor) else table, now.numel())
         fits = form is not None and _are_near(returned, positions[..., None] * now, factor_of(module, kind), form)
         found.add(form if fits else None)
     if None in found or len(found) != 1:
-        raise error(
-            WHO,
-            f"{name} must return cos and sin of position · inv_freq",
-            "other numbers",
-            "This model computes its angles in a way that is not supported.",
-        )
+        raise _other_numbers(name)
     return found.pop()  # type: ignore[return-value]
 
 
-def _call(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, Tensor]:
+def tables_of(name: str, returned: Any) -> tuple[Tensor, Tensor]:
+    """Return the tables that a rotary module returned as cos and sin, or raise a RopeError if it returned others."""
+    pair = isinstance(returned, (tuple, list)) and [isinstance(table, Tensor) for table in returned] == [True, True]
+    if not pair and not (isinstance(returned, Tensor) and returned.is_complex()):
+        raise _other_numbers(name)
+    return cos_and_sin(returned)
+
+
+def _other_numbers(name: str) -> Exception:
+    must = f"{name} must return cos and sin of position · inv_freq"
+    return error(WHO, must, "other numbers", "This model computes its angles in a way that is not supported.")
+
+
+def _call(name: str, module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, Tensor]:
+    """Call the module as `_call_once`, with an equal row for each axis if it does not take positions `[batch, seq]`."""
+    raised: list[Exception] = []
+    for given in (positions, *(positions.expand(axes, -1, -1) for axes in _AXES if positions.ndim == 2)):
+        try:
+            return _call_once(module, kind, given)
+        except Exception as e:  # the code of another version may raise anything
+            raised.append(e)
+    fix = "This model computes its angles in a way that is not supported."
+    raise error_from(f"{WHO}: {name} cannot be called with positions", raised[0], fix) from raised[0]
+
+
+def _call_once(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, Tensor]:
     """Call the module, and return its tables and its frequencies after the call, in the order of the pairs."""
     module = copy.deepcopy(module)  # a call of LongRoPE or dynamic NTK overwrites their buffers
     device = frequencies(module, kind)[0].device
@@ -94,7 +120,8 @@ def _call(module: nn.Module, kind: str | None, positions: Tensor) -> tuple[Any, 
         returned = module(x, positions.to(device), **({} if kind is None else {"layer_type": kind}))
     now = frequencies(module, kind)[0].to("cpu", torch.float64)
     # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
-    return returned, now.sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now
+    reordered = any(hasattr(module, name) for name in ("recomposition_frequencies", "recomposition_to_3d"))
+    return returned, now.sort(descending=True).values if reordered else now
 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, width: Width) -> bool:
@@ -116,7 +143,7 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
     sections = getattr(module, "mrope_section", None)
     if rope.axes is not None:
         positions = distinct_positions(rope.axes.count)[:, None]  # [axes, 1, tokens]
-        returned, now = _call(module, kind, positions)
+        returned, now = _call(name, module, kind, positions)
         angles = positions[list(rope.axes.axis)].movedim(0, -1) * now  # [1, tokens, pairs]
         if not _are_near(returned, angles, factor_of(module, kind), width):
             raise _other_axes(name, rope)

@@ -20,7 +20,7 @@ from ropewalk.configs.tables import towers as vision_towers
 from ropewalk.formats import Width
 from ropewalk.integrations.transformers import compare, modules
 from ropewalk.integrations.transformers.compare import WHO
-from ropewalk.integrations.transformers.functions import Form, Place, cos_and_sin, functions_of, original, probe
+from ropewalk.integrations.transformers.functions import Form, Place, functions_of, original, probe
 from ropewalk.integrations.transformers.modules import Angles, Replacement
 from ropewalk.rope.rope import Rope
 
@@ -123,7 +123,8 @@ def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[Angles], c
     """
     module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     returned, positions = _call_tower(name, module, kind)
-    tables = list(zip(*(table.chunk(_parts(module), dim=-1) for table in cos_and_sin(returned)), strict=True))
+    cos_sin = compare.tables_of(name, returned)
+    tables = list(zip(*(table.chunk(_parts(module), dim=-1) for table in cos_sin), strict=True))
     width = _tower_width(name, returned, tables)
     forms: Mapping[Place, Form] = {}
     if len(tables) > 1:
@@ -285,7 +286,7 @@ def _tower_width(name: str, returned: Any, tables: list[tuple[Tensor, Tensor]]) 
         return "complex"
     found = {formats.width_of(cos, cos.shape[-1] // 2) for cos, _ in tables}
     width = found.pop()
-    if width is None or found or isinstance(returned, Tensor):
+    if width is None or found:
         must = f"{name} must return cos and sin with two columns for each pair, or complex numbers"
         raise error(WHO, must, "other tables", "This tower computes its angles in a way that is not supported.")
     return width
