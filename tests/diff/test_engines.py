@@ -569,3 +569,19 @@ def test_a_nested_truncate_in_transformers() -> None:
         "It ignores truncate and rounds the ramp if the parameters are nested by the kind of layer."
     ]
     assert not full["at"][0]["engines"]["vLLM"]["apart"]["same"]
+
+
+def test_a_base_that_transformers_does_not_read() -> None:
+    """transformers 5 reads rope_scaling in place of rope_parameters, and with it the engines that use its classes."""
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 8192
+    sizes = {"num_hidden_layers": 1, "head_dim": 128, "max_position_embeddings": 131_072}
+    both = {"rope_parameters": {**llama3, "rope_theta": 5e5}, "rope_scaling": llama3}
+    config = {"model_type": "llama", **sizes, **both}
+    found = diff.engines(config)
+    second = {name: each["inv_freq"][1] for name, each in found.facts["ropes"][0]["at"][0]["engines"].items()}
+    assert found.verdict == "differ"
+    assert {name for name, each in second.items() if each != pytest.approx(1e4 ** (-1 / 64))} == {"exllamav3"}
+    with pytest.warns(UserWarning, match="no effect in transformers"):
+        bases = {name: from_config(config, engine=name).rope.base for name in ("vllm", "llama.cpp", "exllamav3")}
+    assert bases == {"vllm": 1e4, "llama.cpp": 1e4, "exllamav3": 5e5}

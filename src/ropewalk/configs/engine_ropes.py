@@ -147,7 +147,12 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
 def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind: str, layer: int) -> ConfigRope:
     name = _section_name(ropes.model_type, kind)
     section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
-    return ConfigRope(rope, section=section, nested=nested, kind=kind, section_name=name, layer=layer, **shared)
+    found = ConfigRope(rope, section=section, nested=nested, kind=kind, section_name=name, layer=layer, **shared)
+    if not ropes.stated_twice:
+        return found
+    values = find_text(ropes.to_hf_config(version=5))[1]
+    section, nested = ({}, False) if rope.scaling is None else _section_keys(values, name)
+    return replace(found, by_transformers=replace(found, values=values, section=section, nested=nested))
 
 
 def _section_name(model_type: str, kind: str) -> str:

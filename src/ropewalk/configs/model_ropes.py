@@ -77,6 +77,7 @@ class ModelRopes:
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
+        stated_twice: whether the config states a value that transformers does not read, since it reads another one.
     """
 
     layers: tuple[Rope | None, ...]
@@ -98,6 +99,7 @@ class ModelRopes:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
+    stated_twice: bool = False
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
         """Return each distinct rope with the indices of its layers, in order of first appearance."""

@@ -264,6 +264,7 @@ class Reader(Fields):
         sections: the objects with rope parameters that the model's code reads, by name, the decisive one first.
         strict: whether two values of one parameter are an error. If False, the first one counts, with a warning.
         lost_base: whether the config states a base only where the model's code does not read it.
+        stated_twice: whether the config states a value that the model's code does not read.
         weights: the tensors of the checkpoint, as far as they are known.
     """
 
@@ -285,7 +286,7 @@ class Reader(Fields):
         self.longest = self.length(self.first_present(_LENGTHS))
         self.sections = {name: self.section(name) for name in SECTIONS if self.has(name)}
         self.strict = True
-        self.lost_base = False
+        self.lost_base = self.stated_twice = False
 
     @property
     def nested(self) -> str:
@@ -342,6 +343,7 @@ class Reader(Fields):
     def warn_of_unread(self, values: Mapping[str, Any], read: str) -> None:
         """Warn of values, by their keys, that have no effect because transformers reads something else."""
         if values:
+            self.stated_twice = True
             keys = ", ".join(f"{where} ({shown(value)})" for where, value in values.items())
             warning = f"{keys} has no effect in transformers, which reads {read}. Other programs may read it."
             if warning not in self.warnings:

@@ -30,6 +30,7 @@ class ConfigRope:
         layer: the index of the first of the layers.
         layers: the number of layers of the model.
         ropes: maps each kind of layer of the model to its rope, or to None if it does not rotate.
+        by_transformers: the same with the config as transformers reads it; None if it reads all that the file states.
     """
 
     rope: Rope
@@ -46,6 +47,7 @@ class ConfigRope:
     layer: int = 0
     layers: int = 0
     ropes: Mapping[str, Rope | None] = field(default_factory=dict)
+    by_transformers: ConfigRope | None = None
 
     @property
     def several_axes(self) -> bool:

@@ -177,6 +177,8 @@ class Engine:
             some files.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
         built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
+        reads_by_transformers: the file that loads a config with AutoConfig of transformers, whose choice it takes if
+            the config states a value twice; "" if it reads the file itself.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Engine:
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
     built_in: bool = False
+    reads_by_transformers: str = ""
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
         """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
@@ -197,6 +200,10 @@ class Engine:
 
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
+        if self.reads_by_transformers and config.by_transformers is not None:
+            answer = self.answer(config.by_transformers)
+            said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."
+            return replace(answer, notes=(said, *answer.notes))
         read = _built_in.read if self.built_in else _model_files.read
         found = read(self.files, config)
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")

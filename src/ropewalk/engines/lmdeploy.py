@@ -55,5 +55,6 @@ LMDEPLOY = Engine(
         "llama3": Rule(_FILE),
     },
     files="lmdeploy",
+    reads_by_transformers="lmdeploy/pytorch/config.py",
     unknown="build_rotary_params: it knows no such rope_type (KeyError)",
 )

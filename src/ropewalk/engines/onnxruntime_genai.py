@@ -104,5 +104,6 @@ ONNXRUNTIME_GENAI = Engine(
         "proportional": _RULE,
     },
     files="onnxruntime_genai",
+    reads_by_transformers="models/builder.py",
     unknown="its builder does not know the scheme (NotImplementedError)",
 )

@@ -128,6 +128,7 @@ SGLANG = Engine(
     },
     files="sglang",
     lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
+    reads_by_transformers="srt/utils/hf_transformers/config.py",
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     override=Override(
         json_argument("python -m sglang.launch_server --model-path MODEL --json-model-override-args"),

@@ -115,6 +115,7 @@ TRANSFORMERS = Engine(
         "reversed": Rule("models/nanochat/modeling_nanochat.py", evidence="read"),
     },
     files="transformers",
+    reads_by_transformers="configuration_utils.py",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
     override=Override(
         python_arguments("from_pretrained(MODEL"),
