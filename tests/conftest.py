@@ -82,6 +82,7 @@ SLOW = (
     "test_examples.py::TestGPT::test_trained",
     "test_examples.py::test_trained_vit",
     "test_explorer_browser.py",
+    "test_imports.py::test_an_import_may_be_interrupted_at_any_line",
     "test_learned.py::TestAngles::test_compiled",
     "test_learned.py::TestCasts::test_fsdp2_mixed_precision",
     "test_learned.py::TestGradients::test_gradcheck",

@@ -226,6 +226,56 @@ def test_loaded_modules_are_detected() -> None:
     assert "torch" in loaded_by("from ropewalk import RotaryEmbedding")
 
 
+INTERRUPTED = """
+import sys, torch, torch.distributed.tensor.experimental._context_parallel
+seen, kept, x = set(), [], torch.randn(1, 3, 1, 8)
+
+def use():
+    import ropewalk
+    import ropewalk.parallel.ring
+    rope = ropewalk.Rope(8, 1e4, "half")
+    rotation = rope.at(torch.arange(3))
+    torch.vmap(lambda p: torch.ops.ropewalk.angles(p, [1, 2, 3, 4], 1.0, torch.float32))(torch.ones(2, 3).long())
+    torch.ops.ropewalk.rotate([x], rotation.cos, rotation.sin, "bshd", False, 0, False)
+    assert len(torch.utils._pytree.tree_leaves(rotation)) == 2
+    step = ropewalk.KVCache(1, 1, 1, 8, capacity=8).step(3)
+    step.layer(0).attend(x, x, x, rotation=step.rotation(rope))
+
+def trace(frame, event, _):
+    if frame.f_code.co_name != "<module>" or not frame.f_code.co_filename.endswith(FILES):
+        return None
+    place = frame.f_code.co_filename, frame.f_lineno
+    if event == "line" and place not in seen:
+        seen.add(place)
+        raise KeyboardInterrupt
+    return trace
+
+while True:
+    sys.settrace(trace)
+    try:
+        use()
+        break
+    except KeyboardInterrupt as e:
+        kept.append(e)  # its traceback keeps what the module has registered
+    finally:
+        sys.settrace(None)
+kept.clear()
+use()
+assert len(seen) > 100
+"""
+
+
+def test_an_import_may_be_interrupted_at_any_line() -> None:
+    """Ctrl-C in the first call, which loads modules that register operators. The next call loads them again."""
+    files = tuple(
+        str(path)
+        for name, path in MODULES.items()
+        if "torch.library" in path.read_text() or "custom_op" in path.read_text()
+    )
+    assert len(files) >= 4
+    loaded_by(INTERRUPTED.replace("FILES", repr(files)))
+
+
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {

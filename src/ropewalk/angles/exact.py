@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.compiler import is_dynamo_compiling
 
 from ropewalk import _checks
@@ -248,7 +249,7 @@ def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tens
 
 # The operator takes the phase steps as numbers and caches their copy on the device, as eager calls do. If they were a
 # constant tensor of the graph, every call would copy them to the GPU.
-_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = get_library_allowing_overwrite("ropewalk", "angles")  # as in rotation/ops.py
 _library.define(
     "angles(Tensor positions, int[] phase_steps, float factor, ScalarType dtype, int[]? axis=None) -> (Tensor, Tensor)"
 )

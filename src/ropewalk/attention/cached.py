@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import get_library_allowing_overwrite
 
 from ropewalk.kernels import backend, cpu, observed
 from ropewalk.kernels.visible import VisibleKeys
@@ -87,7 +88,7 @@ def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible
 
 
 # Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.
-_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = get_library_allowing_overwrite("ropewalk", "attend_cached")  # as in rotation/ops.py
 _library.define(
     "attend_cached(Tensor q, Tensor? far_q, Tensor keys, Tensor values, Tensor order, SymInt count, Tensor? blocks, "
     "Tensor? first, Tensor? counts, SymInt? window, SymInt sinks, Tensor? key_scales, Tensor? value_scales, "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import get_library_allowing_overwrite
 
 from ropewalk._layout import Layout, Options
 from ropewalk.kernels import backend
@@ -27,7 +28,8 @@ from ropewalk.rotation import checks, reference, writable
 
 # The name of the package, so a copy of it (tools/hub_kernel.py) has its own operators.
 _NAMESPACE = __name__.partition(".")[0]
-_library: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+# What an interrupted import of this module (Ctrl-C) has registered is removed first.
+_library: Any = get_library_allowing_overwrite(_NAMESPACE, "rotate")
 _ARGUMENTS = "Tensor cos, Tensor sin, str layout, bool interleaved, int rotary_offset, bool inverse"
 _library.define(f"rotate(Tensor[] tensors, {_ARGUMENTS}) -> Tensor[]")
 _library.define(f"rotate_(Tensor(a!)[] tensors, {_ARGUMENTS}) -> ()")
