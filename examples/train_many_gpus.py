@@ -8,7 +8,9 @@ the parameters over `data` and `context`. The size of `data` is the number of ra
 two axes. Up to rounding, the losses do not depend on the mesh. Without a GPU, the script runs on the CPU with gloo.
 
 If the script is stopped, the same command resumes from the last checkpoint, also with another number of processes or
-another mesh. Several machines need a `--checkpoint` that they share. The model learns the bytes of any file (`--text`).
+another mesh. The model, --steps and --learning-rate must be those of the checkpoint, since the learning rate of each
+step depends on them. Several machines need a `--checkpoint` that they share. The model learns the bytes of any file
+(`--text`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn
@@ -134,6 +137,13 @@ class Training(Stateful):
         self.step, self.rows_seen = state["step"], state["rows_seen"]
 
 
+def fixed(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that a resumed training must repeat: those of the model and of the learning rates."""
+    return {
+        name: getattr(options, name) for name in ("layers", "hidden", "heads", "kv_heads", "learning_rate", "steps")
+    }
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the last complete checkpoint. DCP writes .metadata when all ranks have written their files."""
     complete = [file.parent for file in folder.glob("step-*/.metadata")]
@@ -214,7 +224,8 @@ def train(options: argparse.Namespace) -> None:
             if saving:
                 saving.result()
             folder = options.checkpoint / f"step-{training.step}"
-            saving = dcp.async_save({"training": training}, checkpoint_id=folder, process_group=saving_group)
+            state = {"training": training, "options": fixed(options)}
+            saving = dcp.async_save(state, checkpoint_id=folder, process_group=saving_group)
     if saving:
         saving.result()
     dist.destroy_process_group()
@@ -250,6 +261,14 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--text must be a file, and --checkpoint a folder in which files can be written, got {error}"
     if size <= options.seq:
         return f"--text must have more bytes than --seq {options.seq}, got {size} in {options.text}"
+    if options.checkpoint and (last := last_checkpoint(options.checkpoint)):
+        state = {"options": fixed(options)}
+        with warnings.catch_warnings(action="ignore"):  # that only this process loads
+            dcp.load(state, checkpoint_id=last, no_dist=True)
+        for name, value in fixed(options).items():
+            if value != (saved := state["options"][name]):
+                option = f"--{name.replace('_', '-')}"
+                return f"{option} must be {saved}, as in {last}, got {value}; --checkpoint NEW_FOLDER starts again"
     gpus, on_machine = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.is_available() and on_machine > gpus:
         return f"each process needs its own GPU, got {on_machine} processes for {gpus} GPUs"

@@ -92,14 +92,36 @@ def test_steps_with_compiled_blocks(ran: Callable[..., Steps], alone: Steps) -> 
     assert ran(2, "--tensor", "2", "--compile") == same(alone)
 
 
-def test_resumes_with_other_processes(ran: Callable[..., Steps], alone: Steps, tmp_path: Path) -> None:
-    """All processes are killed after a checkpoint. Another mesh then takes the same steps as without interruption."""
+def test_resumes_with_other_processes(
+    ran: Callable[..., Steps],
+    alone: Steps,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All processes are killed after a checkpoint. Another mesh then takes the same steps as without interruption.
+
+    Other options of the model or of the learning rates are refused. These heads have weights of the same shapes.
+    """
     saved = ("--checkpoint", str(tmp_path), "--save-every", "1")
     ran(4, "--tensor", "2", "--recompute", *saved, killed_after=tmp_path / "step-1" / ".metadata")
     resumed = ran(2, "--context", "2", *saved)
     assert 4 in resumed
     assert resumed == same({step: alone[step] for step in range(min(resumed), 5)})
     assert ran(1, *saved) == {}  # nothing is left to do
+    changed = {
+        "--steps": ("12", "4"),
+        "--learning-rate": ("0.02", "0.01"),
+        "--heads": ("2", "4"),
+        "--layers": ("3", "2"),
+    }
+    for option, (value, was) in changed.items():
+        more = ["--kv-heads", "2"] if option == "--heads" else []
+        line = refusal(monkeypatch, capsys, {"WORLD_SIZE": "1"}, *saved, option, value, *more)
+        want = (
+            f"{option} must be {was}, as in {tmp_path / 'step-4'}, got {value}; --checkpoint NEW_FOLDER starts again\n"
+        )
+        assert line == f"train_many_gpus.py: error: {want}"
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1, 1), (1, 4, 1), (2, 1, 2)], ids=str)
