@@ -42,6 +42,7 @@ SLOW = (
     "configs/test_hf.py::test_nothing_but_ropes_or_rope_errors",
     "configs/test_mutations.py",
     "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
+    "configs/test_windows.py::test_windows_are_those_of_the_masks",
     "distributed/",
     "gpu/",
     "integrations/test_hub_kernel.py::TestLayers::test_compiled",
