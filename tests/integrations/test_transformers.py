@@ -66,7 +66,7 @@ class TestNumbers:
             both = llama(input_ids=ids, position_ids=places)[0]
             for row in (0, 1):
                 alone = llama(input_ids=ids[row : row + 1], position_ids=places[row : row + 1])[0]
-                assert relative(both[row], alone[0]) < 1e-6
+                assert relative(both[row], alone[0]) <= NEAR
 
     def test_rotations_are_counted(self, llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer that rotates uses a Rotation, and none falls back to the original function."""
@@ -84,7 +84,7 @@ class TestNumbers:
         expected = gradients(llama, tokens())
         accelerate(llama)
         got = gradients(llama, tokens())
-        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+        assert max(rms(got[name], expected[name]) for name in expected) <= 2 * NEAR
 
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
     def test_the_same_tokens(self, llama: Any, cache: str) -> None:
@@ -180,7 +180,7 @@ class TestNumbers:
         llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
         accelerate(llama)
         got = gradients(llama, tokens())
-        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+        assert max(rms(got[name], expected[name]) for name in expected) <= 2 * NEAR
 
     def test_inference_mode_then_training(self, llama: Any) -> None:
         expected = gradients(llama, tokens())
@@ -188,7 +188,7 @@ class TestNumbers:
         with torch.inference_mode():
             output(llama, tokens())
         got = gradients(llama, tokens())
-        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+        assert max(rms(got[name], expected[name]) for name in expected) <= 2 * NEAR
 
     @pytest.mark.filterwarnings("ignore")  # PyTorch announces the end of this quantisation
     @pytest.mark.parametrize("first", ["quantise", "accelerate"])

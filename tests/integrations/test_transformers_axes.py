@@ -180,7 +180,7 @@ def test_gradients() -> None:
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         if len(found) == 1:
             accelerate(model)
-    assert worst_gradient(found[1], found[0]) <= 1e-5
+    assert worst_gradient(found[1], found[0]) <= 2 * NEAR
 
 
 def test_compiled_in_one_graph() -> None:

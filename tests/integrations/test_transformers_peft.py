@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny_models
-from model_checks import FAR, gradients, output, rms, tokens
+from model_checks import FAR, NEAR, gradients, output, rms, tokens
 from ropewalk import Rope
 from ropewalk.integrations.transformers import accelerate, restore
 
@@ -39,7 +39,7 @@ def test_adapters(first: str, tmp_path: Any) -> None:
     got = gradients(model, ids)
     assert got.keys() == grads.keys()
     assert any("lora" in name for name in got)
-    assert max(rms(got[name], grads[name]) for name in grads) < 5e-6
+    assert max(rms(got[name], grads[name]) for name in grads) <= 2 * NEAR
     model.save_pretrained(tmp_path)
     restore(model)
     assert torch.equal(output(model, ids, FAR), expected)
