@@ -38,7 +38,8 @@ TEXT_MODELS = [
     if "inv_freq" in case and case.get("layout") != "none"  # a layer that does not rotate
 ]
 CLASSES = [(row["model_type"], row) for row in load(GOLDEN / "class_defaults.json")["rows"]]
-# Recorded with AVX2 or AVX-512. PyTorch's power has another last bit elsewhere, and so has transformers.
+# Recorded with AVX2 or AVX-512, which agree in these powers. PyTorch's power has another last bit elsewhere, and so has
+# transformers.
 recorded_here = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="this CPU rounds powers otherwise"
 )

@@ -181,9 +181,9 @@ class Rope:
             device: device of cos and sin. None means the device of positions.
             dtype: torch.float32 (the default) or torch.float64.
             numerics: "exact" (the default), or one of two ways to reproduce the angles of deployed models.
-                "float32" reproduces the code of transformers and Meta bit for bit: float32 frequencies, one float32
-                product, and float32 cos and sin. The error of these angles grows with the position. Positions beyond
-                2²⁴ are rounded, and dtype must be torch.float32.
+                "float32" reproduces the code of transformers bit for bit on the same CPU, and the angles of Meta's:
+                float32 frequencies, one float32 product, and float32 cos and sin. The error of these angles grows with
+                the position. Positions beyond 2²⁴ are rounded, and dtype must be torch.float32.
                 "float32-frequencies" uses the float32 frequencies of that code, and computes their angles exactly.
                 Under torch.compile, these two need PyTorch 2.12 or newer.
 

@@ -43,7 +43,7 @@ def powers_float32(base: float, rotary_dim: int) -> Tensor:
     """Return base^(2i / rotary_dim) as a float32 CPU tensor of shape [rotary_dim // 2].
 
     Exponent and power are rounded to float32. The power is computed by PyTorch, because libraries round it
-    differently. On a CPU without AVX2, PyTorch itself rounds a few values in a thousand differently in the last bit.
+    differently. The last bit of a few values in a thousand depends on the instruction set (AVX-512, AVX2, or neither).
     """
     import torch
 
