@@ -33,7 +33,7 @@ class TestWhatItWrites:
         (source / "pytorch_model.bin").write_text("other weights")
         output = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
         assert "pairing: half -> interleaved; rows move in 4 tensors, 17 stay" in output
-        assert "omitted, because they are other weights: pytorch_model.bin" in output
+        assert "omitted, because they are other weights or folders: pytorch_model.bin" in output
         assert "layer 1: scores agree" in output
         names = {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
         assert {path.name for path in (tmp_path / "b").iterdir()} == names
@@ -130,7 +130,7 @@ def test_names_in_files_are_printed_as_escapes(tmp_path: Path) -> None:
     for name in (
         f"folder{SHOWN}: type{SHOWN}, 2 layers",
         f"  {SHOWN}model.layers.1.self_attn.k_proj.weight [16, 32]",
-        "other weights: other\\udcff\\x1b.bin\n",
+        "other weights or folders: other\\udcff\\x1b.bin\n",
         f"no model of type type{SHOWN}.",
         f"bytes go to {tmp_path}/b{SHOWN}\n",
         f" bytes, weights{SHOWN}.safetensors\n",

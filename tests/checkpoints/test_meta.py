@@ -57,6 +57,50 @@ class TestMeta:
         output = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
         assert "note: The tokenizer is not converted" in output
 
+    def test_the_last_lines_say_what_is_missing_and_what_is_written_twice(self, tmp_path: Path) -> None:
+        """In both directions, with and without tied weights, and in a dry run."""
+        tied = write_model(tmp_path / "tied", config=CONFIG | {"tie_word_embeddings": True}, lm_head__weight=None)
+        apart = write_model(tmp_path / "apart")
+        for source in (tied, apart):
+            for name in ("tokenizer.json", "generation_config.json"):
+                (source / name).write_text("{}")
+            (source / "original").mkdir()
+        of_meta = write_meta(tmp_path / "meta", meta_weights())
+        older = {name: tensor for name, tensor in meta_weights().items() if name != "output.weight"}
+        to_meta = ("--to", "interleaved", "--format", "meta")
+        back = ("--to", "half", "--max-positions", 64)
+        folders = "omitted, because they are other weights or folders: original/"
+        files = "omitted, because they belong to the other format: generation_config.json, tokenizer.json"
+        theirs = "note: The tokenizer is not converted. Meta's code needs Meta's tokenizer.model."
+        twice = "note: The embedding is written twice, as tok_embeddings.weight and output.weight, because Meta's code "
+        twice += "does not tie the two."
+        ours = "note: The tokenizer is not converted, and there is no generation_config.json. Add them, and the ids of "
+        ours += "the special tokens to config.json."
+        untied = "note: lm_head.weight is written beside the embedding, and config.json states tie_word_embeddings: "
+        untied += "false, also if the two are equal, because Meta's format does not say whether they are tied."
+        for number, (source, options, lines) in enumerate(
+            [
+                (tied, to_meta, [folders, files, theirs, twice]),
+                (apart, to_meta, [folders, files, theirs]),
+                (of_meta, back, [ours, untied]),
+                (write_meta(tmp_path / "older", older), back, [ours]),
+            ]
+        ):
+            target = tmp_path / str(number)
+            for extra in ("--dry-run", "--verify"):
+                *said, last = run(source, target, *options, extra).splitlines()
+                assert said[-len(lines) :] == lines
+                assert not [line for line in said[: -len(lines)] if line.startswith(("note", "omitted"))]
+                assert last.startswith("nothing was written" if extra == "--dry-run" else f"wrote {target}")
+        written, stored = (torch.load(tmp_path / n / "consolidated.00.pth", weights_only=True) for n in "01")
+        assert sum(t.nbytes for t in written.values()) == sum(t.nbytes for t in stored.values())
+        assert torch.equal(written["output.weight"], written["tok_embeddings.weight"])
+
+    def test_without_an_embedding(self, tmp_path: Path) -> None:
+        source = write_model(tmp_path / "a", model__embed_tokens__weight=None)
+        match = "the checkpoint must hold model.embed_tokens.weight, got none. Pass a complete Llama."
+        refused(match, source, tmp_path / "b", "--to", "interleaved", "--format", "meta", target=source)
+
     def test_a_pickle_that_runs_code(self, tmp_path: Path) -> None:
         class Evil:
             def __reduce__(self) -> tuple[Any, ...]:

@@ -84,6 +84,7 @@ def convert(
     checkpoints.check_target(plan, target)
     _describe(plan, listed=dry_run)
     if dry_run:
+        _say_what_is_missing(plan)
         _echo(f"nothing was written: without --dry-run, {plan.nbytes:,} bytes go to {target}")
         return
 
@@ -93,6 +94,7 @@ def convert(
         verify.verify(plan, folder, _echo)
 
     checkpoints.write(plan, target, _Progress(), compare_scores if verify else None)
+    _say_what_is_missing(plan)
     _echo(f"wrote {target}")
 
 
@@ -119,8 +121,13 @@ def _describe(plan: Plan, *, listed: bool) -> None:
         for name, parts in plan.parts.items():
             heads = ", ".join(f"{part.role}: {len(part.starts)} x {part.rotary_dim} rows" for part in parts)
             _echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
+
+
+def _say_what_is_missing(plan: Plan) -> None:
+    """Print what the result does not have, and what the user must know about it."""
+    source = plan.source
     if source.unread_weights:
-        _echo(f"omitted, because they are other weights: {', '.join(source.unread_weights)}")
+        _echo(f"omitted, because they are other weights or folders: {', '.join(source.unread_weights)}")
     if plan.form != source.form and source.companion_files:
         _echo(f"omitted, because they belong to the other format: {', '.join(source.companion_files)}")
     for note in plan.notes:

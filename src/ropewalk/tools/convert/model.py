@@ -37,7 +37,7 @@ class Checkpoint:
             format are joined, so that the first one has all tensors.
         metadata: maps each file to its safetensors metadata.
         companion_files: the names of other files in the folder that belong to the model, such as its tokenizer.
-        unread_weights: the names of other files with weights in the folder, which were not read.
+        unread_weights: the names of other files with weights and of folders in the folder, which were not read.
     """
 
     folder: Path
@@ -229,12 +229,14 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
 
 
 def _other_files(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the files in a folder that are not in `read`: first those without, then those with weights.
+    """Return the names in a folder that are not in `read`: first files without weights, then those with, and folders.
 
     The index of the weights is in neither of the two tuples.
     """
-    others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != weights.INDEX)
-    unread_weights = [name for name in others if name.endswith(_WEIGHTS)]
+    others = sorted(
+        f"{p.name}/" if p.is_dir() else p.name for p in folder.iterdir() if p.name not in {*read, weights.INDEX}
+    )
+    unread_weights = [name for name in others if name.endswith((*_WEIGHTS, "/"))]
     return tuple(name for name in others if name not in unread_weights), tuple(unread_weights)
 
 

@@ -24,6 +24,7 @@ _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _READ_BY_MODEL = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu"})
 """Models of transformers 5.24 whose code reads the pairing from the key `rope_interleave` of the config."""
+_HEAD = "lm_head.weight"
 _MAX_SHARD_BYTES = 5 * 10**9
 """The largest size of a file in bytes, the same as Hugging Face's limit."""
 
@@ -241,10 +242,23 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
     config = {key: value for key, value in source.config.items() if key != PAIRING_KEY}
     if form == "meta":
         notes = ["The tokenizer is not converted. Meta's code needs Meta's tokenizer.model."]
+        if _HEAD not in source.tensors:
+            notes.append(
+                "The embedding is written twice, as tok_embeddings.weight and output.weight, because Meta's code does "
+                "not tie the two."
+            )
         return {"params.json": meta.to_params(config, source.ropes)}, notes
     notes = []
     if source.form == "meta":
-        notes.append("The tokenizer is not converted. Add the ids of the special tokens to config.json.")
+        notes.append(
+            "The tokenizer is not converted, and there is no generation_config.json. Add them, and the ids of the "
+            "special tokens to config.json."
+        )
+        if _HEAD in source.tensors:
+            notes.append(
+                f"{_HEAD} is written beside the embedding, and config.json states tie_word_embeddings: false, also if "
+                "the two are equal, because Meta's format does not say whether they are tied."
+            )
     if source.model_type in _READ_BY_MODEL:
         config["rope_interleave"] = to == "interleaved"
         notes.append(
@@ -268,8 +282,10 @@ def _files(
     if form == "meta":
         ordered = sorted(tensors.items(), key=lambda item: _sort_key(item[0]))
         named = {meta.meta_name(name): tensor for name, tensor in ordered}
-        if "output.weight" not in named:
-            named["output.weight"] = named["tok_embeddings.weight"]
+        if "tok_embeddings.weight" not in named:
+            must, fix = "the checkpoint must hold model.embed_tokens.weight", "Pass a complete Llama."
+            raise _checks.error("convert", must, "none", fix)
+        named.setdefault("output.weight", named["tok_embeddings.weight"])
         contents = {name: tensor for name, tensor in named.items() if name is not None}
         pth.check(contents)
         return {"consolidated.00.pth": contents}, {}, {}
