@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ropewalk.configs import source
+from ropewalk.configs import source, weights
 from ropewalk.configs.gguf import header
-from ropewalk.tools.convert import layouts, pth, shards
+from ropewalk.tools.convert import layouts, pth
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -117,7 +117,7 @@ def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
     )
     assert f"2²¹ array items, {header._MAX_NESTING} levels" in gguf
     assert header._MAX_ITEMS == 2**21
-    index, header_bytes = f"{shards._MAX_INDEX_BYTES // 2**20} MiB of index", shards._MAX_HEADER_BYTES // 2**20
+    index, header_bytes = f"{weights._MAX_INDEX_BYTES // 2**20} MiB of index", weights._MAX_HEADER_BYTES // 2**20
     safetensors = f"{header_bytes} MiB of header, {index}, and {layouts.MAX_NAME:,} characters in a name"
     assert safetensors in rows["safetensors"]
     pickles = f"At most {pth._LARGEST_READ // 2**20} MiB of pickle and 1 MiB of archive directory"
