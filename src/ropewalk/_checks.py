@@ -77,6 +77,22 @@ def argument(name: str, value: object = ...) -> str:
     return " ".join(f"{flag} {word}" for word in words)
 
 
+def option(name: str) -> str:
+    """Return the option of the running command for an argument, such as "--base", or the name itself in Python."""
+    return (OPTIONS.get() or {}).get(name, name)
+
+
+def possible(text: str, *names: str) -> str:
+    """Return a part of a fix, or "" while a command runs whose options do not allow it.
+
+    Args:
+        text: the part.
+        names: the arguments that it asks for; none if only Python code can follow it.
+    """
+    options = OPTIONS.get()
+    return text if options is None or (names and all(name in options for name in names)) else ""
+
+
 def with_context(where: str, e: RopeError) -> RopeError:
     """Return a RopeError whose message is that of `e`, preceded by the name of a place.
 

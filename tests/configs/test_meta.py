@@ -63,7 +63,11 @@ def test_from_a_folder(tmp_path: Path) -> None:
         ({**LLAMA3, "rope_theta": "5e5"}, {}, "rope_theta must be a finite number"),
         (LLAMA3, {"base": 1e6}, "rope_theta is 500000, and base must agree"),
         ({**LLAMA3, "rope_thetta": 1}, {}, "'rope_thetta' is about rotation and must be one of"),
-        ({**LLAMA3, "yarn": {"factor": 4}}, {}, "'yarn' is about rotation"),
+        (
+            {**LLAMA3, "rope_flavour": 1},
+            {},
+            "Meta's code has no such key. If another program wrote the file, read",
+        ),
         ({**LLAMA3, "ntk_alpha": 4}, {}, "'ntk_alpha' is about rotation"),
         ({**LLAMA3, "dim": 4097}, {}, "dim must be a multiple of n_heads=32"),
         ({**LLAMA3, "n_layers": 10**9}, {}, "n_layers must be an integer from 1 to 10000"),
@@ -75,6 +79,35 @@ def test_refusals(config: dict[str, Any], kwargs: dict[str, Any], message: str) 
     with pytest.raises(RopeError) as raised:
         from_config(config, **kwargs)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"yarn": {"factor": 4.0}}, "belongs to Mistral's params.json"),
+        ({"llama_4_scaling": {"beta": 0.1}}, "belongs to Mistral's params.json"),
+        ({"model_type": "transformer", "vision_encoder": {}}, "belongs to Mistral's params.json"),
+        ({"hidden_dim": 1, "yarn": {}, "qk_rope_head_dim": 64}, "belongs to Mistral's params.json"),
+        ({"hidden_dim": 1, "use_hf_rope": True}, "in ExecuTorch's params.json"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "belongs to latent attention (DeepSeek, Mistral)"),
+        ({"nope_layer_interval": 4, "use_scaled_rope": True}, "belongs to the params.json of Llama 4"),
+    ],
+)  # fmt: skip
+def test_other_programs_that_name_sizes_as_meta_does(keys: dict[str, Any], named: str) -> None:
+    """Their ropes are other ones, so no advice helps to read them as Meta's."""
+    with pytest.raises(RopeError) as raised:
+        from_config({**LLAMA3, **keys})
+    assert named in str(raised.value)
+    assert str(raised.value).endswith("Read the config.json of the model instead.")
+
+
+def test_mistral_without_scaling() -> None:
+    """It has the pairing of Meta's code. Which base a missing key means depends on the version of Mistral's code."""
+    mistral = {"dim": 5120, "n_layers": 40, "head_dim": 128, "hidden_dim": 32768, "n_heads": 32, "n_kv_heads": 8}
+    ropes = from_config({**mistral, "rope_theta": 1e9, "sliding_window": 4096, "model_type": "transformer"})
+    assert ropes.rope == Rope(128, 1e9, "interleaved")
+    with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
+        from_config(mistral)
 
 
 def test_head_dim_of_its_own() -> None:

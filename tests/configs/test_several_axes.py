@@ -156,10 +156,8 @@ class TestSections:
             with pytest.raises(RopeError) as raised:
                 from_config(config, **how)  # type: ignore[arg-type]
             message = str(raised.value)
-            assert (
-                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position"
-                in message
-            )
+            reads = "reads an unknown model_type" if how else "knows this model_type"
+            assert f"rope_scaling.{key} must not be given, since ropewalk {reads} with one position" in message
             assert "to several axes: build Rope(..., axes=Axes.sections(...)) by hand" in message
             assert message.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")
             assert from_config(config, **how, ignore=(f"rope_scaling.{key}",)).rope.axes is None  # type: ignore[arg-type]

@@ -391,6 +391,59 @@ class TestMessagesNameOptions:
         with pytest.raises(ropewalk.RopeError, match=r"(ignore=\('rope|pairing='half'|base=BASE)"):
             ropewalk.from_config(path)
 
+    @pytest.mark.parametrize(
+        ("changes", "options"),
+        [
+            ({"model_type": "mine", "architectures": ["LlamaForCausalLM"]}, []),
+            ({"model_type": "mine", "rope_scaling": {"mrope_section": [4, 2, 2]}}, ["--pairing", "half"]),
+            ({"model_type": "mine", "rope_scaling": {"factor": 2.0}}, ["--pairing", "half"]),
+            ({}, ["--pairing", "interleaved"]),
+            ({"model_type": "mistral", "rope_theta": None}, []),
+            ({"model_type": "qwen2_vl"}, []),
+            ({"vision_config": 5}, []),
+            ({"model_type": "chatglm", "rope_ratio": 8.0, "_name_or_path": "chatglm2"}, []),
+            ({"model_type": "mistral_large4_text", "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}, []),
+            ({"model_type": None, "dim": 64, "n_layers": 2, "n_heads": 4, "use_scaled_rope": True}, []),
+            ({"model_type": None, "dim": 64, "n_layers": 2, "n_heads": 4, "rope_x": 1}, []),
+            ({"rope_flavour": "vanilla"}, []),
+            (None, []),
+        ],
+    )
+    def test_no_command_speaks_python(
+        self, tmp_path: Path, changes: dict[str, object] | None, options: list[str]
+    ) -> None:
+        """A fix names only what the command can do, or nothing."""
+        path, page = tmp_path / "config.json", tmp_path / "page.html"
+        (tmp_path / "model.safetensors").touch()
+        (tmp_path / "mine.py").write_text("def rotate(q, cos, sin): return q")
+        if changes is not None:
+            write(tmp_path, **{"architectures": ["LlamaModel"], **changes})
+            config = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+            path.write_text(json.dumps(config))
+        source = "owner/name" if changes is None else path
+        for command in (
+            ("explain", source),
+            ("diff", source),
+            ("diff", source, source),
+            ("explore", source, "--no-open", "-o", page),
+            ("convert", tmp_path, tmp_path / "new", "--to", "interleaved"),
+            ("check", f"{tmp_path / 'mine.py'}:rotate", "--config", source),
+        ):
+            ran = run(*command, *options)
+            assert isinstance(ran.exception, SystemExit), ran.output
+            assert "Error: " in ran.stderr or command[0] == "check"
+            known = {option for p in cli.main.commands[str(command[0])].params for option in p.opts}
+            assert set(re.findall(r"(?<![\w-])--[a-z-]+", ran.stderr)) <= known, ran.stderr
+            python = r"\w=[('\w{]|dataclasses|\w\(\.\.\.|from_config\(|Rope by hand"
+            assert not re.search(python, ran.stderr), ran.stderr
+
+    def test_engines(self, config: Path) -> None:
+        for arguments in (("diff", config, "--engines", "vlm"), ("explain", config, "--for", "vlm")):
+            option = "--engine" if arguments[0] == "diff" else "--for"
+            message = fails(*arguments)
+            assert f"{option} must be one of 'transformers', 'vllm'" in message
+            assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
+
     def test_download(self) -> None:
         assert "If it is a hub id, pass --download, or pass the path" in fails("explain", "owner/name")
 

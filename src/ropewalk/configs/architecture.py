@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
-from ropewalk._checks import Assumed, argument, check_pairing, error, integer, number, shown
+from ropewalk._checks import Assumed, argument, check_pairing, error, integer, number, possible, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
-from ropewalk.configs.reader import PAIRING_KEY, TRAINED, ConfigValue, Reader
+from ropewalk.configs.reader import PAIRING_KEY, TRAINED, ConfigValue, Reader, other_pairing
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
@@ -233,8 +233,8 @@ class Architecture:
             raise c.error(
                 "model_type",
                 f"{model_type} requires the pairing {implied!r} ({source})",
-                f"pairing={c.passed_pairing!r}",
-                "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
+                argument("pairing", c.passed_pairing),
+                other_pairing(),
             )
         c.origins["pairing"] = "passed by the caller" if source is None else f"model_type {model_type} ({source})"
         return cast(Pairing, implied)
@@ -375,7 +375,7 @@ class Architecture:
             return default
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if kind.implied_base is None or c.has("rope_parameters"):
-            fix = f"Add {key}, or pass {argument('base')}."
+            fix = f"Add {key}{possible(', or pass ' + argument('base'), 'base')}."
             raise c.error(key, "must be given, since it is the base", "none", fix)
         c.record_origin("base", f"implied by model_type {self.name_and_source(c)}")
         if "rope_theta" in kind.bases:  # newer configs of this model_type state the base, so the key may have been lost

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ropewalk._checks import MAX_HEAD_DIM, argument, integer, shown
+from ropewalk._checks import MAX_HEAD_DIM, argument, integer, possible, shown
 from ropewalk.configs.reader import ConfigValue, Fields
 from ropewalk.rope.axes import Axes
 
@@ -106,8 +106,8 @@ class AxesRule:
                 must = f"must agree with {entries[0].where}, which is {shown(entries[0].value)}"
                 raise fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
         if not entries and self.default is None:
-            text_only = argument("text_only", True)
-            fix = f"Add it: the model's class has no default. Or pass {text_only} for the rope of text tokens."
+            text_only = f" Or pass {argument('text_only', True)} for the rope of text tokens."
+            fix = f"Add it: the model's class has no default.{possible(text_only, 'text_only')}"
             raise fields.error(self.keys[0], "must be given in rope_parameters", "none", fix)
         sections = self._sections(fields, entries[0]) if entries else self.default or ()
         where = entries[0].where if entries else f"{list(sections)}, implied by model_type {source}"

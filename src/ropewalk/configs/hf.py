@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, argument, error, nearest, shown, with_context
+from ropewalk._checks import RopeError, argument, error, nearest, option, possible, shown, with_context
 from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE, windows
@@ -51,8 +51,8 @@ def read(
             fix = "Omit pairing, base and like."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         if text_only:
-            must = "must be that of a text model if text_only is passed"
-            fix = "Pass the config of the whole model, or omit text_only to read the tower."
+            must = f"must be that of a text model if {option('text_only')} is passed"
+            fix = f"Pass the config of the whole model, or omit {option('text_only')} to read the tower."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         return ModelRopes((), tower.model_type, source, vision=tower)
     if like is not None:
@@ -86,15 +86,17 @@ def _read_like(fields: Fields, like: str, **others: Any) -> ModelRopes:
     """
     if like not in ARCHITECTURES and like not in WRAPPERS:
         fix = f"`ropewalk explain --list` lists them.{nearest(like, [*ARCHITECTURES, *WRAPPERS])}"
-        raise error("from_config", "like must be a model_type that ropewalk knows", shown(like), fix)
+        raise error("from_config", f"{option('like')} must be a model_type that ropewalk knows", shown(like), fix)
     text = text_model(fields, ARCHITECTURES, False)
     own = text.get("model_type")
     if not isinstance(own, str) or own in ARCHITECTURES:
-        must = "must be one that ropewalk does not know if like is passed"
-        raise text.error("model_type", must, shown(own), "Omit like.")
+        must = f"must be one that ropewalk does not know if {option('like')} is passed"
+        raise text.error("model_type", must, shown(own), f"Omit {option('like')}.")
     path = text.path.split(".")[:-1]
     ropes = read(_with_model_type(fields.config, path, like), fields.source, pairing=None, **others)
-    warning = f"model_type {own!a:.80} is not known and is read by the rules of {like}, as like={like!r} asks."
+    warning = (
+        f"model_type {own!a:.80} is not known and is read by the rules of {like}, as {argument('like', like)} asks."
+    )
     ropes = replace(ropes, warnings=(warning, *ropes.warnings))
     if ropes.model_type != like:  # a model that contains others
         return ropes
@@ -251,20 +253,22 @@ def _parameters(
         elif key in ("fope_init_factor", "fope_sep_head", "num_inv_freq"):
             raise c.error(entry.where, "must not be given", shown(entry.value), FOPE)
         elif key in axes_rules.KEYS:
-            must = "must not be given, since ropewalk knows this model_type with one position for each token"
-            fix = (
-                "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
-                "Axes.interleaved(...) if axes alternate. For text alone, "
-                f"pass {argument('ignore', (c.path + entry.where,))}."
+            reads = "knows this model_type" if row.known else "reads an unknown model_type"
+            must = f"must not be given, since ropewalk {reads} with one position for each token"
+            in_python = (
+                ": build Rope(..., axes=Axes.sections(...)) by hand, or use Axes.interleaved(...) if axes alternate"
             )
+            fix = f"The key assigns the pairs to several axes{possible(in_python)}. For text alone, "
+            fix += f"pass {argument('ignore', (c.path + entry.where,))}."
             raise c.error(entry.where, must, shown(entry.value), fix)
         else:
+            effect = "It would have no effect." if row.known else "The model_type is not known."
             missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
             raise c.unread(
                 entry.where,
                 f"must be a key that rope_type {name!r} reads",
                 shown(entry.value),
-                f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
+                f"{effect}{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
                 f"does not read it either, pass {argument('ignore', (c.path + entry.where,))}.",
             )
     return parameters
@@ -320,7 +324,8 @@ def _class_hint(c: Reader) -> str:
         body = _CLASS.fullmatch(name) if isinstance(name, str) else None
         model_type = known.get(body[1].replace("_", "").lower()) if body is not None else None
         if model_type is not None:
-            return f" Its class is {name}. If it rotates as {model_type} does, pass {argument('like', model_type)}."
+            alike = f" If it rotates as {model_type} does, pass {argument('like', model_type)}."
+            return f" Its class is {name}.{possible(alike, 'like')}"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ropewalk._checks import argument, error, error_from, missing_package
+from ropewalk._checks import argument, error, error_from, missing_package, possible
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -27,7 +27,8 @@ def config_path(name: str, *, download: bool) -> Path:
         RopeError: huggingface_hub is not installed, the config is not in the cache, or the download failed.
     """
     must = "config must be an existing file, or the hub id of a model in the cache of huggingface_hub"
-    alternatives = "or pass the path of its config.json, or AutoConfig.from_pretrained(...) of transformers."
+    in_python = ", or AutoConfig.from_pretrained(...) of transformers"
+    alternatives = f"the path of its config.json{possible(in_python)}."
     try:
         import huggingface_hub as hub
     except ImportError:
@@ -36,12 +37,12 @@ def config_path(name: str, *, download: bool) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     if not download:
-        fix = f"If it is a hub id, pass {argument('download', True)}, {alternatives}"
-        raise error(name, must, "neither", fix)
+        how = possible(f"If it is a hub id, pass {argument('download', True)}, or pass", "download") or "Pass"
+        raise error(name, must, "neither", f"{how} {alternatives}")
     try:
         # This fails at once where the hub cannot be reached, whereas hf_hub_download tries again for half a minute.
         hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as e:  # errors of the network, the hub or the disk
-        fix = f"If the model exists, download it by hand, {alternatives}"
+        fix = f"If the model exists, download it by hand, or pass {alternatives}"
         raise error_from(f"{name}: config.json cannot be downloaded", e, fix) from e

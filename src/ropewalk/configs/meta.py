@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import Assumed, argument, nearest, short_key, shown
+from ropewalk._checks import Assumed, argument, nearest, option, possible, shown
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import ROPE_WORDS, Fields
 from ropewalk.rope.rope import Rope
@@ -16,6 +16,14 @@ from ropewalk.schemes import Llama3
 
 _SOURCE = "meta-llama/llama-models at a9c89c47, models/llama3/model.py: torch.view_as_complex"
 _KEYS = ("rope_theta", "use_scaled_rope", "rope_scaling_factor")
+
+_OTHER_FORMATS = {
+    "use_hf_rope model_architecture": "in ExecuTorch's params.json it means other pairings, and Meta's has no such key",
+    "yarn llama_4_scaling vision_encoder multimodal": "it belongs to Mistral's params.json, which is read only without",
+    "qk_rope_head_dim rope_factor": "it belongs to latent attention (DeepSeek, Mistral), which rotates part of a head",
+    "nope_layer_interval": "it belongs to the params.json of Llama 4, in which some layers do not rotate",
+}
+"""Keys of formats that name sizes as Meta does, but define rotation differently, and where these keys belong."""
 
 
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:
@@ -71,16 +79,10 @@ def _refuse_other_formats(fields: Fields) -> None:
             "Add the model_type, which this file seems to lack.",
         )
         raise fields.error("model_type", must, "none", f"{fix} DistilBERT, whose files have these keys, has no rope.")
-    for key in ("use_hf_rope", "model_architecture"):
-        if fields.has(key):
-            fix = "Read the config.json of the model that the file was converted from."
-            must = "must not be given: in ExecuTorch's params.json it means other pairings, and Meta's has no such key"
-            raise fields.error(key, must, shown(fields.get(key)), fix)
-    for key in ("qk_rope_head_dim", "rope_factor"):
-        if fields.has(key):
+    for keys, why in _OTHER_FORMATS.items():
+        for key in filter(fields.has, keys.split()):
             fix = "Read the config.json of the model instead."
-            must = "must not be given: it belongs to DeepSeek's inference code, which rotates a part of each head"
-            raise fields.error(key, must, shown(fields.get(key)), fix)
+            raise fields.error(key, f"must not be given: {why}", shown(fields.get(key)), fix)
 
 
 def _refuse_unknown_keys(fields: Fields) -> None:
@@ -90,8 +92,8 @@ def _refuse_unknown_keys(fields: Fields) -> None:
                 shown(key),
                 f"is about rotation and must be one of {', '.join(_KEYS)}",
                 shown(value),
-                f"Meta's code does not read it.{nearest(str(key), _KEYS)} To ignore the key, pass "
-                f"{argument('ignore', (short_key(key),))}.",
+                f"Meta's code has no such key.{nearest(str(key), _KEYS)} If another program wrote the file, read the "
+                "config.json of the model instead.",
             )
 
 
@@ -110,8 +112,8 @@ def _base(fields: Fields) -> float:
     if fields.passed_base is not None:
         fields.origins["base"] = "passed by the caller"
         return fields.passed_base
-    if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
-        fix = f"Add it, or pass {argument('base')}."
+    if fields.has("use_scaled_rope") or fields.has("hidden_dim"):  # files of Llama 3 and newer and of Mistral state it
+        fix = f"Add it{possible(', or pass ' + argument('base'), 'base')}."
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
     fields.origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
     fields.warnings.append(
@@ -145,14 +147,14 @@ def _scaling(fields: Fields, factor: float | None) -> Llama3 | None:
             "use_scaled_rope",
             "needs the factor of the scaling, which the format does not contain",
             "none",
-            f"Pass {factors}, or add rope_scaling_factor to the file.",
+            f"{possible(f'Pass {factors}, or add', 'factor') or 'Add'} rope_scaling_factor to the file.",
         )
     if config_factor is not None and factor is not None and config_factor != factor:
         raise fields.error(
             "rope_scaling_factor",
             f"is {shown(config_factor)}, and factor must agree with it",
             shown(factor),
-            "Omit factor.",
+            f"Omit {option('factor')}.",
         )
     fields.origins["scaling"] = "use_scaled_rope"
     fields.origins["factor"] = "passed by the caller" if config_factor is None else "rope_scaling_factor"

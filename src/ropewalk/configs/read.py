@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk._checks import Assumed, boolean, error, number, shown
+from ropewalk._checks import Assumed, boolean, error, number, option, shown
 from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.reader import other_pairing
 from ropewalk.configs.weights import Weights
 
 
@@ -127,7 +128,7 @@ def read_config(
     boolean("from_config", "text_only", text_only)
     base = source.check_passed(pairing, base)
     if factor is not None:
-        factor = number("from_config", "factor", factor, at_least=1.0)
+        factor = number("from_config", option("factor"), factor, at_least=1.0)
     boolean("from_config", "download", download)
     _check_like(like, pairing, engine)
     ignored = source.check_ignore(ignore)
@@ -176,7 +177,8 @@ def _read(
         _refuse_factor(factor)
         _refuse_like(like, "a config of diffusers")
         if pairing is not None or base is not None or text_only:
-            must, got = "pairing, base and text_only require a text model", shown(values["_class_name"])
+            names = f"{option('pairing')}, {option('base')} and {option('text_only')}"
+            must, got = f"{names} require a text model", shown(values["_class_name"])
             raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
         return diffusers.read(values, name)
     if source.is_params(values):
@@ -184,8 +186,8 @@ def _read(
 
         _refuse_like(like, "Meta's params.json")
         if pairing not in (None, "interleaved"):
-            fix = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
-            raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), fix)
+            must = "pairing of Meta's params.json must be 'interleaved'"
+            raise error("from_config", must, shown(pairing), other_pairing())
         return meta.read(values, name, base=base, factor=factor)
     _refuse_factor(factor)
     if isinstance(config, str | os.PathLike):
@@ -205,9 +207,9 @@ def _check_like(like: object, pairing: str | None, engine: str | None) -> None:
 
 def _refuse_like(like: str | None, got: str) -> None:
     if like is not None:
-        raise error("from_config", "like requires a Hugging Face config", got, "Omit it.")
+        raise error("from_config", f"{option('like')} requires a Hugging Face config", got, "Omit it.")
 
 
 def _refuse_factor(factor: float | None) -> None:
     if factor is not None:
-        raise error("from_config", "factor requires Meta's params.json", shown(factor), "Omit it.")
+        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")

@@ -19,6 +19,8 @@ from ropewalk._checks import (
     integer,
     length,
     number,
+    option,
+    possible,
     short_key,
     shown,
     with_context,
@@ -57,6 +59,12 @@ def _ordered(section: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _meaning(value: Any) -> Any:
     """Return the value of rope_type, by the name that ropewalk uses, or another value as it is."""
     return ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def other_pairing() -> str:
+    """Return the fix for a passed pairing that contradicts the config."""
+    in_python = " For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
+    return f"Omit {option('pairing')}.{possible(in_python)}"
 
 
 @dataclass(frozen=True)
@@ -208,8 +216,8 @@ class Fields:
         base = number(self.source, self.full(where), value, above=1.0)
         if self.passed_base not in (None, base):
             must = f"is {base:g}, and base must agree with it"
-            fix = "Omit base, or use dataclasses.replace(rope, base=...)."
-            raise self.error(where, must, f"base={self.passed_base:g}", fix)
+            fix = f"Omit {option('base')}{possible(', or use dataclasses.replace(rope, base=...)')}."
+            raise self.error(where, must, f"{option('base')}={self.passed_base:g}", fix)
         return base
 
     @contextmanager

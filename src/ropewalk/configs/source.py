@@ -12,7 +12,17 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, check_pairing, error, nearest, number, shown, unreadable_file, with_context
+from ropewalk._checks import (
+    RopeError,
+    check_pairing,
+    error,
+    nearest,
+    number,
+    option,
+    shown,
+    unreadable_file,
+    with_context,
+)
 
 # Real configs have a few kilobytes. With labels for all classes of ImageNet-21k they have less than two megabytes.
 _MAX_BYTES = 2 * 2**20
@@ -32,7 +42,7 @@ def check_passed(pairing: object, base: object) -> float | None:
     """Check the arguments `pairing` and `base`, and return `base` as a float."""
     if pairing is not None:
         check_pairing("from_config", pairing)
-    return None if base is None else number("from_config", "base", base, above=1.0)
+    return None if base is None else number("from_config", option("base"), base, above=1.0)
 
 
 def check_ignore(ignore: object) -> tuple[str, ...]:
@@ -106,8 +116,8 @@ def is_denoiser(values: Mapping[str, Any]) -> bool:
 
 
 def is_params(config: Mapping[str, Any]) -> bool:
-    """Whether the config is a params.json of Meta."""
-    return "model_type" not in config and {"dim", "n_layers", "n_heads"} <= config.keys()
+    """Whether the config is a params.json of Meta, or of another program that names sizes as Meta does."""
+    return config.get("model_type", "transformer") == "transformer" and {"dim", "n_layers", "n_heads"} <= config.keys()
 
 
 def to_plain(value: Any, name: str) -> Any:
@@ -158,7 +168,7 @@ def without_keys(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) 
             place, key, keys = place[section], rest, [f"{section}.{k}" for k in inner]
         if key not in place:
             hint = nearest(path, [str(k) for k in keys]) or _section_hint(path, result)
-            raise error(name, "every key in ignore must be in the config", repr(path), f"Omit it.{hint}")
+            raise error(name, f"every key in {option('ignore')} must be in the config", repr(path), f"Omit it.{hint}")
         del place[key]
     return result
 

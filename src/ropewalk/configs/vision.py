@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ropewalk._checks import argument, short_key, shown
+from ropewalk._checks import argument, possible, short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.reader import Fields
@@ -45,9 +45,7 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         if part is None:
             continue
         if not isinstance(part, Mapping):
-            raise fields.error(
-                key, "must be an object or null", shown(part), f"Pass {argument('text_only', True)} to omit the tower."
-            )
+            raise fields.error(key, "must be an object or null", shown(part), f"Check the file.{_without_tower()}")
         inner = Fields(part, f"{fields.source}: {key}", f"{fields.path}{key}.")
         inner_type = inner.get("model_type")
         # In files of Qwen-VL, the config of the tower has no model_type, or that of the whole model.
@@ -141,5 +139,9 @@ def _check_section(fields: Fields, name: str, model_type: str) -> None:
                 f"{name}.{short_key(key)}",
                 f"must be a key that {model_type} reads",
                 shown(value),
-                f"The model's own code reads only rope_theta. Pass {argument('text_only', True)} to omit the tower.",
+                f"The model's own code reads only rope_theta.{_without_tower()}",
             )
+
+
+def _without_tower() -> str:
+    return possible(f" Pass {argument('text_only', True)} to omit the tower.", "text_only")

@@ -56,5 +56,5 @@ def engine(who: str, name: object) -> Engine:
     """
     key = name.lower() if isinstance(name, str) else name
     known = {**ENGINES, **MORE_ENGINES, **TRAINERS}
-    _checks.choice(who, "engine", key, tuple(known))
+    _checks.choice(who, _checks.option("engine"), key, tuple(known))
     return known[str(key)]

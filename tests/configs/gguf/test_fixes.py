@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,6 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("more", "stray", "fix", "rope"),
     [
-        ({"llama.rope.frq_base": 1e4}, "llama.rope.frq_base", "It would have no effect.", PLAIN),
-        ({"qwen2.rope.freq_base": 1e6}, "qwen2.rope.freq_base", "It would have no effect.", PLAIN),
         (
             {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
             "llama.rope.scaling.factor",
@@ -64,6 +63,34 @@ def test_a_key_is_removed(
     monkeypatch.setattr("sys.argv", arguments)
     gguf_new_metadata.main()
     assert from_config(mended).layers == (rope,) * 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "tensors"),
+    [
+        ("llama", {"llama.rope.frq_base": 1e4}, {}),
+        ("llama", {"llama.rope.scaling.new": 2.0}, {}),
+        ("llama", {"qwen2.rope.freq_base": 1e6}, {}),
+        ("unseen", {"unseen.rope.scaling.type": "none", "unseen.rope.scaling.factor": 4.0}, {}),
+        ("unseen", {"unseen.rope.scaling.attn_factor": 2.0}, {}),
+        ("unseen", {"unseen.rope.freq_base_swa": 1e4}, {}),
+        ("unseen", {"unseen.rope.dimension_sections": [2, 3, 3, 0]}, {}),
+        ("unseen", {"unseen.attention.key_length_mla": 16}, {}),
+        ("unseen", {"unseen.rope.new": 2.0}, {}),
+        ("unseen", {}, {"rope_factors_long.weight": [2.0] * 8}),
+    ],
+)
+def test_nothing_is_said_about_what_is_not_known(
+    tmp_path: Path, architecture: str, more: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    """For a key or an architecture that ropewalk does not know, no advice leads to a rope that may be another."""
+    path = write(tmp_path / "model.gguf", KEYS, tensors, architecture=architecture, more=more)
+    with pytest.raises(RopeError) as raised:
+        from_config(path, pairing=None if architecture == "llama" else "half")
+    message = str(raised.value)
+    assert "What llama.cpp does with it is not known here." in message
+    assert message.endswith("Read the model's config.json instead.")
+    assert not re.search("ignore|no effect|--remove|does not (use|read)", message)
 
 
 @pytest.mark.parametrize(

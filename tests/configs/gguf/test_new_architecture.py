@@ -96,7 +96,7 @@ def test_explain_names_the_origins(path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"rope.frq_base": 1e4}, "llama.cpp reads for madeup"),
+        ({"rope.frq_base": 1e4}, "must be a key that ropewalk knows for madeup"),
         ({"rope.scaling.alpha": 1000.0}, "madeup.rope.scaling.alpha must not be given for madeup"),
         ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier must not be given for madeup"),
         ({"rope.dimension_sections": [2, 2, 2, 0]}, "reads it only for architectures with several axes"),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import error, integer, nearest, number, short_key, shown
+from ropewalk._checks import error, integer, nearest, number, possible, short_key, shown
 from ropewalk.configs.architecture import HeadQueryScale, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, LayerIndices, check_kinds
 from ropewalk.configs.reader import MAX_LAYERS, ConfigValue, Reader
@@ -228,7 +228,7 @@ def warn_of_qwen_ntk(c: Reader) -> None:
         c.warnings.append(
             f"use_dynamic_ntk: beyond {qwen_length(c)} tokens the model's own code uses NTK with "
             "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes do not "
-            "include it. For longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
+            f"include it.{possible(' For longer texts use dataclasses.replace(rope, scaling=NTK(alpha)).')}"
         )
 
 
@@ -288,7 +288,7 @@ def add_chatglm_base(c: Reader, rope_keys: dict[str, ConfigValue]) -> None:
     name = c.get("_name_or_path")
     if factor != 1.0 and isinstance(name, str) and "chatglm2" in name.lower():
         must = "must multiply the base, as in ChatGLM3 and GLM-4"
-        fix = f"ChatGLM2-32K divides positions by it: build the Rope by hand with Linear({key})."
+        fix = f"ChatGLM2-32K divides positions by it{possible(f': build the Rope by hand with Linear({key})')}."
         raise c.error(key, must, f"a file of {shown(name)}", fix)
     if factor != 1.0:
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
@@ -432,8 +432,8 @@ def _only(c: Reader, pattern: str, name: str, what: str) -> str:
     found = list(c.weights.find(pattern))
     if len(found) != 1:
         must = f"tensor {name} of the checkpoint must be known: the rope of {c.get('model_type')} depends on {what}"
-        fix = "Pass the folder that holds config.json and the model's safetensors files, or pass "
-        fix += f"weights={{{name!r}: tensor}} or weights=model.state_dict()."
+        in_python = f", or pass weights={{{name!r}: tensor}} or weights=model.state_dict()"
+        fix = f"Pass the folder that holds config.json and the model's safetensors files{possible(in_python)}."
         raise error(c.source, must, " and ".join(found) or "no such tensor", fix)
     return found[0]
 

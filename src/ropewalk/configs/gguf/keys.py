@@ -54,6 +54,7 @@ _ALWAYS_READ = (
     ORIGINAL,
     "rope.scaling.finetuned",
 )
+_CONFIG = "Read the model's config.json instead."
 REMOVE = "remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf"
 _ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
 
@@ -165,12 +166,12 @@ class Keys(Fields):
         for name, why in _SOMETIMES_READ.items():
             value = self.get(name)
             if name not in specific_keys and value is not None:
-                fix = why.format(ignore=argument("ignore", (self.full(name),)))
+                fix = self.fix(why.format(ignore=argument("ignore", (self.full(name),))))
                 raise self.error(name, "must not be given", shown(value), fix)
         local, own = self.get(BASE_SWA), self.get(BASE)
         self.read_keys.add(self.full(BASE_SWA))
         if BASE_SWA not in specific_keys and local not in (None, own):
-            fix = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
+            fix = self.fix(f"llama.cpp does not use it in {self.architecture}. {_CONFIG}")
             raise self.error(BASE_SWA, f"must agree with {BASE}={shown(own)}", shown(local), fix)
 
     def refuse_unused(self, kind: str) -> None:
@@ -187,15 +188,15 @@ class Keys(Fields):
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
                     must = f"must not be given for {self.architecture} with scaling {kind!r}"
                     fix = (
-                        "llama.cpp ignores the key there, or uses it in a way that no scheme describes. Read the "
-                        "model's config.json instead. If the key has no effect, pass "
-                        f"{argument('ignore', (key,))}, or {REMOVE}."
+                        f"llama.cpp ignores the key there, or uses it in a way that no scheme describes. {_CONFIG} "
+                        f"If the key has no effect, pass {argument('ignore', (key,))}, or {REMOVE}."
                     )
-                    raise self.error(name, must, shown(value), fix)
+                    raise self.error(name, must, shown(value), self.fix(fix))
             elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
-                must = f"is about rotation and must be a key that llama.cpp reads for {self.architecture}"
-                fix = (
-                    f"It would have no effect.{nearest(key, known)} To read the file, pass "
-                    f"{argument('ignore', (key,))}, or {REMOVE}."
-                )
+                must = f"is about rotation and must be a key that ropewalk knows for {self.architecture}"
+                fix = f"What llama.cpp does with it is not known here.{nearest(key, known)} {_CONFIG}"
                 raise error(self.source, f"{shown(key)} {must}", shown(value), fix)
+
+    def fix(self, text: str) -> str:
+        """Return the fix for a key, or of an unknown architecture one that says nothing about what llama.cpp reads."""
+        return text if self.row is not UNKNOWN else f"What llama.cpp does with it is not known here. {_CONFIG}"

@@ -31,6 +31,7 @@ from ropewalk.configs.gguf.row import (
 )
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags, windows
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.reader import other_pairing
 from ropewalk.configs.source import without_keys
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
@@ -221,8 +222,8 @@ def _pairing(c: Keys, sections: tuple[int, ...] | None) -> Pairing:
         raise c.error(
             "general.architecture",
             f"{c.architecture} requires the pairing {pairing!r} ({SOURCE})",
-            f"pairing={c.pairing!r}",
-            "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
+            argument("pairing", c.pairing),
+            other_pairing(),
         )
     name = "NORM" if pairing == "interleaved" else "NEOX" if sections is None else "MROPE"
     c.origins["pairing"] = f"general.architecture {c.architecture}: {name} ({SOURCE})"

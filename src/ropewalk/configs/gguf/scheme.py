@@ -59,7 +59,7 @@ def _check_tensors(c: Keys, kind: str) -> None:
     for name in c.tensors:
         if name not in expected or not reads:
             must = f"must be a tensor that llama.cpp reads for {c.architecture} with scaling {kind!r}"
-            raise c.error(name, must, "one that it does not read", again)
+            raise c.error(name, must, "another one", c.fix(again))
     if (reads or row.longrope == "by tensors") and not c.tensors:
         _refuse_split_file(c)
     if longrope and (missing := sorted(expected - c.tensors.keys())):

@@ -53,7 +53,7 @@ Examples:
 @click.option(
     "--engine",
     "--engines",
-    "engines",
+    "engine",
     multiple=True,
     metavar="NAME",
     callback=_names,
@@ -82,7 +82,7 @@ def diff(
     /,
     source: Path,
     source2: Path | None,
-    engines: tuple[str, ...],
+    engine: tuple[str, ...],
     trainers: bool,
     bitwise: bool,
     draft: bool,
@@ -106,7 +106,7 @@ def diff(
     is 0 if it runs the config. With --bitwise, engines that only differ in their rounding differ as well.
     """
     try:
-        for name, passed in (("engine", engines), ("trainers", trainers), ("bitwise", bitwise)):
+        for name, passed in (("engine", engine), ("trainers", trainers), ("bitwise", bitwise)):
             if source2 is not None and passed:
                 raise click.UsageError(
                     f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
@@ -119,7 +119,7 @@ def diff(
             found: Any = ropewalk.diff.draft(source, source2, **options)
             rows, status = [], int(not found.alike)
         elif source2 is None:
-            found = ropewalk.diff.engines(source, names=engines, trainers=trainers, **options)
+            found = ropewalk.diff.engines(source, names=engine, trainers=trainers, **options)
             rows, status = found.facts["ropes"], _STATUS[found.verdict]
             if bitwise and not found.bitwise and status == 0:
                 click.echo("Not all engines are known to rotate bitwise equally, so --bitwise exits with 1.", err=True)
