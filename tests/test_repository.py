@@ -118,7 +118,7 @@ def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
     assert f"2²¹ array items, {header._MAX_NESTING} levels" in gguf
     assert header._MAX_ITEMS == 2**21
     index, header_bytes = f"{weights._MAX_INDEX_BYTES // 2**20} MiB of index", weights._MAX_HEADER_BYTES // 2**20
-    safetensors = f"{header_bytes} MiB of header, {index}, and {layouts.MAX_NAME:,} characters in a name"
+    safetensors = f"{header_bytes} MiB of header, {index}, and in `convert` {layouts.MAX_NAME:,} characters in a name"
     assert safetensors in rows["safetensors"]
     pickles = f"At most {pth._LARGEST_READ // 2**20} MiB of pickle and 1 MiB of archive directory"
     assert pickles in rows["`consolidated.*.pth`"]

@@ -173,7 +173,7 @@ def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
     [
         (("--engine", "tgi"), "engine must be one of 'transformers', 'vllm', 'sglang', 'llama.cpp'"),
         (("--plot", "picture.txt"), "path must end in one of .png, .svg, .pdf"),
-        (("--ignore", "nothing"), "every key in ignore must be in the config"),
+        (("--ignore", "nothing"), "every key in --ignore must be in the config"),
     ],
 )
 def test_errors_are_one_line(config: Path, arguments: tuple[str, ...], message: str) -> None:
