@@ -6,6 +6,8 @@ Each case once read or wrote memory outside of a tensor, or gave wrong numbers w
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,50 @@ def exact(x: Tensor) -> np.ndarray:
 def check(x: Tensor, wanted: np.ndarray) -> None:
     """Compare up to the roundings of the table, two products and a sum, for numbers up to 6."""
     np.testing.assert_allclose(x.detach().double(), wanted, rtol=0, atol=3e-6)
+
+
+FREED = """
+import torch
+from ropewalk import *
+torch.set_grad_enabled(False)
+def freed(*shape, dtype=torch.float32):
+    x = torch.ones(shape, dtype=dtype)
+    x.untyped_storage().resize_(0)
+    return x
+q, k, z, one = torch.ones(1, 3, 4, 8), torch.ones(1, 3, 2, 8), freed(1, 3, 2, 8), torch.ones(8)
+rope, at, pool = Rope(8, 1e4, 'half'), torch.arange(3), torch.zeros(1, 9, 2, 8)
+rotation, norm = rope.at(at), QKNorm(one, one, eps=1e-6)
+seen = freed(1, 1, 3, 9, dtype=torch.bool)
+to = dict(rotation=rotation, k_cache=pool, v_cache=pool.clone(), slot_mapping=at[None])
+def layer(**size):
+    step = KVCache(1, 1, 2, 8, **(size or {'capacity': 9})).step(3)
+    return step.layer(0), {'rotation': step.rotation(rope)}
+def attend(*given, **size):
+    cache, options = layer(**size)
+    cache.attend(*given, **options)
+for call in (
+    lambda: norm(z, k), lambda: norm(k, z), lambda: norm.rotate(rotation, z, k, layout='bshd'),
+    lambda: QKNorm(one, freed(8), eps=1e-6)(q, k),
+    lambda: QKNorm(freed(8), one, eps=1e-6).rotate(rotation, q, k, layout='bshd'),
+    lambda: attend(q, k, z), lambda: attend(q, z, k), lambda: attend(freed(1, 3, 4, 8), k, k),
+    lambda: attend(q, k, z, window=2), lambda: attend(q, k, z, capacity=9, store='int8'),
+    lambda: layer()[0].append(k, z), lambda: layer()[0].write(z, k),
+    lambda: layer()[0].attend(q, k, k, mask=seen),
+    lambda: masks.padding(freed(1, 3, dtype=torch.int64)),
+    lambda: KVCache(1, 1, 2, 8, capacity=9).step(3, attention_mask=freed(1, 3, dtype=torch.bool)),
+    lambda: rotate_and_store(q, k, z, **to),
+    lambda: rotate_and_store(q, k, k, **to | {'v_cache': freed(1, 9, 2, 8)}),
+    lambda: move_keys(freed(4, 2, 8), at, at, rope, at, at + 1),
+    lambda: move_keys(pool[0], at, at, rope, at, at + 1, values=freed(9, 2)),
+):
+    try:
+        call()
+    except RopeError as e:
+        assert 'must have memory, got one whose storage was resized to 0' in str(e), e
+    else:
+        raise AssertionError(call.__code__.co_firstlineno)
+assert not pool.any() and not to['v_cache'].any()
+"""
 
 
 class TestTensorsWithoutMemory:
@@ -81,6 +127,11 @@ class TestTensorsWithoutMemory:
         with pytest.raises(RopeError, match="must have memory, got one whose storage was resized to 0"):
             ROTATION.apply_(q, k, layout="bshd")
         assert torch.equal(q, before)
+
+    def test_no_call_takes_a_tensor_whose_storage_was_resized_to_0(self) -> None:
+        """PyTorch's own operators would end the process, so these calls run in a process of their own."""
+        ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
 
     def test_positions_whose_storage_was_resized_to_0(self, used: None) -> None:
         positions = POSITIONS.clone()

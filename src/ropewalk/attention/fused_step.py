@@ -137,6 +137,7 @@ def _check(given: dict[str, Tensor], norm: QKNorm | None, layout: Layout) -> Non
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         fix = "Run under torch.no_grad() or torch.inference_mode()."
         raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
+    writable.check_memory(_WHO, *inputs, slots)
     if not torch.compiler.is_compiling():
         _check_caches(caches, (q, k, v))
     if can_read(slots) and slots.numel():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.rotation.writable import check_memory
 
 
 def causal(seq: int, keys: int, device: torch.device) -> Tensor:
@@ -57,6 +58,7 @@ def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
             str(mask.dtype),
             "Convert a mask of 0 and 1 to bool, and an additive mask to the dtype of q and k.",
         )
+    check_memory(who, mask)
     # Not `have in (1, want)`: with a dynamic `want`, Dynamo evaluates that to False even if they are equal.
     if not all(have == 1 or have == want for have, want in zip(mask.shape, shape, strict=True)):
         raise _checks.error(

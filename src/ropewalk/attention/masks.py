@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ropewalk import _checks, positions
 from ropewalk.positions.sizes import check_mask, real_tokens
+from ropewalk.rotation.writable import check_memory
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -191,6 +192,7 @@ def _real_tokens(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
         must = "keys must be passed with lengths, and only then"
         fix = "Pass lengths [batch] and keys, or a mask [batch, keys] alone."
         raise _checks.error(who, must, _checks.shown(keys), fix)
+    check_memory(who, attention_mask)
     if keys is None:
         packed = "For numbered documents, pass the mask m[:, None, :, None] == m[:, None, None, :] instead."
         return real_tokens(who, attention_mask, packed)

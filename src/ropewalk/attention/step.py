@@ -23,6 +23,7 @@ from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
+from ropewalk.rotation.writable import check_memory
 
 _FIX = (
     "Build the cache for this model and batch, and call step with the length of these tokens. If the heads are sharded "
@@ -588,4 +589,5 @@ class LayerCache:
                 "keys or values that require one",
                 "Run under torch.no_grad() or torch.inference_mode().",
             )
+        check_memory(step._who, k, v, *(() if q is None else (q,)))
         step._check_may_append(self._stored[0], self._is_last)

@@ -15,6 +15,7 @@ from ropewalk import _checks
 from ropewalk.positions import sizes
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.writable import check_memory
 
 EMPTY = 2**62
 """Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
@@ -161,6 +162,7 @@ def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tenso
         return None
     shape = (length.shape[0], seq)
     sizes.check_mask(who, attention_mask, f"[batch, seq] = {list(shape)}", shape)
+    check_memory(who, attention_mask)
     return sizes.real_tokens(who, attention_mask)
 
 

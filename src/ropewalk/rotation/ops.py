@@ -122,10 +122,7 @@ def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, options: Options) -
     if kernel is None:
         copy_rotated(tensors, cos, sin, options)
         return
-    one_call = checks.can_share_call(tensors, options.layout)
-    if not one_call:
-        writable.check_memory(tensors)  # before the first of two calls
-    for group in [tensors] if one_call else [[x] for x in tensors]:
+    for group in [tensors] if checks.can_share_call(tensors, options.layout) else [[x] for x in tensors]:
         if is_observed():
             _rotate_(group, cos, sin, *options)
         else:

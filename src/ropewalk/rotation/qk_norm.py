@@ -17,7 +17,7 @@ from ropewalk import _checks
 from ropewalk._layout import Layout, Options
 from ropewalk.kernels import backend, cpu, observed
 from ropewalk.kernels.visible import StoreArguments
-from ropewalk.rotation import checks, ops
+from ropewalk.rotation import checks, ops, writable
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.reference import rms_norm
 
@@ -125,6 +125,7 @@ class QKNorm:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.shape[-1:] != (head_dim,) or x.device != device:
             must = f"{name} must be a tensor [..., head_dim={head_dim}] on {device}, where the weights are"
             raise _checks.error(_WHO, must, _checks.describe(x), "Pass heads of the layer that has these weights.")
+        writable.check_memory(_WHO, x, self.q_weight, self.k_weight)
 
 
 _NO_NORM: tuple[Any, ...] = (None, None, 0.0, False)

@@ -13,7 +13,6 @@ from ropewalk._checks import error
 from ropewalk.kernels.backend import PLAIN
 
 _WHO = "Rotation.apply_"
-_MOST_COMPARED = 2**20  # addresses that are compared for tensors whose strides are not nested
 
 
 def check_elements(who: str, x: Tensor, fix: str) -> None:
@@ -28,6 +27,7 @@ def check_elements(who: str, x: Tensor, fix: str) -> None:
         raise error(who, must, "one created under torch.inference_mode()", fix)
     if x._is_zerotensor():
         raise error(who, "each element must have memory", "a zero tensor of PyTorch", fix)
+    check_memory(who, x)
 
 
 def overlaps_itself(x: Tensor) -> bool:
@@ -39,7 +39,7 @@ def overlaps_itself(x: Tensor) -> bool:
     while axes and axes[-1][0] > sum(stride * (n - 1) for stride, n in axes[:-1]):
         axes.pop()  # strides are nested: a step along this axis is longer than all other axes together
     count = math.prod(n for _, n in axes)
-    if not axes or not x.numel() or count > _MOST_COMPARED:
+    if not axes or not x.numel() or count > 2**20:
         return bool(axes) and x.numel() > 0
     offsets = np.zeros(1, np.int64)
     for stride, n in axes:
@@ -67,15 +67,14 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
         )
 
 
-def check_memory(tensors: list[Tensor]) -> None:
-    """Raise if the storage of any tensor was resized to 0.
-
-    The kernels check this too, but in separate calls for q and k, so q could be changed before k is refused.
-    """
-    for x in tensors:
+def check_memory(who: str, *tensors: Tensor) -> None:
+    """Raise if the storage of a tensor was resized to 0, as by FSDP. PyTorch's own operators would read address 0."""
+    for x in tensors if not torch.compiler.is_compiling() else ():
+        if type(x) not in PLAIN or x.is_meta or x.layout is not torch.strided or _is_wrapped(x) or x._is_zerotensor():
+            continue
         if x.numel() and not x.data_ptr():
             must, got = "each tensor must have memory", "one whose storage was resized to 0"
-            raise error(_WHO, must, got, "Restore its storage first.")
+            raise error(who, must, got, "Restore its storage first.")
 
 
 def _check_recordable(x: Tensor) -> None:
