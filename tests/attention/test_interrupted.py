@@ -165,7 +165,9 @@ def is_signalled(action: Callable[[], object], after: float) -> bool:
         signal.setitimer(signal.ITIMER_REAL, after)
         action()
         armed.clear()
-    except InterruptionError:
+    except BaseException:  # NumPy may replace that of the handler by one of its own
+        if armed:
+            raise
         return True
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
