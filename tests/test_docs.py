@@ -192,6 +192,20 @@ def test_examples_in_docstrings_have_the_heading_that_the_site_shows_as_code() -
     assert [path.name for path in sources if re.search(r"^ *Example:$", path.read_text("utf-8"), re.MULTILINE)] == []
 
 
+def test_names_and_descriptions_of_arguments_begin_on_one_line() -> None:
+    """The generator of the site reads `name: description` in one line, and merges other entries with a warning."""
+    entries = [
+        (path.name, line)
+        for path in (ROOT / "src").rglob("*.py")
+        for indent, section in re.findall(
+            r"^( *)(?:Args|Attributes):\n((?:\1 {4}.*\n|\n(?=\1 {4}))+)", path.read_text("utf-8"), re.MULTILINE
+        )
+        for line in re.findall(rf"^{indent} {{4}}(\S.*)$", section, re.MULTILINE)
+    ]
+    assert len(entries) > 1000
+    assert [entry for entry in entries if ": " not in entry[1]] == []
+
+
 def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
     used = set(re.findall(r"\bschemes\.([A-Za-z]+)\b", (ROOT / "docs" / "schemes" / "index.md").read_text("utf-8")))
     listed = re.search(r"^::: ropewalk\.schemes\n    options:\n      members: \[(.*)\]", REFERENCE, re.MULTILINE)

@@ -19,8 +19,8 @@ class TeleChat3(YaRN):
     """YaRN with the attention factor 0.07 · ln(factor) + 1, unless `attention_factor` is given. mscales have no effect.
 
     Args:
-        factor, original_max_position_embeddings, beta_fast, beta_slow, truncate, attention_factor, mscale,
-            mscale_all_dim: as in `YaRN`.
+        factor, original_max_position_embeddings, beta_fast, beta_slow, truncate, attention_factor: as in `YaRN`.
+        mscale, mscale_all_dim: as in `YaRN`.
 
     Examples:
         >>> round(TeleChat3(factor=32.0, original_max_position_embeddings=4096).compute_attention_factor(), 6)
