@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -143,6 +146,37 @@ def test_public_names() -> None:
         assert getattr(ropewalk, name).__doc__
     with pytest.raises(AttributeError, match="module 'ropewalk' has no attribute 'rope_theta'"):
         _ = ropewalk.rope_theta
+
+
+def public_modules() -> dict[str, set[str]]:
+    """Return the modules of the package and of the reference, and the members that the pages of the reference name."""
+    found: dict[str, set[str]] = {name: set() for name in [*ropewalk._MODULES, "configs"]}
+    for page in (SOURCE.parents[1] / "docs" / "reference").glob("*.md"):
+        for name, members in re.findall(
+            r"^::: ropewalk\.(\S+)\n(?: +options:\n +members: \[([^\]]*))?", page.read_text(), re.M
+        ):
+            if name in {*MODULES, *found}:
+                found[name] = set(members.replace(",", " ").split())
+    if importlib.util.find_spec("torchtitan") is None:
+        del found["integrations.torchtitan"]  # cannot be imported
+    return found
+
+
+def test_public_modules_list_public_names_only() -> None:
+    """`dir`, by which editors complete, and `import *` list what the reference names, and no helpers and imports."""
+
+    def check(row: tuple[str, set[str]]) -> None:
+        name, members = row
+        module = getattr(ropewalk, name) if name in ropewalk._MODULES else importlib.import_module(f"ropewalk.{name}")
+        assert dir(module) == sorted(module.__all__)
+        assert members <= {*module.__all__}
+        for public in module.__all__:
+            value = getattr(module, public)
+            where = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "ropewalk")
+            assert where.startswith(("ropewalk", "typing")), public
+            assert not public.startswith("_")
+
+    each(((name, (name, members)) for name, members in public_modules().items()), check)
 
 
 def loaded_by(program: str) -> set[str]:

@@ -25,11 +25,16 @@ from torch import Tensor
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.rounding import FLOAT32 as FLOAT32
-from ropewalk.rotation.rounding import explained_error
+from ropewalk.rotation.rounding import FLOAT32, explained_error
 
 if TYPE_CHECKING:
     from ropewalk.rope.rope import Rope
+
+__all__ = [
+    "FLOAT32", "Repeated", "Width", "difference", "from_cache", "from_complex", "from_full_width", "narrow",
+    "stored_dtype", "to_cache", "to_complex", "to_full_width", "widen", "width_of",
+]  # fmt: skip
+__dir__ = __all__.copy
 
 Repeated = Literal["halves", "each"]
 """How a row repeats its values: both halves of the row are equal, or each value is repeated next to itself."""

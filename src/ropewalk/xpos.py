@@ -19,6 +19,9 @@ from ropewalk import _checks
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 
+__all__ = ["Rotations", "at"]
+__dir__ = __all__.copy
+
 _WHO = "xpos.at"
 _GAMMA = 0.4
 _LOG_MAX = math.log(torch.finfo(torch.float32).max)

@@ -20,6 +20,9 @@ from ropewalk import _checks, positions
 from ropewalk.positions.sizes import check_mask, real_tokens
 from ropewalk.rotation.writable import check_memory
 
+__all__ = ["packed", "packed_blocks", "padding", "padding_blocks", "sliding_window", "sliding_window_blocks"]
+__dir__ = __all__.copy
+
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
     """Build the mask of packed documents: each token attends to itself and the earlier tokens of its own document.

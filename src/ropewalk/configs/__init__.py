@@ -10,3 +10,4 @@ from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.read import from_config
 
 __all__ = ["HeadQueryScale", "ModelRopes", "QueryScale", "VisionRopes", "from_config"]
+__dir__ = __all__.copy

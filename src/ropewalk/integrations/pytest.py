@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+__all__ = ["assert_rope"]
+__dir__ = __all__.copy
+
 
 @pytest.fixture
 def assert_rope() -> Callable[..., Any]:

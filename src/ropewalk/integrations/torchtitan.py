@@ -25,6 +25,9 @@ from ropewalk._checks import choice, error
 from ropewalk._layout import Layout, Pairing
 from ropewalk.rope.rope import Rope
 
+__all__ = ["RopewalkComplexRoPE", "RopewalkCosSinRoPE", "rope"]
+__dir__ = __all__.copy
+
 _WHO = "ropewalk in torchtitan"
 _READ = frozenset(
     {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from ropewalk.parallel.context import ContextParallel as ContextParallel
-from ropewalk.parallel.heads import HeadwiseParallel as HeadwiseParallel
-from ropewalk.parallel.heads import attention_plan as attention_plan
+from ropewalk.parallel.context import ContextParallel
+from ropewalk.parallel.heads import HeadwiseParallel, attention_plan
+
+__all__ = ["ContextParallel", "HeadwiseParallel", "attention_plan"]
+__dir__ = __all__.copy

@@ -6,22 +6,18 @@ seq]` or `[axes, batch, seq]`.
 
 from __future__ import annotations
 
-from ropewalk.positions.augmentation import augment as augment
-from ropewalk.positions.axes import axis as axis
-from ropewalk.positions.axes import crop as crop
-from ropewalk.positions.batches import padded as padded
-from ropewalk.positions.batches import with_unrotated as with_unrotated
-from ropewalk.positions.context_parallel import context_parallel as context_parallel
-from ropewalk.positions.grids import grid as grid
-from ropewalk.positions.grids import mesh as mesh
-from ropewalk.positions.multimodal import Placed as Placed
-from ropewalk.positions.multimodal import mrope as mrope
-from ropewalk.positions.multimodal import xdrope as xdrope
-from ropewalk.positions.processor import from_processor as from_processor
-from ropewalk.positions.segments import Image as Image
-from ropewalk.positions.segments import Markers as Markers
-from ropewalk.positions.segments import Text as Text
-from ropewalk.positions.segments import Video as Video
-from ropewalk.positions.tokens import from_mask as from_mask
-from ropewalk.positions.tokens import packed as packed
-from ropewalk.positions.tokens import ragged as ragged
+from ropewalk.positions.augmentation import augment
+from ropewalk.positions.axes import axis, crop
+from ropewalk.positions.batches import padded, with_unrotated
+from ropewalk.positions.context_parallel import context_parallel
+from ropewalk.positions.grids import grid, mesh
+from ropewalk.positions.multimodal import Placed, mrope, xdrope
+from ropewalk.positions.processor import from_processor
+from ropewalk.positions.segments import Image, Markers, Text, Video
+from ropewalk.positions.tokens import from_mask, packed, ragged
+
+__all__ = [
+    "Image", "Markers", "Placed", "Text", "Video", "augment", "axis", "context_parallel", "crop", "from_mask",
+    "from_processor", "grid", "mesh", "mrope", "packed", "padded", "ragged", "with_unrotated", "xdrope",
+]  # fmt: skip
+__dir__ = __all__.copy

@@ -10,6 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk import _checks
+from ropewalk.schemes import default
 from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme, build, check_class, check_scaling, frequencies
 from ropewalk.schemes.dynamic import DynamicNTK
 from ropewalk.schemes.linear import Linear
@@ -51,10 +52,12 @@ __all__ = [
     "YarnLog",
     "build",
     "check_scaling",
+    "default",
     "frequencies",
     "register",
     "unregister",
 ]
+__dir__ = __all__.copy
 
 _LATER = {
     "LeRoPE": ("lerope", ""),

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["inv_freq"]
+__dir__ = __all__.copy
+
 
 def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
     """Return base^(−2i / rotary_dim) for i = 0 … rotary_dim/2 − 1.

@@ -3,5 +3,7 @@
 vLLM itself is imported only when the plugin registers.
 """
 
-from ropewalk.integrations.vllm.plugin import register as register
-from ropewalk.integrations.vllm.plugin import report as report
+from ropewalk.integrations.vllm.plugin import register, report
+
+__all__ = ["register", "report"]
+__dir__ = __all__.copy

@@ -5,14 +5,14 @@ Only configs are read, and no model is loaded or run. `ropewalk.engines` describ
 
 from __future__ import annotations
 
-from ropewalk.engines import ENGINES as ENGINES
-from ropewalk.engines import MORE_ENGINES as MORE_ENGINES
-from ropewalk.engines import TRAINERS as TRAINERS
-from ropewalk.tools.diff.between_configs import ConfigDiff as ConfigDiff
-from ropewalk.tools.diff.between_configs import configs as configs
-from ropewalk.tools.diff.between_engines import EngineDiff as EngineDiff
-from ropewalk.tools.diff.between_engines import engines as engines
-from ropewalk.tools.diff.for_engine import ForEngine as ForEngine
-from ropewalk.tools.diff.for_engine import for_engine as for_engine
-from ropewalk.tools.diff.with_draft import DraftDiff as DraftDiff
-from ropewalk.tools.diff.with_draft import draft as draft
+from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
+from ropewalk.tools.diff.between_configs import ConfigDiff, configs
+from ropewalk.tools.diff.between_engines import EngineDiff, engines
+from ropewalk.tools.diff.for_engine import ForEngine, for_engine
+from ropewalk.tools.diff.with_draft import DraftDiff, draft
+
+__all__ = [
+    "ENGINES", "MORE_ENGINES", "TRAINERS", "ConfigDiff", "DraftDiff", "EngineDiff", "ForEngine", "configs", "draft",
+    "engines", "for_engine",
+]  # fmt: skip
+__dir__ = __all__.copy

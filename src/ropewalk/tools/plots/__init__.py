@@ -11,15 +11,17 @@ instead, which the extra `explore` installs.
 
 from __future__ import annotations
 
-from ropewalk.tools.plots.differences import differences as differences
-from ropewalk.tools.plots.distance import decay as decay
-from ropewalk.tools.plots.field import angle_field as angle_field
-from ropewalk.tools.plots.figure import FORMATS as FORMATS
-from ropewalk.tools.plots.figure import blank as blank
-from ropewalk.tools.plots.figure import check_path as check_path
-from ropewalk.tools.plots.figure import save as save
-from ropewalk.tools.plots.frequencies import inv_freq as inv_freq
-from ropewalk.tools.plots.interactive import explorer as explorer
-from ropewalk.tools.plots.timings import times_copy as times_copy
-from ropewalk.tools.plots.vectors import pairs as pairs
-from ropewalk.tools.plots.vectors import rotated_vector as rotated_vector
+from ropewalk.tools.plots.differences import differences
+from ropewalk.tools.plots.distance import decay
+from ropewalk.tools.plots.field import angle_field
+from ropewalk.tools.plots.figure import FORMATS, blank, check_path, save
+from ropewalk.tools.plots.frequencies import inv_freq
+from ropewalk.tools.plots.interactive import explorer
+from ropewalk.tools.plots.timings import times_copy
+from ropewalk.tools.plots.vectors import pairs, rotated_vector
+
+__all__ = [
+    "FORMATS", "angle_field", "blank", "check_path", "decay", "differences", "explorer", "inv_freq", "pairs",
+    "rotated_vector", "save", "times_copy",
+]  # fmt: skip
+__dir__ = __all__.copy
