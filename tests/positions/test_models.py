@@ -264,7 +264,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "FLUX.2, reference image i": flux2_references,
     "FLUX.2, text": flux2_text,
     "Wan, HunyuanVideo": wan,
-    "Cosmos, fps frames a second": from_diffusers("cosmos 3x2x5 16 fps", h=2, w=5, frames=3, fps=16),
+    "Cosmos, if the pipeline passes fps": from_diffusers("cosmos 3x2x5 16 fps", h=2, w=5, frames=3, fps=16),
     "Qwen-Image, image or layer i": qwen_image,
     "Qwen-Image, text": qwen_image_text,
     "Lumina 2, image after tokens of text": lumina2_image,
