@@ -7,7 +7,7 @@ attends to a key. Its four axes `[batch, heads, seq, keys]` each have the full s
 
 The functions ending in `_blocks` build the same mask for PyTorch's FlexAttention, which skips blocks of 128 by 128
 tokens that are fully masked. FlexAttention is fused only under torch.compile, and otherwise warns. On the CPU it has no
-gradients (PyTorch 2.13).
+gradients, and is compiled only with AVX2 (PyTorch 2.13).
 """
 
 from __future__ import annotations
