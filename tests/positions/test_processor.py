@@ -87,7 +87,10 @@ def test_tokens_of_one_glm_video_are_found_by_its_markers() -> None:
     batch = {"input_ids": [[1, 5, 1, 6, 1]], "image_grid_thw": [[1, 1, 1]] * 2, "video_grid_thw": [[1, 1, 1]]}
     marked = {**config, "video_start_token_id": 5, "video_end_token_id": 6}
     assert from_processor(marked, batch).positions[0].tolist() == [[0, 1, 2, 3, 4]]
-    with pytest.raises(RopeError, match="the tokens of images must be those of image_grid_thw, 0 here, got 1"):
+    with pytest.raises(
+        RopeError,
+        match="the tokens of images must be those of image_grid_thw, 0 tokens after merging patches, got 1 to",
+    ):
         from_processor(config, batch)
 
 
@@ -117,8 +120,8 @@ FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
         (QWEN, BATCH | {"attention_mask": [[0] * 4]}, "row 0: types of tokens must be 0 to 2, and a row must have a"),
         (QWEN, {"mm_token_type_ids": [[0], [3]]}, "row 1: types of tokens must be 0 to 2, and a row must have a toke"),
         (QWEN, BATCH | {"image_grid_thw": [1, 2, 4]}, "image_grid_thw must be integers of shape [any, 3]"),
-        (QWEN, BATCH | {"image_grid_thw": None}, "row 0: the tokens of images must be those of image_grid_thw, 0 her"),
-        (QWEN, BATCH | {"image_grid_thw": [[1, 2, 6]]}, "tokens of images must be those of image_grid_thw, 3 here, g"),
+        (QWEN, BATCH | {"image_grid_thw": None}, "row 0: the tokens of images must be those of image_grid_thw, 0 tok"),
+        (QWEN, BATCH | {"image_grid_thw": [[1, 2, 6]]}, "w, 3 tokens after merging patches, got 2 tokens. Pass"),
         (QWEN, BATCH | {"image_grid_thw": [[1, 2, 4]] * 2}, "image of image_grid_thw must have tokens in the batch,"),
         (QWEN, BATCH | {"input_ids": [[3]]}, "every image of image_grid_thw must have tokens in the batch, got 1 wit"),
         (QWEN, BATCH | FILM, "every image of image_grid_thw must have tokens in the batch"),

@@ -255,9 +255,11 @@ def _take(who: str, name: str, sizes: Iterator[Any], tokens: int, *, marked: boo
         found += [*edge, one, *edge]
         missing -= one.tokens + 2 * len(edge)
     if missing:
-        must = f"the tokens of {name}s must be those of {name}_grid_thw, {tokens - missing} here"
+        must = (
+            f"the tokens of {name}s must be those of {name}_grid_thw, {tokens - missing} tokens after merging patches"
+        )
         fix = "Pass the grids of all rows in order, and check that no tokens were cut off."
-        raise _checks.error(who, must, str(tokens), fix)
+        raise _checks.error(who, must, f"{tokens} tokens", fix)
     return found
 
 
