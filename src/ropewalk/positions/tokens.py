@@ -71,8 +71,9 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 def from_mask(attention_mask: Tensor) -> Tensor:
     """Return positions of padded rows: the real tokens of each row, or document, count from 0, and padding is at 0.
 
-    Padding may be anywhere and is not counted. Trainers that pack documents number them in the mask, [1, 1, 2, 2, 2,
-    0]: a token is then at the number of earlier tokens with its number, so each document counts from 0.
+    Padding may be anywhere and is not counted. Trainers that pack documents (axolotl; LlamaFactory with `neat_packing`)
+    may number them in the mask, [1, 1, 2, 2, 2, 0]: each document then counts from 0. The attention mask that fits such
+    numbers m is `m[:, None, :, None] == m[:, None, None, :]`, to which `RotaryAttention` adds causality.
 
     Args:
         attention_mask: bool or integer, `[batch, seq]`: 0 or False for padding, and for real tokens 1, True or the
