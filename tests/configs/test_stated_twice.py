@@ -32,6 +32,8 @@ REFUSED = (
     ("bailing_hybrid", "max_position_embeddings must be given for rope_type 'dynamic'"),
     ("diffusion_gemma_text gemma4_text gemma4_unified_text lfm3", "partial_rotary_factor must be 1"),
     ("glm4v_text glm4v_moe_text glm_image_text", "mrope_section must add up to the 16 pairs"),  # they are for 32
+    ("glm4v_text glm_image_text", "mrope_section must add up to the 64 pairs"),
+    ("hunyuan_vl_text", "mrope_section must be given"),
     ("gpt_neox gpt_neox_japanese", "rotary_emb_base must be given"),
     ("gpt_neox gpt_neox_japanese", "'rope_theta' is about rotation"),
     ("moonshine", "rotary_dim must be even"),  # 9, which transformers rounds up

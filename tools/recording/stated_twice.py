@@ -84,6 +84,7 @@ def _flat_cases(model_type: str, own: dict[str, Any]) -> dict[str, dict[str, Any
         "base also at the top": {"rope_theta": B, "rope_parameters": linear},
         "base also at the top, old": {"rope_theta": B, "rope_scaling": linear},
         "base lost, at the top": both(unscaled, scheme("linear"), rope_theta=C),
+        "base only at the top": {"rope_theta": B},
         "two types": {"rope_parameters": {"type": "dynamic", **linear}},
         "original length also at the top, yarn": {
             "original_max_position_embeddings": 2048,

@@ -16,7 +16,7 @@ from ropewalk._checks import Assumed, argument, check_pairing, error, integer, n
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
-from ropewalk.configs.reader import PAIRING_KEY, TRAINED, ConfigValue, Reader, other_pairing
+from ropewalk.configs.reader import DEFAULT, PAIRING_KEY, TRAINED, ConfigValue, Reader, other_pairing
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
@@ -188,8 +188,20 @@ class Architecture:
 
     def choose_sections(self, c: Reader) -> None:
         """Let the config state a value twice if transformers' code decides which one counts."""
-        if self.in_transformers and self.known:
-            c.follow_transformers(self.sections)
+        if not (self.in_transformers and self.known):
+            return
+        c.follow_transformers(self.sections)
+        if not c.sections and c.config.get("rope_theta") is not None and not c.has("rope_parameters"):
+            from ropewalk.configs.tables.default_bases import DEFAULT_SECTIONS
+
+            default = DEFAULT_SECTIONS.get(str(c.get("model_type")))
+            if default is not None:
+                c.sections[DEFAULT] = default
+                c.stated_twice = True
+                said = ", ".join(f"{key} {shown(value)}" for key, value in default.items())
+                c.warnings.append(
+                    Assumed(f"the file has no rope_parameters, so transformers takes those of its class: {said}.")
+                )
 
     def refuse_unsupported(self, c: Reader) -> None:
         """Raise a RopeError if the config describes what no `Rope` does. Add any warning about several axes."""
@@ -319,7 +331,7 @@ class Architecture:
             RopeError: two keys state different values for one parameter, and which one counts is not known.
         """
         rope_keys: dict[str, ConfigValue] = {}
-        if not c.nested and self.sections != "merged":  # transformers prefers this key at the top level
+        if not c.nested and self.sections in ("rope_scaling", "rope_parameters"):  # this key counts at the top level
             c.add(rope_keys, TRAINED, c.get(TRAINED), TRAINED)
         for section in c.sections:
             if section == c.nested:

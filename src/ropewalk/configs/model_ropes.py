@@ -77,7 +77,7 @@ class ModelRopes:
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
-        stated_twice: whether the config states a value that transformers does not read, since it reads another one.
+        stated_twice: whether transformers reads something else than a value that the config states.
     """
 
     layers: tuple[Rope | None, ...]

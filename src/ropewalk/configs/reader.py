@@ -40,6 +40,8 @@ ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 """Keys of the objects with rope parameters: of transformers 4 and of transformers 5."""
+DEFAULT = "rope_parameters of the class"
+"""The name in messages of the section that a class has for files without one."""
 TRAINED = "original_max_position_embeddings"
 PAIRING_KEY = "ropewalk_pairing"
 """Key that `ropewalk convert` writes if the converted weights have another pairing than the model's code expects."""
@@ -302,14 +304,9 @@ class Reader(Fields):
         return next((n for n, s in self.sections.items() if any(isinstance(v, Mapping) for v in s.values())), "")
 
     def follow_transformers(self, order: str) -> None:
-        """Keep the sections that transformers 5 reads. From now on, the first of several values counts.
-
-        Args:
-            order: `Architecture.sections`.
-        """
+        """Keep the sections that transformers 5 reads in this `Architecture.sections`. The first of two values counts."""
         self.strict = False
-        if not self.sections.get("rope_scaling", True):
-            del self.sections["rope_scaling"]
+        self.sections = {name: section for name, section in self.sections.items() if section}
         nested = self.nested == "rope_parameters"
         if order == "rope_parameters" or (order == "nested or rope_scaling" and nested):
             self._drop("rope_scaling", "rope_parameters")
@@ -317,7 +314,7 @@ class Reader(Fields):
             self._drop("rope_parameters", "its objects for kinds of layers")
         elif order == "rope_scaling" and len(self.sections) > 1:
             self._drop("rope_parameters", "rope_scaling in its place")
-        if order == "merged":
+        if order in ("merged", "nested or rope_scaling"):
             self._merge()
 
     def _merge(self) -> None:
@@ -332,8 +329,8 @@ class Reader(Fields):
             return
         kinds = [v for v in self.sections.get("rope_parameters", {}).values() if isinstance(v, Mapping)]
         scaled = any(_meaning(kind.get("rope_type", "default")) != "default" for kind in kinds)
-        shared = ("rope_theta", "partial_rotary_factor")
-        self.sections["rope_scaling"] = {k: v for k, v in scaling.items() if k in shared or (scaled and k != "type")}
+        kept = scaling.keys() - {"type"} if scaled else {"rope_theta", "partial_rotary_factor"}
+        self.sections["rope_scaling"] = {key: value for key, value in scaling.items() if key in kept}
         self.warn_of_unread({"rope_scaling.type": scaling["type"]}, "rope_type")
 
     def _drop(self, name: str, read: str) -> None:

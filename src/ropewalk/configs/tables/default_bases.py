@@ -1,7 +1,10 @@
-"""`DEFAULT_BASES`: the bases of transformers' classes for files that state none where the class reads it.
+"""`DEFAULT_BASES`, `DEFAULT_SECTIONS`: what classes of transformers take if a file states nothing where they read it.
 
-Source: `default_theta` of the classes of transformers 5.24. A class that is not listed has 10000.
+Source: `default_theta` and `__post_init__` of the classes of transformers 5.24. A class that is not listed has the base
+10000, and reads the base and the fraction of a file without a section from its top level.
 """
+
+from typing import Any
 
 DEFAULT_BASES: dict[str, float] = {
     name: base
@@ -31,3 +34,30 @@ DEFAULT_BASES: dict[str, float] = {
     for name in names.split()
 }
 """Maps a model_type, or "model_type.kind of layer", to a base."""
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_MISTRAL = {"rope_type": "yarn", "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
+DEFAULT_SECTIONS: dict[str, dict[str, Any]] = {
+    "apertus": {**_LLAMA3, "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192},
+    "apertus1p5_text": {**_LLAMA3, "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192},
+    "cosmos3_edge_text": {"rope_theta": 1e8, "mrope_section": [24, 20, 20]},
+    "cwm": {**_LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192},
+    "gpt_oss": _YARN,
+    "higgs_audio_v2": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 32.0,
+        "low_freq_factor": 0.125,
+        "high_freq_factor": 0.5,
+        "original_max_position_embeddings": 1024,
+    },
+    "ministral3": {**_MISTRAL, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
+    "mistral4": {**_MISTRAL, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+    "moonshine_streaming": {"rope_theta": 1e4, "partial_rotary_factor": 0.8},
+    "muse_spark_text": {"rope_theta": 5e5},
+    "nemotron3_5_transcribe_asr_audio": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "nemotron3_5_transcribe_word_timestamp": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "openai_privacy_filter": _YARN,
+}
+"""Maps a model_type to the rope_parameters of its class, which hold for files that have no section at all."""

@@ -114,7 +114,7 @@ TEXT: dict[str, Architecture] = {
         name: row(
             name,
             head_dim_keys=(),
-            partial_keys=("rotary_pct", "partial_rotary_factor"),
+            partial_keys=("rotary_pct",),
             partial=fraction,
             kinds={ALL: Kind(bases=("rotary_emb_base",))},
         )
