@@ -308,7 +308,9 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt_neox", "cohere"])
     def test_bfloat16_is_as_near_to_float64(self, models: dict[str, Any], name: str) -> None:
+        """The kernel makes a part of the model's roundings. By chance, which the processor decides, all of them may
+        cancel better, but not by a whole bit."""
         found = models[name]["torch.bfloat16"]
         assert found["loss"]["between"] <= 2.0**-8  # one rounding
         for key in ("logits", "gradients"):
-            assert found[key]["kernel"] <= 1.1 * found[key]["own"]  # measured: at most 1.07
+            assert found[key]["kernel"] <= 2 * found[key]["own"]
