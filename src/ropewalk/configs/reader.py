@@ -304,7 +304,7 @@ class Reader(Fields):
         return next((n for n, s in self.sections.items() if any(isinstance(v, Mapping) for v in s.values())), "")
 
     def follow_transformers(self, order: str) -> None:
-        """Keep the sections that transformers 5 reads in this `Architecture.sections`. The first of two values counts."""
+        """Keep the sections that transformers 5 reads by this `Architecture.sections`. The first value counts now."""
         self.strict = False
         self.sections = {name: section for name, section in self.sections.items() if section}
         nested = self.nested == "rope_parameters"
