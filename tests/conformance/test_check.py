@@ -616,14 +616,3 @@ class TestAssert:
 
     def test_fixture(self, assert_rope: Callable[..., Any]) -> None:
         assert assert_rope(rotated, base=10_000.0).codes == []
-
-
-def test_graph_breaks() -> None:
-    def breaks(x: Tensor, positions: Tensor) -> Tensor:
-        if bool(positions.max() > 10**6):
-            positions = positions - 10**6
-        return rotated(x, positions)
-
-    assert conformance.check(rotated, compiled=True).codes == []
-    report = conformance.check(lambda x, positions: breaks(x, positions), compiled=True)
-    assert "graph-break" in report.codes

@@ -37,7 +37,6 @@ def check(
     layer: int | None = None,
     arguments: Mapping[str, Any] | None = None,
     ignore: Collection[str] = (),
-    compiled: bool = False,
     device: str | torch.device = "cpu",
 ) -> Report:
     """Check what an implementation of rotary embeddings computes, and name its bugs.
@@ -66,7 +65,6 @@ def check(
             needed for parameters that `check` cannot choose a value for.
         ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
             name is a key of the config, as for `from_config`.
-        compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
         device: the device on which the target runs, such as "cuda": its arguments are moved there, and its results to
             the CPU, where they are measured. Modules are moved as well.
 
@@ -100,7 +98,7 @@ def check(
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad(), used.used():
-                _run(partial(calls.find, loaded, expectation, call, layout), report, compiled=compiled)
+                _run(partial(calls.find, loaded, expectation, call, layout), report)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -109,7 +107,7 @@ def check(
     return report
 
 
-def _run(find: Callable[[], Subject], report: Report, *, compiled: bool) -> None:
+def _run(find: Callable[[], Subject], report: Report) -> None:
     """Find the call of a loaded target, and run all steps."""
     try:
         subject = find()
@@ -119,7 +117,7 @@ def _run(find: Callable[[], Subject], report: Report, *, compiled: bool) -> None
         report.add("wrong-device", says)
         return
     try:
-        steps.run(subject, report, compiled=compiled)
+        steps.run(subject, report)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
         raise _checks.error_from(f"check: {report.target} accepts one call but fails in another", e, fix) from e

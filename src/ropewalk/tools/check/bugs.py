@@ -245,7 +245,6 @@ BUGS: dict[str, Bug] = {
         "Write each pair where it was read (stack, not cat). Scores are right only if q and k share the order.",
         "caution",
     ),
-    "graph-break": Bug("torch.compile breaks the graph", "Do not read tensor values in Python.", "caution"),
     "lost-by-half": Bug(
         ".bfloat16() or .half() on the module rounds its angles",
         "Keep inv_freq out of the buffers, or recompute it in float32 in forward.",

@@ -93,7 +93,6 @@ Examples:
     show_default=True,
     help="The device on which TARGET runs, such as cuda. What it returns is measured on the CPU.",
 )
-@click.option("--compile", "compiled", is_flag=True, help="Also count graph breaks under torch.compile.")
 @click.option("--strict", is_flag=True, help="Treat cautions as errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context

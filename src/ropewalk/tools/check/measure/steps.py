@@ -1,9 +1,9 @@
-"""Run the steps of a check in order: structure, law of angles, conditions, far positions, dtypes, state, compiling."""
+"""Run the steps of a check in order: structure, law of angles, conditions, far positions, dtypes, state."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
 
 
-def run(subject: Subject, report: Report, *, compiled: bool) -> None:
+def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
     if subject.expected.channels < subject.expected.head_dim:
         report.found["head"] = "only the rotated channels, which the caller slices out"
@@ -82,8 +82,6 @@ def run(subject: Subject, report: Report, *, compiled: bool) -> None:
     states.judge(baseline, sure)
     if "earlier-calls-matter" not in report.codes:
         positions.judge_cast(baseline)
-    if compiled:
-        _count_graph_breaks(baseline)
 
 
 def _measure(subject: Subject, report: Report) -> Baseline | None:
@@ -395,29 +393,3 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
             report.add("attention-factor", f"The factor of k is {sizes:.5g} times that of q.")
         return k_multipliers
     return multipliers
-
-
-def _count_graph_breaks(baseline: Baseline) -> None:
-    """Count the graph breaks of one call under torch.compile: of two functions, of the one that rotates."""
-    subject, report = baseline.new_subject(), baseline.report
-    explanations: list[Any] = []
-
-    def explained(**arguments: Any) -> Any:
-        explanations.append(torch._dynamo.explain(subject.form.function)(**arguments))
-        return subject.form.function(**arguments)
-
-    torch.compiler.reset()
-    try:
-        compiled = replace(subject, form=replace(subject.form, function=explained))
-        compiled(*usual(subject).tensors(), SMALL[None, :TOKENS])
-    except CallError as e:
-        report.add("graph-break", f"The function cannot be traced: {e}")
-        return
-    finally:
-        torch.compiler.reset()
-    explanation = explanations[0]
-    breaks, reasons = explanation.graph_break_count, explanation.break_reasons
-    if breaks:
-        reason = str(reasons[0].reason).splitlines()[0] if reasons else "Dynamo gives no reason"
-        report.add("graph-break", f"{breaks} graph break(s): {reason}.")
-    report.grade("torch.compile", f"{explanation.graph_count} graph(s)", not breaks or None)
