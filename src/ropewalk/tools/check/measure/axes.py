@@ -215,7 +215,7 @@ def _judge_frequencies(
     for says, found in _progressions(axis, axes.count):
         try:
             other = replace(rope, axes=found)
-            fits = law.Law(law.moving(other.inv_freq), factor).error(multipliers, SMALL) < law.CLOSE
+            fits = law.Law(law.moving(other.inv_freq), factor).explains(multipliers, SMALL)
         except _checks.RopeError:  # the scheme does not apply to such axes
             continue
         if fits:
@@ -224,7 +224,7 @@ def _judge_frequencies(
                 add(pair, other.inv_freq[pair], f": {says}, but {own} is expected.")
             return other
     if axis == axes.axis and identified.code == "wrong-frequencies":
-        off = ((multipliers - law.Law(law.moving(rope.inv_freq), factor).at(SMALL)).abs() / factor).amax(0) > law.CLOSE
+        off = (law.Law(law.moving(rope.inv_freq), factor).excess(multipliers, SMALL) > 1).any(0)
         wrong = {axis[i] for i in off.nonzero().flatten().tolist()}
         if wrong < {*axis}:
             pair = _first(off)[0]
@@ -337,7 +337,7 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
     of, subject, report = baseline.law, baseline.subject, baseline.report
     if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
         return
-    if of.error(baseline.multipliers, SMALL) >= law.CLOSE or subject.way.given is not None:
+    if not of.explains(baseline.multipliers, SMALL) or subject.way.given is not None:
         return
     axis, length = torch.tensor(on_axes.axis), baseline.subject.expected.length
     for far in (200, FAR, 4_095, 32_767):
@@ -348,9 +348,11 @@ def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
                 z = measure(subject, baseline.structure, positions)[0]
             except CallError:
                 return
-            off = (z - of.of(positions[axis, 0].T * of.inv_freq)).abs().amax(1) / of.factor
-            if not bool((off <= law.float32_error(far + 5)).all()):
-                at, worst = f"At position {far:,} on {name} and 0 on the others", float(off.max())
+            angles = positions[axis, 0].T * of.inv_freq
+            off = (z - of.of(angles)).abs() / of.factor
+            if not bool((off <= of.bound_of(angles)).all()):
+                worst = float(off.max())
+                at = f"At position {far:,} on {name} and 0 on the others"
                 says = f"{at}, cos and sin are off by {worst:.2g}."
                 report.add("wrong-far-positions", says, f"one token, position {far:,} on axis {index} ({name})")
                 return

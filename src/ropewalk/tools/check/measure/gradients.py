@@ -90,7 +90,7 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
                 return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
             grad = subject.from_native(grads[0], case.rows)
             right = _right(baseline, weight, x, positions, name == "k")
-            wrong = ~((grad - right).abs() < CLOSE)
+            wrong = ~((grad - right).abs() < baseline.tolerance(positions))
             if not bool(wrong.any()):
                 continue
             if not bool(grad[wrong].any()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from ropewalk import Axes, Rope, formats
 
-CLOSE = 2e-5
-"""Tolerance of cos and sin at positions below 64: five roundings, 64 · 1.25 · FLOAT32, rounded up."""
+ROUNDED = 1e-6
+"""Tolerance of cos and sin of an exact angle: sixteen roundings of float32, such as those of a norm around them."""
+
+_FITTED = 2e-5  # relative error of a fitted base, as `round_digits` rounds it
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -30,6 +31,7 @@ class Law:
         kind: "plain", "backwards" (the angle is negated), or "swapped" (cos and sin are exchanged).
         code: the code of the bug that this law describes, or None for a right law.
         says: what was measured, in one sentence.
+        uncertain: the relative error of each frequency that is only known from the measurement, `[pairs]`.
     """
 
     inv_freq: Tensor
@@ -38,41 +40,64 @@ class Law:
     kind: str = "plain"
     code: str | None = None
     says: str = ""
+    uncertain: Tensor | float = 0.0
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """Return the angles at positions `[...]`, in radians, `[..., pairs]`."""
+        return (positions + self.shift).to(torch.float64)[..., None] * self.inv_freq
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the multipliers at positions `[...]`, complex128 `[..., pairs]`."""
-        return self.of((positions + self.shift).to(torch.float64)[..., None] * self.inv_freq)
+        return self.of(self.angles(positions))
 
     def of(self, angles: Tensor) -> Tensor:
         """Return the multipliers of angles in radians, complex128."""
         z = torch.polar(torch.ones_like(angles), angles)
         return self.factor * {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
 
-    def error(self, multipliers: Tensor, positions: Tensor) -> float:
-        """Return the largest distance of measured multipliers from the law, relative to the factor."""
-        return largest_error(multipliers, self.at(positions), self.factor)
+    def bound(self, positions: Tensor) -> Tensor:
+        """Return the error of cos and sin of each pair, relative to the factor, that float32 explains at positions."""
+        return self.bound_of(self.angles(positions))
+
+    def bound_of(self, angles: Tensor) -> Tensor:
+        """Return the error of cos and sin, relative to the factor, that float32 explains at angles `[..., pairs]`.
+
+        The first frequency of a progression is a power of two, in most ropes 1, so its angles are exact. Others have
+        the error of four roundings (`formats.FLOAT32`), of the product, of an exponent that is rounded three times, and
+        of two more roundings for each frequency before theirs, if each is computed from the previous one. At position
+        1,048,575, this was measured to be 2 to 5 times the error of float32 code.
+        """
+        size = self.inv_freq.abs().clamp(min=1e-30)
+        rank = (size > size[:, None]).sum(1)
+        roundings = 5 + 3 * size.log().abs() + 2 * rank
+        is_exact = (rank == 0) & (size.frexp().mantissa == 0.5)
+        relative = torch.where(is_exact, 0.0, roundings * formats.FLOAT32 / 4) + self.uncertain
+        return ROUNDED + angles.abs() * relative
+
+    def excess(self, multipliers: Tensor, positions: Tensor) -> Tensor:
+        """Return the error of measured multipliers, as multiples of the error that float32 explains in each pair."""
+        off = (multipliers - self.at(positions)).abs() / self.factor / self.bound(positions)
+        return off.nan_to_num(nan=math.inf, posinf=math.inf)
+
+    def explains(self, multipliers: Tensor, positions: Tensor) -> bool:
+        """Return whether measured multipliers are those of the law, within the error that float32 explains."""
+        return bool((self.excess(multipliers, positions) <= 1).all())
+
+    def agree(self, a: Tensor, b: Tensor, positions: Tensor) -> bool:
+        """Return whether two measurements at positions differ no more than two of this law do in float32."""
+        return bool(((a - b).abs() <= 2 * self.factor * self.bound(positions)).all())
+
+    def describe_error(self, multipliers: Tensor, position: Tensor) -> str:
+        """Say how far multipliers `[pairs]` at one position are from the law, for the pair with the largest excess."""
+        pair = int(self.excess(multipliers, position).argmax())
+        off = float((multipliers - self.at(position))[pair].abs()) / self.factor
+        says = f"At position {int(position):,}, cos and sin of pair {pair} are off by {off:.2g}."
+        return f"{says} Float32 explains at most {float(self.bound(position)[pair]):.1e}."
 
 
-def float32_error(positions: Any) -> Any:
-    """Return the error of cos and sin that float32 explains at positions, which are one int or a tensor.
-
-    The frequency and its product with the position are rounded. At position 1,048,575, float32 code was measured to be
-    off by 0.03 to 0.09 if it computes each frequency as a power of the base, and by 0.16 if it computes each frequency
-    from the previous one. The limit there is 0.25.
-    """
-    return CLOSE + formats.FLOAT32 * positions
-
-
-def largest_error(multipliers: Tensor, expected: Tensor, factor: float) -> float:
-    """Return the largest distance of multipliers from the expected ones, relative to `factor`.
-
-    Return inf if any of the distances is not finite.
-    """
-    error = float((multipliers - expected).abs().max()) / factor
-    return error if math.isfinite(error) else math.inf
-
-
-def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int) -> Law:
+def identify(
+    multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int, *, is_fitted: bool = False
+) -> Law:
     """Identify the law of multipliers that were measured at small positions.
 
     Args:
@@ -80,17 +105,18 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         positions: int64 `[tokens]`.
         rope: the expected rope. With None, the measured frequencies count as right.
         head_dim: the number of channels of a head.
+        is_fitted: whether the base of the rope is itself a measurement, which counts as exact if it has 3 digits.
 
     Returns:
-        The right law or that of a known bug, if it is within CLOSE of the multipliers or rounding to 16 bits explains
-        them. Otherwise, a law with the measured frequencies and the code "wrong-base" or "wrong-frequencies".
+        The right law or that of a known bug, if it explains the multipliers in float32, or with rounding to 16 bits.
+        Otherwise, a law with the measured frequencies and the code "wrong-base" or "wrong-frequencies".
     """
     factor = float(multipliers.abs().median()) or 1.0
     inv_freq = measure_frequencies(multipliers, positions)
-    measured = Law(inv_freq, factor)
+    measured = Law(inv_freq, factor, uncertain=formats.FLOAT32 / inv_freq.abs().clamp(min=1e-30))
     if not bool(multipliers.abs().isfinite().all()):
         return replace(measured, code="not-finite", says="The result is not finite at positions 0 to 63.")
-    if measured.error(multipliers, positions) >= CLOSE:
+    if not measured.explains(multipliers, positions):
         says = "The angles are not proportional to the positions."
         measured = replace(measured, code="wrong-frequencies", says=says)
     if rope is None:
@@ -101,7 +127,8 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         return replace(measured, code="wrong-frequencies", says=says)
     steady = int((expected - 1e-3).abs().argmin())  # a pair with clear angles, whose first is within half a turn
     shift = round(float(multipliers[0, steady].angle() / expected[steady]))
-    right = Law(expected, factor)
+    is_exact = not is_fitted or rope.base == float(f"{rope.base:.3g}")
+    right = Law(expected, factor, uncertain=0.0 if is_exact else _FITTED * expected.log().abs() / math.log(rope.base))
     backwards = replace(right, kind="backwards", code="rotates-backwards", says=_BACKWARDS)
     swapped = "At position 0, pairs are rotated by 90 degrees."
     shifted = f"Position 0 gets the angles of {shift}."
@@ -111,7 +138,7 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         replace(right, kind="swapped", code="cos-and-sin-swapped", says=swapped),
         replace(right, shift=shift, code="positions-off-by-one", says=shifted),
     ):
-        if law.error(multipliers, positions) < CLOSE:
+        if law.explains(multipliers, positions):
             return law
     for size in (rope.attention_factor, factor):
         law = replace(right, factor=size)
@@ -121,7 +148,7 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
     for bug, says, wrong in bugs:
         for kind in (right, backwards):
             law = replace(kind, inv_freq=moving(wrong), code=bug, says=says)
-            if len(law.inv_freq) == len(expected) and law.error(multipliers, positions) < CLOSE:
+            if len(law.inv_freq) == len(expected) and law.explains(multipliers, positions):
                 return law
     if measured.code is not None:
         return measured
@@ -130,10 +157,14 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         if is_ramp and np.nanmax(np.abs(inv_freq.abs().numpy() / wrong - 1)) < 1e-3:
             return replace(measured, code=bug, says=says)
     fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
-    if fitted is not None and abs(fitted[1] - 1) < 1e-4:
+    if fitted is not None and abs(fitted[1] - 1) < 1e-4 and abs(fitted[0] / rope.base - 1) > _FITTED:
         return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
     ratios = inv_freq.abs() / expected
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
+    if abs(float(ratios[i]) - 1) < 1e-4:
+        first = int((right.excess(multipliers, positions) > 1).any(-1).nonzero()[0])
+        says = right.describe_error(multipliers[first], positions[first])
+        return replace(measured, code="wrong-frequencies", says=says)
     says = f"Pair {i} has {ratios[i]:.4g} times the expected frequency of {expected[i]:.4g} radians per token."
     return replace(measured, code="wrong-frequencies", says=says)
 
@@ -170,7 +201,7 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
     off = (z / law.of(angles)).angle() * (1 if law.kind == "plain" else -1)
     in_tables = all(bool((rounded(t) == t).all()) for t in (z.real, z.imag))
     unit, frequencies = torch.finfo(dtype).eps / 2, law.inv_freq.abs()
-    noise = float32_error(positions)[:, None] + 1.5 * unit * in_tables
+    noise = law.bound(positions) + 1.5 * unit * in_tables
     roundings = 3 + float((frequencies.max() / frequencies.min()).log())  # three, and one of the exponents
     limit = unit * roundings * angles.abs() + noise
     clear = (limit < 3) & (angles != 0)  # the measured angle is known, and not only modulo a turn

@@ -12,7 +12,7 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
 from ropewalk.tools.check.measure.case import usual
-from ropewalk.tools.check.measure.law import NAMES, find_rounding, float32_error, largest_error, moving
+from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
 
 REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
 FARTHEST = 1_048_575
@@ -22,7 +22,7 @@ LONGEST_CALL = 8_192  # tokens of one call, if positions cannot be passed
 def judge_far(baseline: Baseline) -> None:
     """Compare the angles at large positions with the law, and name the bug at the first position that differs."""
     law, report = baseline.law, baseline.report
-    errors: dict[int, float] = {}
+    errors: dict[int, tuple[float, float]] = {}
     table_end: str | None = None
     for positions in _probes(baseline):
         try:
@@ -32,8 +32,7 @@ def judge_far(baseline: Baseline) -> None:
             if e.code != "raises":
                 report.add(e.code, f"At positions up to {int(positions[-1]):,}: {e}.")
             continue
-        errors_here = (z - law.at(positions)).abs().amax(-1) / law.factor
-        wrong = ~(errors_here <= float32_error(positions))
+        wrong = (law.excess(z, positions) > 1).any(-1)
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0, 0])
             # Judge the next token if it is also wrong. If a table wraps around, the first wrong token has the angles of
@@ -45,13 +44,15 @@ def judge_far(baseline: Baseline) -> None:
             report.add(code, says)
             report.grade("far positions", f"wrong at {int(positions[first]):,}; later positions were not tried", False)
             return
-        errors |= {int(p): float(e) for p, e in zip(positions, errors_here, strict=True)}
+        largest, pairs = ((z - law.at(positions)).abs() / law.factor).max(-1)
+        limits = law.bound(positions).gather(-1, pairs[:, None])[:, 0]
+        errors |= {int(p): (float(e), float(b)) for p, e, b in zip(positions, largest, limits, strict=True)}
     for p in REPORTED:
         if p in errors:
-            exact = 2.0**-24 * max(1.0, 2 * law.factor)
-            limit = f"allowed for float32 angles: {float32_error(p):.1e}"
-            like = "exact to float32" if errors[p] < 4 * exact else limit
-            report.grade(f"error at {p:,}", f"{errors[p]:.1e} of cos and sin; {like}", True, errors[p])
+            error, limit = errors[p]
+            is_exact = error < 2.0**-22 * max(1.0, 2 * law.factor)
+            like = "exact to float32" if is_exact else f"allowed for float32 angles of this pair: {limit:.1e}"
+            report.grade(f"error at {p:,}", f"{error:.1e} of cos and sin; {like}", True, error)
     if table_end:
         report.grade("end of the table", table_end)
 
@@ -81,7 +82,7 @@ def judge_length(baseline: Baseline) -> None:
         return
     sizes, short_law = z.abs(), replace(baseline.law, factor=1.0)
     right, short = (
-        (z / sizes - law.at(positions)).abs().amax(-1) <= float32_error(positions)
+        (law.excess(z / sizes, positions) <= 1).all(-1)
         for law in (replace(short_law, inv_freq=moving(rope.inv_freq)), short_law)
     )
     if not bool(right.all()):
@@ -149,21 +150,17 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
     z = z[token]
     if float(z.abs().max()) < 1e-6:
         return "zeros-past-table", f"At position {p:,} the rotated channels are zero."
-    if largest_error(z, torch.ones_like(z), 1.0) < 1e-3:
+    if float((z - 1).abs().max()) < 1e-3:
         return "unrotated-past-table", f"The token at position {p:,} is not rotated."
-
-    def off(position: int) -> float:
-        return law.error(z, torch.tensor(position))
 
     for n in sorted({p, *range(p - 3, p), *(2**n for n in range(5, 21)), *_table_length(baseline.subject)}):
         if right < n <= p:
-            if off(n - 1) < float32_error(n):
+            if law.explains(z, torch.tensor(n - 1)):
                 return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
-            if p % n < p and off(p % n) < float32_error(n):
+            if p % n < p and law.explains(z, torch.tensor(p % n)):
                 code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
-    says = f"At position {p:,}, cos and sin are off by {off(p):.2g}."
-    return "wrong-far-positions", f"{says} Float32 explains at most {float32_error(p):.1e}."
+    return "wrong-far-positions", law.describe_error(z, positions[token])
 
 
 # The error that rounding explains: cos and sin, the product and the sum lose half a unit each, of numbers up to √2.
@@ -241,8 +238,8 @@ def _find_largest_error(
     worst, at = 0.0, (baseline.multipliers[:1], torch.arange(1), 0)
     for positions in _probes_of_16_bits(baseline):
         z = baseline.measure(positions, dtype, subject)
-        limits = ROUNDING[dtype] + float32_error(positions)
-        parts = ((z - law.at(positions)).abs().amax(-1) / law.factor / limits).nan_to_num(nan=torch.inf)
+        limits = ROUNDING[dtype] + law.bound(positions)
+        parts = ((z - law.at(positions)).abs() / law.factor / limits).amax(-1).nan_to_num(nan=torch.inf)
         if float(parts.max()) > worst:
             worst, at = float(parts.max()), (z, positions, int(parts.argmax()))
     return worst, at

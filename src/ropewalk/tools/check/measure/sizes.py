@@ -9,9 +9,8 @@ from itertools import islice
 import torch
 
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, first_fault, unwritten, usual, where
+from ropewalk.tools.check.measure.case import KNOWN, Case, first_fault, unwritten, usual, where
 
 # (rows, tokens, heads of q, heads of k): each call has several sizes at which kernels fail.
 _SIZES = (
@@ -47,7 +46,7 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> No
 def _cases(baseline: Baseline) -> Iterator[Case]:
     """Yield the cases to try: those that the subject accepts, and for which the right result is known."""
     subject, arguments = baseline.subject, baseline.subject.arguments
-    has_law = baseline.law.error(baseline.multipliers, SMALL) < law.CLOSE
+    has_law = baseline.law.explains(baseline.multipliers, SMALL)
     limits = (
         baseline.subject.expected.length,
         arguments.length if arguments is not None else None,
@@ -69,7 +68,7 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     subject, used, positions = baseline.subject, memory.current(), case.positions(baseline.subject)
     used.overwritten.clear()
     results = [*baseline.compare(case, positions)]
-    close = max(CLOSE, 2 * float(law.float32_error(int(positions.max()))))
+    close = baseline.tolerance(positions)
     if used.overwritten:
         return "memory-overwritten", used.overwritten[0]
     for i, (name, x, out, right) in enumerate(results):

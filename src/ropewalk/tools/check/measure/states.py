@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, measure
-from ropewalk.tools.check.measure.law import CLOSE, Law, largest_error, moving
+from ropewalk.tools.check.measure.law import moving
 from ropewalk.tools.check.measure.positions import LONGEST_CALL
 from ropewalk.tools.check.report import Grade
 
@@ -38,8 +39,9 @@ def judge(baseline: Baseline, sure: Collection[str]) -> None:
 
 def _angles_match(baseline: Baseline, subject: Subject, first: int = 0, tokens: int = 16) -> bool:
     """Return whether tokens from position `first` on have the angles of the baseline."""
-    z = baseline.measure(torch.arange(first, first + tokens), subject=subject)
-    return largest_error(z, baseline.multipliers[first : first + tokens], 1.0) < CLOSE
+    positions = torch.arange(first, first + tokens)
+    z = baseline.measure(positions, subject=subject)
+    return baseline.law.agree(z, baseline.multipliers[positions], positions)
 
 
 def _judge_base(baseline: Baseline) -> None:
@@ -105,15 +107,13 @@ def _judge_rows(baseline: Baseline, far: int) -> None:
         z: Tensor = measure(subject, baseline.structure, positions)[0]
     except CallError:
         return
-    if largest_error(z, baseline.multipliers[:16], 1.0) <= CLOSE:
+    if baseline.law.agree(z, baseline.multipliers[:16], positions[0]):
         report.grade("other rows", "no effect, as expected", True)
         return
     if _ROW_BUGS & {*report.codes}:
         return
-    if (
-        unresolved is not None
-        and Law(moving(unresolved.at_length(far + 16).inv_freq)).error(z / z.abs(), positions[0]) < CLOSE
-    ):
+    long = None if unresolved is None else moving(unresolved.at_length(far + 16).inv_freq)
+    if long is not None and replace(baseline.law, inv_freq=long, factor=1.0).explains(z / z.abs(), positions[0]):
         report.grade("other rows", "the longest row of the batch determines the frequencies of all, as in transformers")
         return
     says = f"Positions 0 to 15 get other angles if another row of the batch is at {far:,}."

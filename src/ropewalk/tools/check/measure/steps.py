@@ -66,7 +66,7 @@ def run(subject: Subject, report: Report) -> None:
         conditions.judge(baseline)
         axes.judge_calls(baseline)
     if subject.way.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
-        if measured.error(multipliers, SMALL) < law.CLOSE:
+        if measured.explains(multipliers, SMALL):
             positions.judge_far(baseline)
         else:
             report.grade("far positions", "not judged: no law explains the angles at positions 0 to 63")
@@ -110,7 +110,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     multipliers = measure(subject, structure, SMALL[None])[0]
     subject, on_axes = axes.judge(subject, structure, multipliers, report)
     measured = _judge_law(subject, structure, multipliers, report, on_axes)
-    k_multipliers = _judge_k(subject, structure, multipliers, report)
+    k_multipliers = _judge_k(subject, structure, multipliers, measured, report)
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
@@ -267,11 +267,14 @@ def _judge_law(
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     expected, rope = subject.expected, subject.expected.rope
+    base = expected.base or (subject.arguments.base if subject.arguments is not None else None)
     if subject.way.given is not None:
         rope = subject.way.given
     elif rope is None:
-        rope = _fitting_rope(subject, structure, multipliers, None if on_axes is None else on_axes.axes)
-    measured = law.identify(multipliers, SMALL, rope, subject.channels)
+        rope = _fitting_rope(subject, structure, multipliers, base, None if on_axes is None else on_axes.axes)
+    measured = law.identify(
+        multipliers, SMALL, rope, subject.channels, is_fitted=base is None and subject.way.given is None
+    )
     if measured.code in _FREQUENCIES and expected.unresolved is not None:
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
@@ -289,7 +292,7 @@ def _judge_law(
         elif subject.axes is None and (twins := _find_twins(measured.inv_freq)) is not None:
             says = f"Pairs {twins[0]} and {twins[1]} rotate at the same speed, as if a table had the wrong width."
             measured = replace(measured, code="wrong-frequencies", says=says)
-        elif measured.error(multipliers, SMALL) < law.CLOSE:
+        elif measured.explains(multipliers, SMALL):
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
     report.found["direction"] = "backwards" if (measured.kind == "backwards") != stated_backwards else "forwards"
@@ -318,12 +321,13 @@ def _find_twins(inv_freq: Tensor) -> tuple[int, int] | None:
     return None
 
 
-def _fitting_rope(subject: Subject, structure: Structure, multipliers: Tensor, of_axes: Axes | None) -> Rope | None:
+def _fitting_rope(
+    subject: Subject, structure: Structure, multipliers: Tensor, base: float | None, of_axes: Axes | None
+) -> Rope | None:
     """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
 
     Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
     """
-    base = subject.expected.base or (subject.arguments.base if subject.arguments is not None else None)
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
         fitted = law.fit_base(inv_freq, structure.rotary_dim, axes=of_axes)
@@ -363,7 +367,7 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     return f"base {scaled[0]:.10g}, slow pairs divided by {scaled[1]:g}, as in Llama 3 and YaRN"
 
 
-def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report: Report) -> Tensor:
+def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: Law, report: Report) -> Tensor:
     """Compare k with q, and return the multipliers of k.
 
     Return those of q if the subject takes no k, or if k has a bug that prevents the measurement.
@@ -384,8 +388,8 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, report
     else:
         k_multipliers = measure(subject, structure, SMALL[None], of="k")[0]
         sizes = float(k_multipliers.abs().median() / multipliers.abs().median())
-        if law.largest_error(k_multipliers / sizes, multipliers, 1.0) > 1e-4:
-            is_opposite = law.largest_error(k_multipliers.conj() / sizes, multipliers, 1.0) < 1e-4
+        if not of.agree(k_multipliers / sizes, multipliers, SMALL):
+            is_opposite = of.agree(k_multipliers.conj() / sizes, multipliers, SMALL)
             direction = "in the opposite direction" if is_opposite else "by other angles"
             report.add("key-unlike-query", f"k is rotated {direction}.")
         elif abs(sizes - 1) > 1e-3:
