@@ -111,7 +111,8 @@ class TestCall:
 
         with pytest.raises(RopeError, match="TARGET must have parameters for q and k, or for x"):
             conformance.check(f)
-        assert conformance.check(f, call="x,positions").codes == []
+        for call in ("x,positions", "q,positions", "q,positions -> q"):
+            assert conformance.check(f, call=call).codes == []
 
     def test_a_function_that_is_given_tables_has_no_scheme(self) -> None:
         scaling = {
@@ -149,6 +150,45 @@ class TestCall:
             conformance.check(Rotary)
         assert conformance.check(Rotary, arguments={"flavour": "plain"}).codes == []
         assert conformance.check(Rotary, arguments={"flavour": "none"}).codes == ["not-rotated"]
+
+    @pytest.mark.parametrize(
+        ("make", "apply", "message"),
+        [
+            (
+                lambda rows, dim: None,
+                rotated,
+                "every parameter of TestCall.<lambda> must have a default or a name whose",
+            ),
+            (lambda dim, base: sys.exit(3), lambda x, t: x, "(dim=64, base=10000.0) cannot be constructed: SystemExit"),
+            (lambda dim, base: 5, lambda x, t: x, "code that computes tables must return tensors, got 5. Return cos"),
+            (
+                lambda x: x,
+                lambda q, k: (q, k),
+                "must have parameters for the tables: cos and sin, or one for both, got",
+            ),
+            (lambda x: x, lambda x, a, b, c: x, "for both, got parameters x, a, b, c. Describe its parameters"),
+        ],
+    )
+    def test_tables_that_cannot_be_passed(self, make: Any, apply: Any, message: str) -> None:
+        with pytest.raises(RopeError) as e:
+            conformance.check((make, apply))
+        assert message in str(e.value)
+
+    def test_parameters_for_tables_need_no_known_name(self) -> None:
+        def make(n_positions: int, dim: int) -> tuple[Tensor, Tensor]:
+            angles = torch.arange(n_positions)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
+            return angles.cos(), angles.sin()
+
+        def apply(a: Tensor, b: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+            u, v, c, s = *x.double().chunk(2, dim=-1), a.unsqueeze(-2), b.unsqueeze(-2)
+            return torch.cat((u * c - v * s, v * c + u * s), dim=-1).type_as(x) * scale
+
+        assert conformance.check((make, apply), base=10_000.0).codes == []
+        assert conformance.check((lambda dim, n_positions: make(n_positions, dim)[::-1], apply)).verdict == "wrong"
+
+    def test_a_function_of_five_tokens(self) -> None:
+        with pytest.raises(RopeError, match=r"must accept more than one call, got RuntimeError: The size of tensor"):
+            conformance.check(lambda x: rotated(x, torch.arange(5)))
 
     def test_a_constructor_that_raises(self) -> None:
         class Rotary:
@@ -273,7 +313,9 @@ class TestCall:
             assert conformance.check(f, pairing="half").verdict == "right"
 
     def test_layout(self) -> None:
-        with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .sbhd., .thd., .hsd., got .hd."):
+        with pytest.raises(
+            RopeError, match=r"layout must be one of .bshd., .bhsd., .sbhd., .thd., .hsd., .td., got .hd."
+        ):
             conformance.check(rotated, layout="hd")  # type: ignore[arg-type]
 
 

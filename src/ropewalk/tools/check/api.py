@@ -14,7 +14,7 @@ from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
-from ropewalk.tools.check.find.form import LAYOUTS
+from ropewalk.tools.check.find.form import LAYOUTS, ONE_HEAD
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import steps
@@ -56,8 +56,8 @@ def check(
         pairing: the expected pairing, "half" or "interleaved". With a config, as for `from_config`. Without one, None
             accepts both.
         factor, download: as for `from_config`, if a config is passed.
-        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd" or "hsd" (all heads of the batch share one
-            axis). None tries all layouts.
+        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd", "hsd" (all heads of the batch share one axis)
+            or "td" (one head for each call). None tries all layouts.
         call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
             "x,positions". "_" omits a parameter.
         layer: the index of the layer of `config` whose rope is expected.
@@ -76,7 +76,7 @@ def check(
             calling it works.
     """
     if layout is not None:
-        _checks.choice("check", "layout", layout, LAYOUTS)
+        _checks.choice("check", "layout", layout, (*LAYOUTS, ONE_HEAD))
     codes = {name for name in ignore if name in BUGS or config is None}
     keys = [name for name in ignore if name not in codes]
     for code in codes:
@@ -120,7 +120,7 @@ def _run(find: Callable[[], Subject], report: Report) -> None:
         steps.run(subject, report)
     except CallError as e:
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
-        raise _checks.error_from(f"check: {report.target} accepts one call but fails in another", e, fix) from e
+        raise _checks.error("check", f"{report.target} must accept more than one call", str(e), fix) from e
 
 
 def _stays_on_the_cpu(find: Callable[[], Subject]) -> str | None:

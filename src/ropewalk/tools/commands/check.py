@@ -57,8 +57,8 @@ Examples:
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option(
     "--layout",
-    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "hsd"]),
-    help="The layout of the tensors; hsd has all heads of the batch in one axis. [default: found by trying]",
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "hsd", "td"]),
+    help="The layout of the tensors; hsd: all heads of the batch in one axis, td: one head. [default: found by trying]",
 )
 @click.option(
     "--call",

@@ -22,11 +22,11 @@ from torch.autograd.function import FunctionCtx
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import memory, signature, tables
-from ropewalk.tools.check.find.form import LAYOUTS, Form, forms
+from ropewalk.tools.check.find.form import LAYOUTS, ONE_HEAD, ONE_ROW, Form, forms
 from ropewalk.tools.check.find.signature import Arguments, Call
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import Source, TableSet
-from ropewalk.tools.check.find.target import Target
+from ropewalk.tools.check.find.target import Target, name_of
 from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, Way, count_of, on_grid, read_form, sides, ways
 from ropewalk.tools.check.measure import structure
 
@@ -87,6 +87,8 @@ class _Finder:
             best = self._find_axes(best, layout)
         if failure is None and self.form is None and (best is None or best[0] < _ROTATES or _is_of_latents(best[1])):
             best = _better(*(self.search(None, layout, key_head) for key_head in ("kept", "dropped")), best)
+        if layout is None and self.form is None and (best is None or best[0] < _ROTATES):
+            best = _better(best, self.search(stated or None, ONE_HEAD))
         if best is None and failure is None:
             best = self.search(stated or None, layout, mode="int32")
         if best is None:
@@ -236,6 +238,7 @@ class _Finder:
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
+            call = signature.take_tables(second, call)
             sources = tables.of_target(first, layer_type, count, self.form)
             calls = [(call, sources)] if sources else []
         elif not ({"x", "qkv", "kv", "x1"} & roles or {"q", "k"} <= roles):
@@ -316,7 +319,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
             - 1 * (subject.way.given is not None and not _has_frequencies(subject.way.given, found, maps[1]))
         )
-    if subject.layout == "thd":
+    if subject.layout in ONE_ROW:
         return score + 1
     if subject.accepts(positions.expand(3, -1)):
         with contextlib.suppress(CallError):
@@ -447,6 +450,7 @@ def _construct(target: Any, expected: Expected, *, rotates: bool) -> tuple[Any, 
             def with_positions(**values: Any) -> Any:
                 return partial(target, **values)
 
+            with_positions.__qualname__ = name_of(target)
             kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in known.items() if name != called["positions"]]
             with_positions.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
             return signature.construct(with_positions, expected)

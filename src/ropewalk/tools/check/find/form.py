@@ -18,6 +18,12 @@ from ropewalk.tools.check.find.signature import FUSED, Call, accept_keywords
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
 """The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
 
+ONE_HEAD = "td"
+"""The layout that is tried if no other can be called: the tokens of one head, so that each head needs a call."""
+
+ONE_ROW = ("thd", ONE_HEAD)
+"""The layouts without an axis for the rows of a batch."""
+
 EPS = 1e-6
 """The eps that is passed to a norm."""
 
@@ -132,7 +138,7 @@ class Form:
         return "".join(f", {text}" for text in texts if text)
 
     @property
-    def _heads(self) -> int:
+    def heads_axis(self) -> int:
         """The axis of the heads in q and k."""
         return -3 if self.layout in ("bhsd", "hsd") else -2
 
@@ -143,10 +149,10 @@ class Form:
 
     def _options(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         """Return the sizes and switches that the function has parameters for, and the values that the user stated."""
-        call, k_heads = self.call, k.shape[self._heads]
+        call, k_heads = self.call, k.shape[self.heads_axis]
         values: dict[str, Any] = {
             "head_size": q.shape[-1],
-            "num_heads": q.shape[self._heads],
+            "num_heads": q.shape[self.heads_axis],
             "num_kv_heads": k_heads,
             "num_v_heads": k_heads,
             "eps": self.eps,
@@ -187,6 +193,8 @@ class Form:
         """
         if self.key_head and k is not None:
             return self._run_for_each_key_head(q, k, angles, rows)
+        if self.layout == ONE_HEAD and q.ndim == 3:
+            return self._run_for_each_head(q, k, angles)
         roles = self.call.parameter_of
         sizes: list[Tensor] = []
         if "q_weight" in roles and weights is None:
@@ -201,7 +209,7 @@ class Form:
         values = {**tensors}
         of_norms = zip(("q_weight", "k_weight"), weights or (), self.added, (q, key), strict=False)
         for role, weight, added, x in of_norms:
-            heads = x.shape[self._heads] if self.of_all_heads else 1
+            heads = x.shape[self.heads_axis] if self.of_all_heads else 1
             values[role] = (weight - added).repeat(heads)
         caches: list[Tensor] = []
         if self.cache:
@@ -224,7 +232,7 @@ class Form:
         return Results(found["q"], None if k is None else found["k"], found.get("v"), stored)
 
     def _run_for_each_key_head(self, q: Tensor, k: Tensor, angles: dict[str, Any], rows: int) -> Results:
-        one, axis, keeps = replace(self, key_head=""), self._heads, self.key_head == "kept"
+        one, axis, keeps = replace(self, key_head=""), self.heads_axis, self.key_head == "kept"
         results, keys = [], []
         for i in range(k.shape[axis]):
             head, key = q.narrow(axis, 0, 1).clone() if i else q, k.narrow(axis, i, 1)
@@ -232,6 +240,16 @@ class Form:
             k_out = cast(Tensor, results[-1].k)
             keys.append(k_out if keeps else k_out.unsqueeze(axis))
         return Results(results[0].q, torch.cat(keys, dim=axis))
+
+    def _run_for_each_head(self, q: Tensor, k: Tensor | None, angles: dict[str, Any]) -> Results:
+        """Call the function with each head of q and k, `[heads, tokens, channels]`. A head of k may be repeated."""
+        n = max(len(x) for x in (q, k) if x is not None)
+        queries, keys = (
+            [None if x is None else x[i] if i < len(x) else x[-1].clone() for i in range(n)] for x in (q, k)
+        )
+        results = [self.run(cast(Tensor, one), key, angles, 1) for one, key in zip(queries, keys, strict=True)]
+        k_out = None if k is None else torch.stack([cast(Tensor, each.k) for each in results[: len(k)]])
+        return Results(torch.stack([each.q for each in results[: len(q)]]), k_out)
 
     def _tensors(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Return the tensors to pass for q, k and v, and those for their results, by role."""
@@ -294,16 +312,16 @@ class Form:
 
 def to_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view of x `[batch, seq, heads, head_dim]` in a layout."""
-    if layout == "thd":
-        return x[0]
+    if layout in ONE_ROW:
+        return x[0] if layout == "thd" else x[0].transpose(0, 1)
     native = x.permute(["bshd".index(axis) for axis in _axes(layout)])
     return native.flatten(0, 1) if layout == "hsd" else native
 
 
 def from_layout(layout: str, x: Tensor, rows: int = 1) -> Tensor:
     """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
-    if layout == "thd":
-        return x[None]
+    if layout in ONE_ROW:
+        return (x if layout == "thd" else x.transpose(0, 1))[None]
     split = x.reshape(rows, -1, *x.shape[1:]) if layout == "hsd" else x
     return split.permute([_axes(layout).index(axis) for axis in "bshd"])
 
@@ -321,6 +339,8 @@ def _sizes(x: Tensor) -> Tensor:
 def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -> Iterator[Form]:
     """Yield the ways to pass tensors to a function, and to read its results, the most likely first."""
     roles = {*call.parameter_of}
+    if layout == ONE_HEAD and FUSED & roles:
+        return
     packings: tuple[str, ...] = ("each",)
     if {"qkv", "kv"} & roles:
         packings = ("flat", "heads", "stacked")

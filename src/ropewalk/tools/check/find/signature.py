@@ -84,7 +84,7 @@ MAKE_NAMES = {
     "base": "base theta rope_theta rope_base freq_base rotary_emb_base rotary_base base_frequency max_timescale "
     "max_wavelength",
     "length": "end max_positions max_position_embeddings max_seq_len max_len max_position seq_len max_seq_length "
-    "context_length max_length block_size max_position_embedding num_positions",
+    "context_length max_length block_size max_position_embedding num_positions n_positions",
     "config": "config args cfg params model_args",
     "sections": CALL_NAMES["sections"],
     "interleaved": CALL_NAMES["interleaved"],
@@ -193,14 +193,19 @@ def read_call(called: Callable[..., Any], call: str | None, literals: Mapping[st
     roles = match({name: p for name, p in known.items() if name not in stated}, CALL_NAMES)
     if roles.get("x") == "t" and {"height", "width"} <= {*roles}:
         roles["frames"] = roles.pop("x")
-    if "q" in roles and "k" not in roles and "x" not in roles:
-        roles["x"] = roles.pop("q")
+    roles = _without_k(roles)
     if "k" not in roles and roles.get("x") == "x" and roles.get("height") == "y" and "width" not in roles:
         roles["q"], roles["k"] = roles.pop("x"), roles.pop("height")  # as in AITER
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
     if "v" in optional:  # a function that rotates what is passed, as in RoFormer
         roles.pop("v")
     return Call(roles, stated, optional=frozenset(optional))
+
+
+def _without_k(roles: Roles) -> Roles:
+    """Return the roles of a function in which q without k, as a function for one tensor may call it, is x."""
+    is_alone = "q" in roles and not {"k", "x"} & {*roles}
+    return {"x" if is_alone and role == "q" else role: name for role, name in roles.items()}
 
 
 def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
@@ -213,6 +218,26 @@ def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
                 roles[role] = name
                 break
     return roles
+
+
+def take_tables(function: Any, call: Call) -> Call:
+    """Return the call of a function that is passed tables, also if the names of their parameters are unknown.
+
+    They are then the required parameters without a role: one for a table, or two for cos and sin.
+
+    Raises:
+        RopeError: no parameters can be those of the tables.
+    """
+    roles, known = call.parameter_of, parameters(function) or {}
+    if {"cos", "sin"} <= {*roles} or {"table", "cos_sin_cache"} & {*roles}:
+        return call
+    taken = {*roles.values(), *call.literals}
+    free = [name for name, p in known.items() if name not in taken and p.default is inspect.Parameter.empty]
+    missing = [role for role in ("cos", "sin") if role not in roles] if len(free) != 1 or "cos" in roles else ["table"]
+    if not free or len(free) != len(missing):
+        must = f"{name_of(function)} must have parameters for the tables: cos and sin, or one for both"
+        raise _checks.error("check", must, named(function), describe(function))
+    return replace(call, parameter_of=roles | dict(zip(missing, free, strict=True)))
 
 
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,7 +286,9 @@ def _parse_call(known: dict[str, inspect.Parameter] | None, call: str, stated: d
     if arrow and results != ["none"] and any(word != "_" and word not in spelled for word in results):
         raise _unknown_roles(_checks.shown(call))
     named = tuple(spelled.get(word, word) for word in results if word != "none")
-    return Call(parameter_of, stated, named if arrow else None)
+    if "x" in (of_one := _without_k(parameter_of)):
+        named = tuple("x" if role == "q" else role for role in named)
+    return Call(of_one, stated, named if arrow else None)
 
 
 _PLAIN = ("q", "k", "x", "cos", "sin", "freqs_cis", "positions", "offset", "unsqueeze_dim")
@@ -356,14 +383,16 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
     values.update(expected.arguments)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     if missing:
-        must = "every parameter of the class must have a default or a name whose meaning is known"
+        must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         fix = f"Pass a value: --arg {missing[0]}=VALUE (in Python, arguments={{{missing[0]!r}: VALUE}})."
         if missing[0] == parameter_of.get("config"):
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
         built = memory.construct(constructor, values)
-    except Exception as e:  # a constructor may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a constructor may raise anything
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         fix = "Pass other arguments (--arg), or a config with the keys that it reads."
         raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find.form import Form, Results, from_layout, to_layout
+from ropewalk.tools.check.find.form import ONE_ROW, Form, Results, from_layout, to_layout
 from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.signature import Arguments
 from ropewalk.tools.check.find.ways import Way, run_starts
@@ -74,6 +74,11 @@ class Subject:
     def has_k(self) -> bool:
         """Whether the target rotates q and k together. Otherwise it rotates one tensor."""
         return self.form.has_k
+
+    @property
+    def has_one_row(self) -> bool:
+        """Whether a call takes one row, whose tokens may be those of several documents."""
+        return self.layout in ONE_ROW or self.way.positions in ("packed", "runs")
 
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
@@ -175,7 +180,7 @@ class Subject:
             if int(sizes.expand(self.axes or 1).prod()) > _CELLS:
                 return False
         rows_are_equal = bool((positions == positions[..., :1, :]).all())
-        if self.layout == "thd" and positions.shape[-2] != 1:
+        if self.layout in ONE_ROW and positions.shape[-2] != 1:
             return False
         if self.way.positions == "rows":
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -212,8 +212,12 @@ def of_target(first: Any, layer_type: str | None, count: int | None, form: str |
 
 
 def tensors_of(returned: Any) -> Tables:
-    """Return the tensors among what a function returned."""
-    return (returned,) if isinstance(returned, Tensor) else tuple(t for t in returned if isinstance(t, Tensor))
+    """Return the tensors among what a function returned. Raise RopeError if there are none."""
+    values = (returned,) if isinstance(returned, Tensor) or not isinstance(returned, Iterable) else returned
+    if not (found := tuple(t for t in values if isinstance(t, Tensor))):
+        fix = "Return cos and sin, or one table."
+        raise _checks.error("check", "code that computes tables must return tensors", _checks.shown(returned), fix)
+    return found
 
 
 def _rows(tables: Tables, positions: Tensor) -> Tables:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks
+from ropewalk.tools.check.find.form import ONE_ROW
 from ropewalk.tools.check.find.signature import Call, Roles, accept_keywords
 
 COUNTS = (3, 2, 4)
@@ -66,7 +67,7 @@ class Way:
         """Return the layouts of a target to which positions can be passed in this way, the most likely first."""
         if self.positions in ("packed", "runs"):  # all documents are in one row, in thd mostly without an axis for it
             return sorted((name for name in layouts if name in ("thd", "bshd")), reverse=True)
-        return [name for name in layouts if name != "thd" or self.positions not in ("offsets", "rows")]
+        return [name for name in layouts if name not in ONE_ROW or self.positions not in ("offsets", "rows")]
 
 
 def ways(
@@ -212,7 +213,7 @@ def on_grid(function: Callable[..., Any], call: Call, way: Way, layout: str) -> 
 
     It takes the positions `[axes, 1, seq]` as `positions`, instead of the size of the grid.
     """
-    axis = layout.index("t" if layout == "thd" else "s")  # of the tokens
+    axis = layout.index("t" if layout in ONE_ROW else "s")  # of the tokens
     names = [call.parameter_of[role] for role in ("q", "k", "x") if role in call.parameter_of]
     by_name = accept_keywords(function)
 

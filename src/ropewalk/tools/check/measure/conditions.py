@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.form import ONE_ROW
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients, variants
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
@@ -97,7 +98,7 @@ def _check_batch(baseline: Baseline) -> bool:
             report.add("batch-ignored", f"Of 3 rows with {tokens} token(s) each, only the first is right.")
         elif not bool(right.all()) and not {"one-token-wrong", *POSITIONS_IGNORED} & {*report.codes}:
             report.add("batch-ignored", f"The results for 3 rows with {tokens} token(s) each are wrong.")
-    return baseline.subject.layout != "thd"
+    return baseline.subject.layout not in ONE_ROW
 
 
 def _check_ragged_rows(baseline: Baseline) -> bool:

@@ -34,9 +34,8 @@ def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUA
     """
     if {"wrong-norm", "no-gradient"} & {*baseline.report.codes}:
         return False
-    one_row = baseline.subject.layout == "thd" or baseline.subject.way.positions in ("packed", "runs")
     cases = [
-        usual(baseline.subject, rows=1 if one_row else rows, tokens=tokens, heads=q, k_heads=k)
+        usual(baseline.subject, rows=1 if baseline.subject.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
         for rows, tokens, q, k in sizes
     ]
     found, raised = first_fault(cases, partial(find_fault, baseline))

@@ -102,8 +102,7 @@ def check_gradients(baseline: Baseline) -> bool:
     others = [replace(baseline, subject=call) for call in baseline.subject.others]
     others += [found for option in _options(baseline) if (found := _judge_option(baseline, option)[0]) is not None]
     for other in others:
-        one_row = other.subject.layout == "thd" or other.subject.way.positions in ("packed", "runs")
-        case = usual(other.subject, tokens=7, rows=1 if one_row else 2)
+        case = usual(other.subject, tokens=7, rows=1 if other.subject.has_one_row else 2)
         with contextlib.suppress(CallError):
             if (fault := gradients.find_fault(other, case)) is not None:
                 baseline.report.add(fault[0], f"In the call {other.subject.signature}: {fault[1]}", str(case))
