@@ -536,7 +536,17 @@ class TestFoundAlone:
 
     def test_crossed_and_not_rotated(self) -> None:
         report = conformance.check(lambda q, k, cos, sin: (k, q))
-        assert report.codes == ["query-and-key-crossed"]
+        says = ["The result for q is computed from k. The result for k is computed from q."]
+        assert (report.codes, [finding.says for finding in report.findings]) == (["query-and-key-crossed"], says)
+
+    @pytest.mark.parametrize("of", [lambda p: p + 1, lambda p: 2 * p, lambda p: min(p, 5)])
+    def test_a_wrong_offset_is_one_bug(self, of: Callable[[int], int]) -> None:
+        """A single token, and the gradient, have the angles of the wrong offset, too."""
+
+        def f(x: Tensor, offset: int) -> Tensor:
+            return rotated(x, torch.arange(x.shape[1]) + (of(offset) if offset else 0))
+
+        assert conformance.check(f).codes == ["wrong-far-positions"]
 
 
 class TestRounding:
@@ -603,6 +613,15 @@ class TestReport:
         assert (first["case"], second["case"]) == (None, "3 heads of 80 channels, 1 token")
         assert "    The last head is not rotated.\n    Smallest case: 3 heads of 80 channels, 1 token.\n" in str(report)
         assert str(report).count("Smallest case") == 1
+
+    @pytest.mark.parametrize("name", ["cache", "past_k", "layer_past", "use_cache", "past_key_value"])
+    def test_decoding_that_was_not_tried(self, name: str) -> None:
+        scope: dict[str, Any] = {"rotated": rotated}
+        exec(f"def f(x, positions, {name}=None, scale=1.0): return rotated(x, positions)", scope)
+        report = conformance.check(scope["f"])
+        assert str(report).startswith(f"f: right, but decoding was not tried (not passed: {name})\n")
+        assert report.to_dict()["untried"] == [name]
+        assert str(conformance.check(rotated)).startswith("rotated: right\n")
 
     def test_every_bug_has_a_fix(self) -> None:
         for code, bug in BUGS.items():

@@ -54,7 +54,10 @@ BUGS: dict[str, Bug] = {
         "Return tensors of the same shape in every call.",
     ),
     "heads-differ": Bug("some heads are rotated differently", "Rotate all heads of a token by the same angles."),
-    "query-and-key-crossed": Bug("q and k are returned in the wrong order", "Swap the two results."),
+    "query-and-key-crossed": Bug(
+        "a result is computed from the other tensor",
+        "Compute the result for q from q alone and that for k from k alone, and return them in this order.",
+    ),
     "wrong-norm": Bug(
         "the norm of q or k is wrong",
         "Divide each head by the root of its mean square, multiply by the weight of q or k, and rotate after that.",
@@ -232,6 +235,11 @@ BUGS: dict[str, Bug] = {
     "no-gradient": Bug(
         "the function has no gradient, as kernels for inference",
         "To train with it, remove `detach` and `no_grad`, or add a backward pass.",
+        "caution",
+    ),
+    "unstated-layout": Bug(
+        "right in the layout that was found, and wrong for several rows in another",
+        "Pass --layout (in Python, layout=), to state which one the code has.",
         "caution",
     ),
     "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),

@@ -69,6 +69,7 @@ class Report:
         findings: bugs before cautions, and causes before their effects.
         grades: the tests that were run, and their results.
         ignored: the codes that the user accepts. Their findings are reported, and do not count.
+        untried: the parameters of decoding, such as a cache, that were not passed, so that decoding was not tried.
     """
 
     target: str
@@ -76,6 +77,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     grades: list[Grade] = field(default_factory=list)
     ignored: frozenset[str] = frozenset()
+    untried: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
@@ -111,6 +113,7 @@ class Report:
         return {
             "target": self.target,
             "verdict": self.verdict,
+            "untried": self.untried,
             "found": self.found,
             "findings": [
                 {
@@ -128,7 +131,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.target}: {self.verdict}"]
+        untried = f", but decoding was not tried (not passed: {', '.join(self.untried)})" if self.untried else ""
+        lines = [f"{self.target}: {self.verdict}{untried}"]
         for finding in self.findings:
             bug = finding.bug
             lines += [

@@ -107,6 +107,9 @@ class _Finder:
             self.candidates(self.expected, self.given, chosen.axes, layout, mode) for mode in ("offsets", "packed")
         ]
         others = [other for of_mode in modes if (other := _like(chosen, of_mode)) is not None]
+        if layout is None and self.form is None and not chosen.form.is_fused and chosen.layout != ONE_HEAD:
+            every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
+            chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
         needs_equal_heads = chosen.form.packing == "stacked" and not _takes_fewer_key_heads(chosen)
         options = {role for roles in VARIED.values() for role in roles}
         passed = {name for role, name in chosen.form.call.parameter_of.items() if role in options}
@@ -416,6 +419,23 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
                     return other
                 working = working or other
     return working
+
+
+def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
+    """Return a likelier layout in which one row has the result of the chosen call, and several have not, or ""."""
+    x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
+    right, _ = chosen(x, x, positions)
+    rows, three = positions.expand(3, -1), torch.cat((x, 2 * x, -x))
+    for other in others:
+        is_same = (other.way.tables, other.form.packing) == (chosen.way.tables, chosen.form.packing)
+        is_likelier = LAYOUTS.index(other.layout) < LAYOUTS.index(chosen.layout)
+        if is_same and is_likelier and other.accepts(rows):
+            with contextlib.suppress(CallError):
+                one, several = other(x, x, positions)[0], other(three, three, rows)[0]
+                expected = torch.cat((right, 2 * right, -right))
+                if bool((one - right).abs().max() < 1e-5) and bool((several - expected).abs().max() > 1e-4):
+                    return other.layout
+    return ""
 
 
 def _all_axes_matter(subject: Subject) -> bool:

@@ -46,6 +46,7 @@ class Subject:
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
         parameters, passed: the parameters of the function, and those that this call passes.
         not_passed: those that neither this call nor the others pass, and which are not judged.
+        other_layout: a layout in which the same call is right for one row and wrong for several, if nobody stated one.
     """
 
     form: Form
@@ -64,6 +65,7 @@ class Subject:
     parameters: tuple[str, ...] = ()
     passed: frozenset[str] = frozenset()
     not_passed: tuple[str, ...] = ()
+    other_layout: str = ""
 
     @property
     def layout(self) -> str:

@@ -16,9 +16,12 @@ from ropewalk.tools.check.find.form import ONE_ROW
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients, variants
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
 
 FIRST = torch.arange(TOKENS)[None]
+_OF_POSITIONS = POSITIONS_IGNORED | {
+    "wrong-far-positions"
+}  # of which a wrong batch, or a wrong token, is a consequence
 
 
 def judge(baseline: Baseline) -> None:
@@ -79,11 +82,25 @@ def _check_offset(baseline: Baseline) -> bool:
 
 def _check_one_token(baseline: Baseline) -> bool:
     positions = torch.tensor([[9]])
-    if not baseline.subject.accepts(positions) or POSITIONS_IGNORED & {*baseline.report.codes}:
+    if not baseline.subject.accepts(positions) or _OF_POSITIONS & {*baseline.report.codes}:
         return False
     if not all(baseline.matches(positions)):
-        baseline.report.add("one-token-wrong", "A single token at position 9 has other angles than within a sequence.")
+        says = "A single token at position 9 has other angles than within a sequence."
+        baseline.report.add(*_of_heads(baseline.subject, positions) or ("one-token-wrong", says))
     return True
+
+
+def _of_heads(subject: Subject, positions: Tensor) -> tuple[str, str, str] | None:
+    """Return code, description and case of heads that differ at positions although all are passed the same numbers.
+
+    They are what a wrong grid over rows and heads causes, and no wrong positions.
+    """
+    x = subject.equal_heads(positions.shape[1], HEADS, len(positions))
+    for name, out in zip("qk", subject(x, x, positions), strict=True):
+        if out is not None and bool((differs := (out - out[:, :, :1]).abs() > CLOSE).any()):
+            case = str(usual(subject, rows=len(positions), tokens=positions.shape[1]))
+            return "heads-differ", f"Equal heads of {name} are rotated differently{where(differs)}.", case
+    return None
 
 
 def _check_batch(baseline: Baseline) -> bool:
@@ -96,7 +113,7 @@ def _check_batch(baseline: Baseline) -> bool:
         right = torch.stack([((out - right).abs() < CLOSE).flatten(1).all(1) for _, _, out, right in compared]).all(0)
         if bool(right[0]) and not bool(right.all()):
             report.add("batch-ignored", f"Of 3 rows with {tokens} token(s) each, only the first is right.")
-        elif not bool(right.all()) and not {"one-token-wrong", *POSITIONS_IGNORED} & {*report.codes}:
+        elif not bool(right.all()) and not {"one-token-wrong", "heads-differ", *_OF_POSITIONS} & {*report.codes}:
             report.add("batch-ignored", f"The results for 3 rows with {tokens} token(s) each are wrong.")
     return baseline.subject.layout not in ONE_ROW
 
@@ -108,16 +125,18 @@ def _check_ragged_rows(baseline: Baseline) -> bool:
         if subject.way.positions == "shared":
             report.grade("ragged rows", "not judged: only positions shared by all rows of the batch can be passed")
         return False
-    if {"batch-ignored", "positions-ignored", "one-token-wrong"} & {*report.codes}:
+    if {"batch-ignored", "one-token-wrong", *_OF_POSITIONS} & {*report.codes}:
         return True
     if not all(baseline.matches(positions)):
-        if baseline.matches(positions, positions[:1].expand(3, -1))[0]:
+        if (found := _of_heads(subject, positions)) is not None:
+            report.add(*found)
+        elif baseline.matches(positions, positions[:1].expand(3, -1))[0]:
             report.add("first-row-positions", "Rows that begin at 0, 20 and 5 all get the positions of the first row.")
         else:
             report.add("rows-mixed-up", "Rows that begin at 0, 20 and 5 are not each rotated by their own positions.")
     elif not all(baseline.matches(positions[:, 2:3])):
         says = "With one token in each of 3 rows, they are not each rotated by their own position."
-        report.add("one-token-wrong", says)
+        report.add(*_of_heads(subject, positions[:, 2:3]) or ("one-token-wrong", says))
     return True
 
 

@@ -66,6 +66,8 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
     positions = _positions(baseline, case) if positions is None else positions
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
     _, results = _call(subject, case, positions)
+    if not all(baseline.matches(positions, heads=case.heads, k_heads=case.k_heads)):
+        return None  # the result itself is wrong, and so is its gradient
     if not any(out.requires_grad for out in results if out is not None):
         return "no-gradient", "No result has a gradient with respect to its input."
     for index, (name, x, result) in enumerate(zip("qk", case.tensors(), results, strict=True)):

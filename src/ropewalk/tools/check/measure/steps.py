@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import cast
 
@@ -12,6 +13,7 @@ from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.form import ONE_HEAD, from_layout, to_layout
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import (
     axes,
@@ -26,10 +28,13 @@ from ropewalk.tools.check.measure import (
     variants,
 )
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
-from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
+
+_OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incremental", "inference"}
+"""Words in the names of parameters that only calls of decoding have."""
 
 
 def run(subject: Subject, report: Report) -> None:
@@ -41,10 +46,13 @@ def run(subject: Subject, report: Report) -> None:
     )
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
+        report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
     report.found["layout"] = subject.layout
+    if other := subject.other_layout:
+        report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
         "shared": "one row for the whole batch",
@@ -132,12 +140,18 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
         plain = law.moving(Rope(baseline.structure.rotary_dim, base, "half").inv_freq)
         if plain.shape == baseline.law.inv_freq.shape and torch.allclose(plain, baseline.law.inv_freq):
             expected = replace(expected, base=base)
+    others = []
     for channels, rotary_dim in _HEAD_SIZES:
         is_free = subject.way.given is not None or subject.arguments is not None or channels == rotary_dim
-        try:
+        with contextlib.suppress(CallError, _checks.RopeError):
             resized = subject.resize(channels, rotary_dim) if subject.resize is not None and is_free else None
-            if resized is None:
-                continue
+            others += [] if resized is None else [(rotary_dim, resized)]
+    if all(_holds_its_size(baseline, resized) for _, resized in others):
+        report.grade("head sizes", "not judged: fixed")
+        return
+    for rotary_dim, resized in others:
+        channels = resized.channels
+        try:
             there = Report(report.target, ignored=report.ignored)
             used.overwritten.clear()
             rope = expected.rope
@@ -157,7 +171,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
                 variants.check_options(found)
                 sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
-            continue  # the target refuses this size, or always has the same
+            continue  # the target refuses this size in one of these calls
         tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
         new = [f for f in there.findings if f.severity == "wrong" and f.code not in {*report.codes, *report.ignored}]
         if new:
@@ -168,9 +182,43 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             report.add(code if code in _KEEP else "size-dependent", says, case + part)
             report.grade("head sizes", f"wrong with {case}{part}", False)
             return
-    report.grade(
-        "head sizes", f"{', '.join(tried)}: as expected" if tried else "not judged: fixed", bool(tried) or None
-    )
+    report.grade("head sizes", f"{', '.join(tried)}: as expected" if tried else "not judged", bool(tried) or None)
+
+
+def _holds_its_size(baseline: Baseline, resized: Subject) -> bool:
+    """Return whether a target refuses heads of another size, or takes them for heads of the size of the plain call.
+
+    It passes on the channels that they have in addition, or splits all channels into heads of its own size, or has a
+    table of as many pairs, of which smaller heads get the first.
+    """
+    plain, has_own_angles = baseline.structure, resized.way.given is None and resized.arguments is None
+    try:
+        if has_own_angles and any(
+            _splits_channels(baseline, resized, of) for of in {resized.layout, "bshd"} - {ONE_HEAD}
+        ):
+            return True
+        structure = infer(resized.linear_maps(SMALL[None, :16]))
+        if structure is None or structure.flaw is not None or structure.lost or structure.pairs > plain.pairs:
+            return False
+        if resized.channels > baseline.subject.channels or not has_own_angles:
+            return torch.equal(structure.ins, plain.ins)
+        z = measure(resized, structure, SMALL[None])[0]
+        return torch.allclose(z, baseline.multipliers[:, : structure.pairs], atol=CLOSE)
+    except CallError:
+        return True
+
+
+def _splits_channels(baseline: Baseline, resized: Subject, layout: str) -> bool:
+    """Return whether all channels of a token, in a layout, are split into heads of the size of the plain call."""
+    x, size = usual(resized).tensors()[0], baseline.subject.channels
+    native = to_layout(layout, x)
+    shape = [*native.shape[:-1], size]
+    shape[replace(resized.form, layout=layout).heads_axis] = -1
+    if native.numel() % (TOKENS * size):
+        return False
+    split = baseline.predict(from_layout(layout, native.reshape(shape)), SMALL[:TOKENS])
+    out, _ = resized(x, x, SMALL[None, :TOKENS])
+    return torch.allclose(to_layout(layout, out).double(), to_layout(layout, split).reshape_as(native), atol=CLOSE)
 
 
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")
@@ -210,10 +258,9 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
 
 
 def _report_no_pairs(subject: Subject, report: Report) -> None:
-    x = subject.equal_heads(TOKENS, HEADS)
-    if subject.has_k and bool(subject(torch.zeros_like(x), x, SMALL[None, :TOKENS])[0].abs().max() > 1e-3):
-        report.add("query-and-key-crossed", "If q is all zeros, the first result is not zero.")
+    if _report_crossed(subject, report):
         return
+    x = subject.equal_heads(TOKENS, HEADS)
     out, _ = subject(x, x, SMALL[None, :TOKENS])
     if not bool(out.isfinite().all()):
         report.add("not-finite", "The result is not finite even at positions 0 to 4.")
@@ -221,6 +268,22 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         report.add("not-rotated", "The output equals the input.")
     else:
         report.add("not-rotated", "The channels do not change in pairs.")
+
+
+def _report_crossed(subject: Subject, report: Report) -> bool:
+    """Report where a result is not zero although only the other tensor is not. Return whether there are any."""
+    x = subject.equal_heads(TOKENS, HEADS)
+    of_q, of_k = (subject(x * is_q, x * (1 - is_q), SMALL[None, :TOKENS]) for is_q in (1, 0))
+    crossed = {"q": (of_k[0].abs() > 1e-3, "k")} if subject.has_k else {}
+    crossed |= {} if of_q[1] is None else {"k": (of_q[1].abs() > 1e-3, "q")}
+    says = [
+        f"The result for {name} is computed from {other}{where(wrong)}."
+        for name, (wrong, other) in crossed.items()
+        if bool(wrong.any())
+    ]
+    if says:
+        report.add("query-and-key-crossed", " ".join(says))
+    return bool(says)
 
 
 def _judge_structure(structure: Structure, subject: Subject, report: Report) -> None:
@@ -326,7 +389,7 @@ def _fitting_rope(
 ) -> Rope | None:
     """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
 
-    Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
+    Its base is the one that is passed, of the user or the constructor, else one that fits the measured frequencies.
     """
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
@@ -375,11 +438,9 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: La
     if not subject.has_k:
         return multipliers
     k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
-    x = subject.equal_heads(TOKENS, HEADS)
-    _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :TOKENS])
-    if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
-        report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
-    elif k_structure is None:
+    if _report_crossed(subject, report):
+        return multipliers
+    if k_structure is None:
         report.add("key-not-rotated", "k is returned unchanged.")
     elif k_structure.flaw is not None or not (
         torch.equal(k_structure.ins, structure.ins) and torch.equal(k_structure.outs, structure.outs)
