@@ -328,7 +328,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/bench": 2322,
-    "tools/check": 6100,
+    "tools/check": 6290,
     "tools/commands": 1350,
     "tools/convert": 2100,
     "tools/diff": 1530,
