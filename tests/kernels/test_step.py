@@ -300,7 +300,7 @@ def test_shared_memory_is_never_written() -> None:
     cos, sin = tables(2, pairs=1)
     how: dict[str, Any] = {"q_weight": None, "k_weight": None, "slots": torch.tensor([[0, 1]]), "head_dim": 2}
     how |= {"cos": cos, "sin": sin, "rotary_dim": 2, "offset": 0}
-    for _ in range(3000):
+    for _ in range(6000):
         buffer, block, slot = torch.zeros(600), draw.choice([4, 6, 12, 24, 40]), draw.choice([2, 4, 6, 12, 80])
         head, channel = draw.choice([2, 3, 4, 24, 48]), draw.choice([1, 1, 1, 2])
         given: dict[str, Any] = {"q": torch.ones(1, 2, 2, 2), "k": torch.ones(1, 2, 2, 2), "v": torch.ones(1, 2, 2, 2)}

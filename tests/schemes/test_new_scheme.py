@@ -136,7 +136,7 @@ def test_from_a_gguf_file(tmp_path: Path) -> None:
         ({"rope.scaling.slowness": None}, r"llama.rope.scaling.slowness must be given, got none. Sloth needs it"),
         ({"rope.scaling.slowness": 0.5}, "a.gguf: Sloth: slowness must be from 1"),
         ({"rope.scaling.type": "owl"}, "rope.scaling.type must be one of .*sloth.*, got 'owl'"),
-        ({"rope.scaling.speed": 1.0}, "is about rotation and must be a key that llama.cpp reads"),
+        ({"rope.scaling.speed": 1.0}, "is about rotation and must be a key that ropewalk knows for llama"),
     ],
 )
 def test_gguf_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
