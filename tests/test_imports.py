@@ -316,7 +316,7 @@ BUDGET = {
     "": 1300,
     "angles": 550,
     "attention": 4830,
-    "configs": 6410,
+    "configs": 6420,
     "configs/tables": 2150,
     "engines": 2900,
     "integrations": 2450,

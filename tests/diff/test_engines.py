@@ -571,6 +571,9 @@ def test_a_nested_truncate_in_transformers() -> None:
     assert not full["at"][0]["engines"]["vLLM"]["apart"]["same"]
 
 
+TRAINED = "original_max_position_embeddings"
+
+
 def test_a_base_that_transformers_does_not_read() -> None:
     """transformers 5 reads rope_scaling in place of rope_parameters, and with it the engines that use its classes."""
     llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -585,3 +588,7 @@ def test_a_base_that_transformers_does_not_read() -> None:
     with pytest.warns(UserWarning, match="no effect in transformers"):
         bases = {name: from_config(config, engine=name).rope.base for name in ("vllm", "llama.cpp", "exllamav3")}
     assert bases == {"vllm": 1e4, "llama.cpp": 1e4, "exllamav3": 5e5}
+    # Which of two lengths an engine takes that reads the file itself was not recorded.
+    scaled = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4, **dict.fromkeys([TRAINED], 2048)}}
+    states = diff.engines({"model_type": "llama", **sizes, **scaled, TRAINED: 1024}).facts["states"]
+    assert [name for name, state in states.items() if state == "unknown"] == ["mlx-lm", "exllamav3"]

@@ -197,7 +197,7 @@ class Architecture:
             default = DEFAULT_SECTIONS.get(str(c.get("model_type")))
             if default is not None:
                 c.sections[DEFAULT] = default
-                c.stated_twice = True
+                c.stated_twice.update(default)
                 said = ", ".join(f"{key} {shown(value)}" for key, value in default.items())
                 c.warnings.append(
                     Assumed(f"the file has no rope_parameters, so transformers takes those of its class: {said}.")
@@ -384,6 +384,8 @@ class Architecture:
             model_type = str(c.get("model_type"))
             default = DEFAULT_BASES.get(f"{model_type}.{name}", DEFAULT_BASES.get(model_type, 10_000.0))
             c.record_origin("base", f"the default of {model_type} in transformers, which does not read the stated one")
+            used = Assumed(f"So the base is {default:g}, the default of {model_type} in transformers.")
+            c.warnings += [] if used in c.warnings else [used]
             return default
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if kind.implied_base is None or c.has("rope_parameters"):

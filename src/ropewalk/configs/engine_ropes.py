@@ -140,6 +140,7 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
         "whole": values,
         "values": text,
         "layers": len(ropes.layers),
+        "stated_twice": ropes.stated_twice,
         "ropes": dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True)),
     }
 

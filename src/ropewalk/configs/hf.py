@@ -189,7 +189,9 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         output_order=row.output_order if pairing == "interleaved" else None,
         axis_names=row.axis_names(ropes),
         origins=c.origins,
-        stated_twice=c.stated_twice and row.sections != "rope_parameters",  # such a class keeps both as they are
+        stated_twice=frozenset(
+            () if row.sections == "rope_parameters" else c.stated_twice
+        ),  # which keeps both sections
     )
 
 

@@ -77,7 +77,7 @@ class ModelRopes:
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
-        stated_twice: whether transformers reads something else than a value that the config states.
+        stated_twice: the parameters of which the config states a value that transformers does not read.
     """
 
     layers: tuple[Rope | None, ...]
@@ -99,7 +99,7 @@ class ModelRopes:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
-    stated_twice: bool = False
+    stated_twice: frozenset[str] = frozenset()
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
         """Return each distinct rope with the indices of its layers, in order of first appearance."""

@@ -274,7 +274,7 @@ class Reader(Fields):
         sections: the objects with rope parameters that the model's code reads, by name, the decisive one first.
         strict: whether two values of one parameter are an error. If False, the first one counts, with a warning.
         lost_base: whether the config states a base only where the model's code does not read it.
-        stated_twice: whether the config states a value that the model's code does not read.
+        stated_twice: the parameters of which the config states a value that the model's code does not read.
         weights: the tensors of the checkpoint, as far as they are known.
     """
 
@@ -296,7 +296,8 @@ class Reader(Fields):
         self.longest = self.length(self.first_present(_LENGTHS))
         self.sections = {name: self.section(name) for name in SECTIONS if self.has(name)}
         self.strict = True
-        self.lost_base = self.stated_twice = False
+        self.lost_base = False
+        self.stated_twice: set[str] = set()
 
     @property
     def nested(self) -> str:
@@ -310,6 +311,9 @@ class Reader(Fields):
         nested = self.nested == "rope_parameters"
         if order == "rope_parameters" or (order == "nested or rope_scaling" and nested):
             self._drop("rope_scaling", "rope_parameters")
+        elif order == "merged" and len(self.sections) > 1 and not nested:
+            must, fix = "must have an object for each kind of layer beside rope_scaling", "Remove one of the two."
+            raise self.error("rope_parameters", must, "none, which transformers cannot read (KeyError)", fix)
         elif order in ("merged", "nested or rope_scaling") and not nested:
             self._drop("rope_parameters", "its objects for kinds of layers")
         elif order == "rope_scaling" and len(self.sections) > 1:
@@ -323,7 +327,8 @@ class Reader(Fields):
         So `type`, which transformers 4 read too, has no effect, nor have the parameters that belong to it.
         """
         if self.nested == "rope_scaling":
-            raise self.nested_error("rope_scaling")
+            must, fix = "must be one object for all kinds of layers", "Write objects for kinds into rope_parameters."
+            raise self.error("rope_scaling", must, "several objects", fix)
         scaling = self.sections.get("rope_scaling", {})
         if scaling.get("type") is None or scaling.get("rope_type") is not None:
             return
@@ -348,9 +353,10 @@ class Reader(Fields):
     def warn_of_unread(self, values: Mapping[str, Any], read: str) -> None:
         """Warn of values, by their keys, that have no effect because transformers reads something else."""
         if values:
-            self.stated_twice = True
+            self.stated_twice.update(where.rpartition(".")[2].partition("[")[0] for where in values)
             keys = ", ".join(f"{where} ({shown(value)})" for where, value in values.items())
-            warning = f"{keys} has no effect in transformers, which reads {read}. Other programs may read it."
+            has, them = ("has", "it") if len(values) == 1 else ("have", "them")
+            warning = f"{keys} {has} no effect in transformers, which reads {read}. Other programs may read {them}."
             if warning not in self.warnings:
                 self.warnings.append(Assumed(warning))
 

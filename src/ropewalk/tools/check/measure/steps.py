@@ -51,8 +51,6 @@ def run(subject: Subject, report: Report) -> None:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
     report.found["layout"] = subject.layout
-    if other := subject.other_layout:
-        report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
         "shared": "one row for the whole batch",
@@ -64,6 +62,8 @@ def run(subject: Subject, report: Report) -> None:
     }[subject.way.positions]
     if repeats.judge_written(subject, report) or repeats.judge(subject, report):
         return
+    if other := subject.other_layout:  # found by calls before this, whose results may vary with the memory
+        report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
     if (baseline := _measure(subject, report)) is None:
         return
     multipliers, measured = baseline.multipliers, baseline.law
