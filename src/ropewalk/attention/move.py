@@ -61,9 +61,9 @@ def move_keys(
             or, on the CPU outside of torch.compile, a slot or a position is out of range or two tokens share a slot.
             Nothing has been written then. On other devices, slots are not read back, and a token with a slot outside of
             the pool is skipped.
-        Any other exception, such as KeyboardInterrupt or one for lack of memory, may come between two tensors. They are
-            moved one after the other, first `keys` with their `scales` and then `values`, and a note of the exception
-            (`__notes__`) says at which of them it came.
+        BaseException: any other, such as KeyboardInterrupt or one for lack of memory, may come between two tensors.
+            They are moved one after the other, first `keys` with their `scales` and then `values`, and a note of the
+            exception (`__notes__`) says at which of them it came.
 
     Precision:
         One rounding to the dtype of the keys. Each further move of the same keys adds one.
