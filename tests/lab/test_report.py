@@ -245,19 +245,6 @@ def test_the_page_has_the_recorded_numbers_of_other_positions():
     assert set(shown) == {"× trained length", "rope", *methods.BASELINES}
 
 
-def test_the_page_on_extending_a_model_has_the_numbers_of_the_results():
-    copying = RECORDED.split("mean of 3 seeds")[1]
-    said = " ".join((DOCS / "extend.md").read_text("utf-8").split())
-    for method, how in (
-        ("Self-Extend", "with Self-Extend"),
-        ("YaRN", "with YaRN"),
-        ("NTK dynamic", "with [dynamic NTK]"),
-    ):
-        (row,) = (line.split("|") for line in copying.splitlines() if line.split("|")[1:2] == [f" {method} ".ljust(25)])
-        twice, four_times = row[5][:5].strip(), row[7][:5].strip()
-        assert f"{twice} and {four_times} {how}" in said
-
-
 def test_tables_by_hand(tmp_path):
     about = {**ABOUT, "lengths": [63, 127], "tokens": [128, 256]}
     made = [
