@@ -16,7 +16,7 @@ from ropewalk.kernels.backend import has_float64
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import api
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.dtensor import is_dtensor, replicate
+from ropewalk.rotation.placements import is_dtensor, replicate
 
 _FLOATS = (torch.float32, torch.float64)
 _POSITIONS = (torch.int32, torch.int64, *_FLOATS)

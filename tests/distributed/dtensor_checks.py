@@ -175,31 +175,6 @@ def sharded_tables(world: int) -> None:
 
 
 @check
-def tables_of_this_rank(world: int) -> None:
-    mesh, rank, layout = line(world), dist.get_rank(), "bshd"
-    starts = torch.arange(4)[:, None] * 5
-    for positions, placement, mine in (
-        (torch.arange(SEQ), Shard(1), lambda p: p.chunk(world)[rank]),
-        (starts + torch.arange(SEQ), Shard(0), lambda p: p.chunk(world)[rank]),
-        (starts + torch.arange(SEQ), Shard(1), lambda p: p.chunk(world, 1)[rank]),
-    ):
-        q = made(layout)
-        of_q = spread(q, mesh, placement)
-        with quiet():
-            rotated = ROPE.at(mine(positions))(of_q, layout=layout)
-        compare(rotated, q, ROPE.at(positions), layout, placement)
-    q = made("bshd")
-    with quiet():  # a row for the whole batch
-        rotated = ROPE.at(torch.arange(SEQ)[None])(spread(q, mesh, Shard(0 if world == 2 else 1)), layout="bshd")
-    compare(rotated, q, ROPE.at(torch.arange(SEQ)), "bshd")
-    one = made("bshd", batch=world)  # one sequence per rank: its table could also be that of all sequences
-    of_one = spread(one, mesh, Shard(0))
-    with quiet():
-        rotated = ROPE.at(torch.arange(SEQ)[None] + rank)(of_one, layout="bshd")
-    compare(rotated, one, ROPE.at(torch.arange(world)[:, None] + torch.arange(SEQ)), "bshd")
-
-
-@check
 def tables_per_head(world: int) -> None:
     mesh = line(world)
     for layout, batch in itertools.product(LAYOUTS, (None, 4)):
@@ -324,10 +299,11 @@ def learned_tables(world: int) -> None:
         rotation_of(cos, sin)(of_q, layout="bshd").backward(of_up)
         torch.testing.assert_close(cos.grad.full_tensor(), exact_cos)
         torch.testing.assert_close(sin.grad.full_tensor(), exact_sin)
-    rank = dist.get_rank()
-    cos, sin = (t.chunk(world)[rank].clone().requires_grad_() for t in (angle.cos(), angle.sin()))
+    rank = dist.get_rank()  # the rows of its own tokens, as DTensors
+    mine = [t.chunk(world)[rank].clone().requires_grad_() for t in (angle.cos(), angle.sin())]
+    cos, sin = (DTensor.from_local(t, mesh, [Shard(0)]) for t in mine)
     rotation_of(cos, sin)(spread(q, mesh, Shard(1)), layout="bshd").backward(spread(up, mesh, Shard(1)))
-    torch.testing.assert_close(cos.grad, exact_cos.chunk(world)[rank])
+    torch.testing.assert_close(mine[0].grad, exact_cos.chunk(world)[rank])
     in_place = spread(q, mesh, Shard(1)) * 1
     cos = angle.cos().requires_grad_()
     rotation_of(cos, angle.sin()).apply_(in_place, layout="bshd")
@@ -583,20 +559,16 @@ def refusals(world: int) -> None:
     raises(mixed, lambda: tables.apply_(q, layout="bshd"))
     other = spread(q, plane(world), Shard(1), Replicate())
     raises(mixed + "a DTensor, a DTensor", lambda: rotation(of_q, other, layout="bshd"))
-    neither = rf"axis 1 of q, cos and sin must have rows for all {SEQ} or this rank's {SEQ // world}, got 3 "
-    raises(neither, lambda: ROPE.at(torch.arange(3))(of_q, layout="bshd"))
+    mine = torch.arange(SEQ // world)  # plain, of this rank's tokens only
+    of_all = f"must have {SEQ // world} tokens, .* got {SEQ} .*positions are those of all ranks, or a DTensor"
+    raises(of_all, lambda: ROPE.at(mine)(of_q, layout="bshd"))
+    raises(of_all, lambda: ROPE.at(mine).apply_(of_q, layout="bshd"))
+    rows = torch.arange(SEQ).expand(2, -1)
+    raises(r"must have batch size 2, .* those of all ranks", lambda: ROPE.at(rows)(of_q, layout="bshd"))
     whole = spread(q, mesh, Replicate())
     raises(r"q in layout 'bshd' must have 3 tokens", lambda: ROPE.at(torch.arange(3))(whole, layout="bshd"))
     raises(r"layout must be one of", lambda: rotation(of_q, layout="bsdh"))
     raises(r"must have 4 axes", lambda: rotation(of_q[:, :, 0], layout="bshd"))
-    one = spread(made("bshd", batch=world), mesh, Shard(0))
-    keys = spread(made("bshd", batch=world), mesh, Replicate())
-    ours = ROPE.at(torch.arange(SEQ)[None])
-    clear = rf"whether they hold all rows or this rank's rows, got an axis of size {world} over {world} ranks"
-    raises(clear, lambda: ours(one, keys, layout="bshd"))
-    cos = ours.cos.clone().requires_grad_()
-    learned = Rotation(cos, ours.sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
-    raises(clear, lambda: learned(one, layout="bshd"))
 
 
 def raises(pattern: str, call: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ from ropewalk.attention.step import LayerCache
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.dtensor import local_weight
+from ropewalk.rotation.placements import local_weight
 from ropewalk.rotation.qk_norm import QKNorm
 from ropewalk.rotation.reference import rms_norm
 

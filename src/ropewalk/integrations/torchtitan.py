@@ -68,8 +68,8 @@ class _Ropewalk:
             query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
             key: as query, but it may have another number of heads.
             positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`; plain or DTensor. Any values are
-                allowed. If query is a DTensor, plain positions may cover all tokens or only those of this rank. The
-                number of positions decides which of the two it is. None means 0, 1, 2, ...
+                allowed. If query is a DTensor, plain positions are those of the tokens of all ranks. None means
+                0, 1, 2, ...
 
         Returns:
             Rotated query and key, with the shapes, dtypes, placements and SPMD types of the arguments.

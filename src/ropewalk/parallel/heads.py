@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from ropewalk import _checks
 from ropewalk.attention.layer import RotaryAttention
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.dtensor import is_dtensor, sum_gradient
+from ropewalk.rotation.placements import is_dtensor, sum_gradient
 
 _WHO = "HeadwiseParallel"
 

@@ -329,11 +329,11 @@ class Rope:
         numerics: Numerics = "exact",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from ropewalk.angles import exact
-        from ropewalk.rotation import dtensor
+        from ropewalk.rotation import placements
 
-        if dtensor.is_dtensor(positions):
+        if placements.is_dtensor(positions):
             of_shard = partial(self._cos_sin, factor=factor, device=None, dtype=dtype, numerics=numerics)
-            return dtensor.tables_of_shards(positions, device, of_shard, has_axes=self.axes is not None)
+            return placements.tables_of_shards(positions, device, of_shard, has_axes=self.axes is not None)
         phase_steps, inv_freq = self._phase_steps, self._inv_freq
         if phase_steps is None or inv_freq is None:
             raise self._unresolved_error()

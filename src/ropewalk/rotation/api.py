@@ -14,8 +14,8 @@ from ropewalk._checks import attention_factor as check_factor
 from ropewalk._layout import Layout, Options, Pairing
 from ropewalk.kernels import backend, cpu
 from ropewalk.kernels.backend import PLAIN
-from ropewalk.rotation import checks, dtensor, ops
-from ropewalk.rotation.dtensor import is_dtensor
+from ropewalk.rotation import checks, ops
+from ropewalk.rotation.placements import is_dtensor
 
 _WHO = "Rotation"
 FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor", "per_head")
@@ -103,8 +103,7 @@ class Rotation(_Fields):
                 any strides. Not changed.
             k: as q, but its number of heads may differ (GQA). None rotates only q.
                 If q and k are DTensors, each rank rotates its own shard, and the results have the same placements.
-                Plain cos and sin then have rows for all tokens or for the tokens of this rank, which is inferred from
-                their sizes.
+                Plain cos and sin then have rows for the tokens of all ranks.
             layout: "bshd", "bhsd", "sbhd", or "thd" for tokens without a batch axis.
 
         Returns:
@@ -124,6 +123,8 @@ class Rotation(_Fields):
         options = Options(layout, self.pairing == "interleaved", self.rotary_offset)
         plain = type(q) in PLAIN and type(self.cos) in PLAIN and (k is None or type(k) in PLAIN)
         if not plain and any(map(is_dtensor, (*tensors, self.cos, self.sin))):
+            from ropewalk.rotation import dtensor
+
             results = dtensor.rotate(self, tensors, options)
         else:
             numbers = (self.head_dim, self.rotary_dim, self.per_head)
@@ -146,6 +147,8 @@ class Rotation(_Fields):
         tensors = [q] if k is None else [q, k]
         options = Options(layout, self.pairing == "interleaved", self.rotary_offset)
         if any(map(is_dtensor, (*tensors, self.cos, self.sin))):
+            from ropewalk.rotation import dtensor
+
             dtensor.rotate_(self, tensors, options)
         else:
             numbers = (self.head_dim, self.rotary_dim, self.per_head)
@@ -211,6 +214,8 @@ class Rotation(_Fields):
             )
         cos, sin = self.cos, self.sin
         if is_dtensor(rows) or is_dtensor(cos):
+            from ropewalk.rotation import dtensor
+
             rows, cos, sin = dtensor.convert_for_lookup(rows, cos, sin)
         try:
             if self.per_head:

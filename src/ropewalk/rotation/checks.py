@@ -8,6 +8,7 @@ from torch import Tensor
 from ropewalk._checks import RopeError, choice, describe, error, shown
 from ropewalk._layout import AXES, Layout, Options
 from ropewalk.rotation import writable
+from ropewalk.rotation.placements import is_dtensor
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,20 +106,26 @@ def check_call(
         if len(table) > 1 and shape[at_tokens] != table[-2]:
             must = f"{name} in layout {layout!r} must have {table[-2]} tokens, one for each position"
             fix = "Check the layout, and that the positions are those of these tokens."
-            raise error(_WHO, must, f"{shape[at_tokens]} in shape {tuple(shape)}", fix)
+            raise error(_WHO, must, f"{shape[at_tokens]} in shape {tuple(shape)}", fix + _of_all_ranks(x))
         if has_batch and at_batch is None:
             must = f"layout {layout!r} has no batch axis, so positions must have shape [tokens]"
             fix = "Flatten the positions, or pass tensors with a batch axis."
             raise error(_WHO, must, f"tables of shape {tuple(table)}", fix)
         if has_batch and at_batch is not None and table[0] != shape[at_batch] and table[0] != 1:
             must = f"{name} in layout {layout!r} must have batch size {table[0]}, as the positions have"
-            raise error(_WHO, must, f"{shape[at_batch]} in shape {tuple(shape)}", "Check the layout.")
+            raise error(
+                _WHO, must, f"{shape[at_batch]} in shape {tuple(shape)}", "Check the layout." + _of_all_ranks(x)
+            )
         if not (x.is_cpu and cos.is_cpu) and x.device != cos.device:
             must = f"{name} must be on {cos.device}, where cos and sin are"
             fix = "Move the rotation with .to(device), or create it there: rope.at(positions, device=q.device)."
             raise error(_WHO, must, str(x.device), fix)
         name = "k"
     return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and len(table) == 3 else (cos, sin)
+
+
+def _of_all_ranks(x: Tensor) -> str:
+    return " For DTensors, positions are those of all ranks, or a DTensor." if is_dtensor(x) else ""
 
 
 def check_operator_arguments(

@@ -1,39 +1,29 @@
-"""The door for DTensors: rotate them shard by shard, and the few helpers that other modules need for them.
+"""The door for DTensors: rotate them shard by shard.
 
 Rotating a token needs only the row of cos and sin for that token. A rank that has the rows of its own tokens therefore
 need not communicate. So a table is sharded like q along the axes that both have. Along the other axes of q, every rank
 has the whole table. Each rank then rotates its shards as plain tensors.
-
-torch.distributed.tensor is imported only when a DTensor exists or must be made.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ropewalk._checks import RopeError, error
+from ropewalk._checks import error
 from ropewalk._layout import AXES, Layout, Options
 from ropewalk.kernels.backend import PLAIN
 from ropewalk.kernels.observed import must_trace
 from ropewalk.rotation import checks, ops, writable
+from ropewalk.rotation.placements import from_local, is_dtensor, is_shard, replicate
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
+    pass
 
 Rotation = Any  # `api`, which defines it, imports this module
 _WHO = "Rotation"
-
-
-def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Return whether x is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
 
 
 class _Placed(NamedTuple):
@@ -175,18 +165,17 @@ def _rotates_alone(placement: Any, channels: int) -> bool:
         return True
     if placement.is_partial():
         return bool(placement.reduce_op in ("sum", "avg"))  # a rotation is linear
-    return _is_shard(placement) and bool(placement.dim != channels)
+    return is_shard(placement) and bool(placement.dim != channels)
 
 
 def _place(rotation: Rotation, tensors: list[Any], layout: Layout) -> list[tuple[list[Any], _Placed]]:
     """Return q and k, together or each alone, with cos and sin whose shards have the rows of each rank's tokens.
 
-    Only tables that must be resharded require communication. Plain tables have rows for all tokens or for the tokens of
-    this rank, which is inferred from their sizes. The `Rotation` keeps the result for the following layers.
+    Only tables that must be resharded require communication. Plain tables have rows for all tokens. The `Rotation`
+    keeps the result for the following layers.
 
     Raises:
-        RopeError: one of q and k is a DTensor and the other is not; plain tables have neither the size of all tokens
-            nor that of this rank's tokens, or ambiguously both; or the tensors do not match the tables.
+        RopeError: one of q and k is a DTensor and the other is not, or the tensors do not match the tables.
     """
     key = _cache_key(rotation, tensors, layout)
     cache: _Cache | None = getattr(rotation, "_dtensor_cache", None)
@@ -222,8 +211,7 @@ def _as_dtensors(rotation: Rotation, tensors: list[Any], layout: Layout) -> tupl
     if layout not in AXES or q.ndim != AXES[layout][-1] or not isinstance(cos, Tensor) or cos.shape != sin.shape:
         return cos, sin
     if not is_dtensor(cos) and not is_dtensor(sin):
-        placements, shape = _infer_placements(tensors, rotation, layout)
-        return tuple(from_local(table, q.device_mesh, placements, shape) for table in (cos, sin))  # type: ignore[return-value]
+        return replicate(cos, q.device_mesh), replicate(sin, q.device_mesh)
     return cos, sin
 
 
@@ -304,58 +292,6 @@ def _map_axes(layout: Layout, shape: tuple[int, ...], *, per_head: bool) -> dict
     return axis_map
 
 
-def _infer_placements(tensors: list[Any], rotation: Rotation, layout: Layout) -> tuple[list[Any], tuple[int, ...]]:
-    """Infer the placements and the global shape of plain tables from the sizes of the tables, of q and of its shard."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    q, cos = tensors[0], rotation.cos
-    learned = cos.requires_grad or rotation.sin.requires_grad
-    axis_map = _map_axes(layout, cos.shape, per_head=rotation.per_head)
-    at_batch = AXES[layout][0] if cos.ndim - rotation.per_head == 3 else None
-    part, whole, shape = q.to_local().shape, q.shape, list(cos.shape)
-    placements: list[Any] = []
-    for i, placement in enumerate(q.placements):
-        placements.append(Replicate())
-        if not _is_shard(placement):
-            continue
-        axis, table_axis, ranks = placement.dim, axis_map.get(placement.dim), q.device_mesh.size(i)
-        rows = None if table_axis is None else cos.shape[table_axis]
-        # A single row may belong to all sequences, or to the only sequence of a rank. Both interpretations rotate q in
-        # the same way. They differ in the gradients of the tables, and for keys with other placements. The sizes are
-        # those of every rank, so that all ranks raise or none.
-        most = -(-whole[axis] // ranks)
-        one_sequence = axis == at_batch and 1 in (most, whole[axis] % max(most, 1)) and rows in (None, part[axis])
-        ambiguous = ranks > 1 and (one_sequence or (rows is not None and whole[axis] == 1))
-        if ambiguous and (learned or any(x.placements[i] != placement for x in tensors)):
-            raise _ambiguous(whole[axis], ranks)
-        # Uneven shards differ, so tables could fit one rank only. Of a single row, a rank has all or none.
-        shards = 1
-        for j, other in enumerate(q.placements):
-            shards *= q.device_mesh.size(j) if other == placement else 1
-        own = part[axis] if whole[axis] % shards == 0 or whole[axis] == 1 else None
-        if table_axis is not None and rows == own and (ranks == 1 or rows != whole[axis]):
-            placements[-1] = Shard(table_axis)
-            shape[table_axis] = whole[axis]
-        elif rows is not None and rows != whole[axis]:
-            or_own = f" or this rank's {own}" if own is not None else f", since {shards} ranks cannot have equal parts"
-            raise error(
-                _WHO,
-                f"along axis {axis} of q, cos and sin must have rows for all {whole[axis]}{or_own}",
-                f"{rows} rows in shape {tuple(cos.shape)}",
-                "Pass the positions of these tokens, or DTensor positions: rope.at(positions) keeps their placements.",
-            )
-    return placements, tuple(shape)
-
-
-def _ambiguous(size: int, ranks: int) -> RopeError:
-    return error(
-        _WHO,
-        "the sizes of plain cos and sin must tell whether they hold all rows or this rank's rows",
-        f"an axis of size {size} over {ranks} ranks, so that a rank has 1 row",
-        "Pass DTensor positions to the rope, or tables [seq, pairs], which all sequences share.",
-    )
-
-
 def _redistribute(cos: Any, sin: Any, x: Any, layout: Layout) -> tuple[Any, Any]:
     """Redistribute DTensor tables to match the placements of x, which requires communication if they differ."""
     from torch.distributed.tensor import Replicate, Shard
@@ -363,105 +299,12 @@ def _redistribute(cos: Any, sin: Any, x: Any, layout: Layout) -> tuple[Any, Any]
     axis_map = _map_axes(layout, cos.shape, per_head=cos.ndim == 4)
 
     def table_placement(placement: Any) -> Any:
-        return Shard(axis_map[placement.dim]) if _is_shard(placement) and placement.dim in axis_map else Replicate()
+        return Shard(axis_map[placement.dim]) if is_shard(placement) and placement.dim in axis_map else Replicate()
 
     placements = tuple(table_placement(placement) for placement in x.placements)
     cos, sin = (t if t.placements == placements else t.redistribute(placements=placements) for t in (cos, sin))
     return cos, sin
 
 
-def _is_shard(placement: Any) -> TypeGuard[Shard]:
-    """Return whether the placement is exactly a Shard. In subclasses of Shard, a rank's rows are not contiguous."""
-    from torch.distributed.tensor import Shard
-
-    return type(placement) is Shard
-
-
 def _describe(x: object) -> str:
     return "a DTensor" if is_dtensor(x) else "a plain tensor"
-
-
-def tables_of_shards(
-    positions: DTensor,
-    device: torch.device | str | None,
-    compute: Callable[[Tensor], tuple[Tensor, Tensor]],
-    *,
-    has_axes: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as DTensors that are sharded like the positions. Each rank computes those of its positions.
-
-    Args:
-        positions: `[..., tokens]`, or `[axes, ..., tokens]` if each token has several positions.
-        device: None, or a device of the same type as those of the mesh.
-        compute: function that maps the positions of a rank to two tensors `[..., tokens, pairs]`.
-        has_axes: whether each token has several positions.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh = positions.device_mesh
-    if device is not None and torch.device(device).type != mesh.device_type:
-        raise error(
-            "Rope.at",
-            "cos and sin of DTensor positions must be on the device of the mesh",
-            f"device {str(device)!r} for a mesh of {mesh.device_type!r}",
-            "Omit device.",
-        )
-    keep = [
-        p if p.is_replicate() or (_is_shard(p) and p.dim >= has_axes) else Replicate() for p in positions.placements
-    ]
-    positions = positions.redistribute(placements=keep)
-    tables = compute(positions.to_local())
-    placements = [Shard(p.dim - has_axes) if isinstance(p, Shard) else p for p in keep]
-    shape = (*positions.shape[has_axes:], tables[0].shape[-1])
-    cos, sin = (from_local(table, mesh, placements, shape) for table in tables)
-    return cos, sin
-
-
-def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:
-    """Create a DTensor with this global shape from the local part of each rank, without communication."""
-    from torch.distributed.tensor import DTensor
-
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
-
-
-def replicate(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return x as a DTensor that is replicated over the mesh. The ranks communicate only if x is a sharded DTensor.
-
-    If each rank computes only a part of the gradient, the backward pass sums the parts.
-
-    Args:
-        x: a DTensor, or a plain tensor that is equal on every rank.
-        mesh: the mesh of the result.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    everywhere = [Replicate()] * mesh.ndim
-    if not is_dtensor(x):
-        return DTensor.from_local(x, mesh, everywhere, run_check=False)
-    return x.redistribute(placements=everywhere)
-
-
-def local_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """Convert a replicated DTensor weight to a plain tensor if x is plain. Otherwise, return the weight unchanged.
-
-    A plain x holds the heads of this rank only, so the backward pass sums the gradients of the weight over the ranks.
-    """
-    if not is_dtensor(weight) or is_dtensor(x) or not all(p.is_replicate() for p in weight.placements):
-        return weight
-    return sum_gradient(weight, weight.device_mesh) if torch.is_grad_enabled() else weight.to_local()
-
-
-def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x as a plain tensor. The backward pass sums its gradients over the ranks.
-
-    The forward pass communicates only if x is a sharded DTensor.
-
-    Args:
-        x: a DTensor, or a plain tensor that is equal on every rank.
-        mesh: the ranks over which the gradients are summed.
-    """
-    from torch.distributed.tensor import Partial
-
-    summed: Tensor = replicate(x, mesh).to_local(grad_placements=[Partial()] * mesh.ndim)
-    return summed
