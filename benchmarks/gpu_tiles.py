@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ropewalk._layout import Options
-from ropewalk.kernels import gpu
+from ropewalk.kernels import gpu, gpu_plans
 
 DEFAULT_TILES = ("64x4", "32x4", "16x4", "128x4", "64x8", "32x8", "64x2", "32x2")
 SIZES = ((4, 4096), (1, 1024), (1, 1), (8, 1), (64, 1), (256, 1))  # batch, tokens
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
-    tiles = [gpu.Tile(*map(int, tile.split("x"))) for tile in options.tile or DEFAULT_TILES]
+    tiles = [gpu_plans.Tile(*map(int, tile.split("x"))) for tile in options.tile or DEFAULT_TILES]
     device, sizes = ("cpu", ((2, 3),)) if options.rehearse else ("cuda", SIZES)
     rows = []
     for dtype, (batch, tokens) in itertools.product((torch.bfloat16, torch.float32), sizes):
@@ -72,14 +72,14 @@ def main() -> None:
         copy = 1.0 if options.rehearse else microseconds([partial(y.copy_, x) for x, y in pairs])
         for interleaved, in_place in itertools.product((False, True), (False, True)):
             how, key = Options("bshd", interleaved, 0), (dtype.itemsize, interleaved)
-            wanted, in_use = [torch.empty_like(x) for x in sample], gpu.TILES[key]
+            wanted, in_use = [torch.empty_like(x) for x in sample], gpu_plans.TILES[key]
             gpu.rotate(sample, wanted, cos, sin, how)
             calls = [
                 partial(gpu.rotate, x, x if in_place else y, cos, sin, how) for x, y in zip(sets, outputs, strict=True)
             ]
             for tile in tiles:
-                gpu.TILES[key] = tile
-                gpu._rotation_plan.cache_clear()
+                gpu_plans.TILES[key] = tile
+                gpu_plans._rotation_plan.cache_clear()
                 result = [x.clone() for x in sample]
                 gpu.rotate(result, result, cos, sin, how)
                 time = 1.0 if options.rehearse else microseconds(calls)
@@ -96,8 +96,8 @@ def main() -> None:
                 }
                 rows.append(row)
                 print(*row.values(), flush=True)
-            gpu.TILES[key] = in_use
-            gpu._rotation_plan.cache_clear()
+            gpu_plans.TILES[key] = in_use
+            gpu_plans._rotation_plan.cache_clear()
     if options.json:
         options.json.write_text(json.dumps(rows))
 

@@ -9,7 +9,7 @@ import oracle
 from kernel_cases import PAIRINGS, as_bshd, check, expected, shape
 from ropewalk import RopeError, Rotation, _layout
 from ropewalk._layout import Options
-from ropewalk.kernels import backend, gpu
+from ropewalk.kernels import backend, gpu_plans
 
 BATCH, SEQ, HEADS, DIM, PAIRS, OFFSET = 2, 5, 3, 14, 4, 5
 
@@ -94,8 +94,8 @@ def test_launch_on_a_gpu(layout: str, pairing: str) -> None:
     )
     cos = torch.ones(SEQ, PAIRS)
     interleaved = pairing == "interleaved"
-    plan, _ = gpu.rotation_launch([x], [x], cos, cos, Options(layout, interleaved, OFFSET, False))
-    wanted, _ = gpu.rotation_launch([given], [given], cos, cos, Options("bshd", interleaved, OFFSET, False))
+    plan, _ = gpu_plans.rotation_launch([x], [x], cos, cos, Options(layout, interleaved, OFFSET, False))
+    wanted, _ = gpu_plans.rotation_launch([given], [given], cos, cos, Options("bshd", interleaved, OFFSET, False))
     numbers = wanted.numbers
     if "b" not in layout:
         numbers = numbers | dict.fromkeys(("q_b", "p_b", "k_b", "r_b"), 0)

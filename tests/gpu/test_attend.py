@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, draw, every_number, in_8_bits, long_rows
-from ropewalk.kernels import gpu
+from ropewalk.kernels import gpu, gpu_plans
 from ropewalk.kernels.visible import VisibleKeys
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -48,7 +48,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     launch = gpu._launch
 
-    def noted(plan: gpu.Plan, tensors: tuple[Tensor, ...]) -> None:
+    def noted(plan: gpu_plans.Plan, tensors: tuple[Tensor, ...]) -> None:
         names.append(plan.kernel)
         launch(plan, tensors)
 
@@ -78,7 +78,7 @@ def test_equals_the_definition(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40, 55))
 def test_divided_keys(seed: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """As few keys for each program as a tile has: some programs have no key, and some queries see none of a part."""
-    monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+    monkeypatch.setattr(gpu_plans, "division", gpu_plans.Division(4, 16))
     case = draw(seed)
     check_attend(case)
     assert launched == ["attend", "combine"] or min(case.visible.keys, case.visible.window or 17) <= 16
@@ -88,7 +88,7 @@ def test_divided_keys(seed: int, monkeypatch: pytest.MonkeyPatch, launched: list
 @pytest.mark.parametrize("seed", TWO_RANGES)
 def test_two_ranges_of_keys(seed: int, least_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks are visible outside of the window, also if blocks behind them are missing, or parts have some of them."""
-    monkeypatch.setattr(gpu, "division", gpu.Division(4, least_keys))
+    monkeypatch.setattr(gpu_plans, "division", gpu_plans.Division(4, least_keys))
     case = draw(seed, two_ranges=True)
     case = in_8_bits(case, EIGHT_BITS[seed % 2]) if seed % 3 == 0 else case
     case.far_q = None if seed % 5 == 0 else case.far_q  # one rotation of the queries for all keys
@@ -97,7 +97,7 @@ def test_two_ranges_of_keys(seed: int, least_keys: int, monkeypatch: pytest.Monk
 
 def test_more_sinks_than_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some programs have only sinks, some only keys of the window, one has both."""
-    monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+    monkeypatch.setattr(gpu_plans, "division", gpu_plans.Division(4, 16))
     case = long_rows([130, 20, 43])
     case.far_q = torch.randn(case.q.shape)
     case.visible = case.visible._replace(sinks=40, window=36)
@@ -109,7 +109,7 @@ class TestKeysOf8Bits:
     @pytest.mark.parametrize("seed", range(15))
     def test_equals_the_definition(self, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if seed % 2:
-            monkeypatch.setattr(gpu, "division", gpu.Division(4, 16))
+            monkeypatch.setattr(gpu_plans, "division", gpu_plans.Division(4, 16))
         check_attend(in_8_bits(draw(seed), dtype, (33, 48, 80, 96, 200)[seed % 5]))
 
     @pytest.mark.parametrize("group", [1, 2])
@@ -135,7 +135,7 @@ def test_long_rows(lengths: list[int], launched: list[str]) -> None:
 
 def test_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than `combine` reads at a time."""
-    monkeypatch.setattr(gpu, "division", gpu.Division(4, 64))
+    monkeypatch.setattr(gpu_plans, "division", gpu_plans.Division(4, 64))
     check_attend(long_rows([2500]))
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from attention_cases import EIGHT_BITS
 from kernel_cases import DTYPES, PAIRINGS
 from ropewalk._layout import Options
-from ropewalk.kernels import gpu
-from ropewalk.kernels.gpu import Launch
+from ropewalk.kernels import gpu, gpu_plans
+from ropewalk.kernels.gpu_plans import Launch
 from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
@@ -75,7 +75,7 @@ def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> Launch:
         tensors = [x.transpose(1, 2).contiguous() for x in tensors]
     outputs = tensors if how.get("in_place") else [torch.empty_like(x) for x in tensors]
     cos, sin = torch.empty(2, 16, pairs, dtype=table), torch.empty(2, 16, pairs, dtype=table)
-    return gpu.rotation_launch(
+    return gpu_plans.rotation_launch(
         tensors, outputs, cos, sin, Options(layout, pairing == "interleaved", offset, how.get("inverse", False))
     )
 
@@ -118,7 +118,7 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     # 64 bytes for each thread of q's programs and of k's.
-    assert found["STG.E.128"] == 2 * gpu.TILES[dtype.itemsize, pairing == "interleaved"].bytes // 16
+    assert found["STG.E.128"] == 2 * gpu_plans.TILES[dtype.itemsize, pairing == "interleaved"].bytes // 16
     assert not named(found, *SPILLS, "LDS", "STS", "BAR")
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
@@ -135,7 +135,7 @@ def fused_step(dtype: torch.dtype, pairing: str, norm: bool, kept: torch.dtype) 
     scales = torch.empty(pages.shape[:3]) if kept in EIGHT_BITS else None
     store = StoreArguments(v, pages, pages, slots, scales, scales)
     options = Options("bshd", pairing == "interleaved", 0)
-    return gpu.step_launch((q, k), (q, pages), table, table, options, of_norm, store)
+    return gpu_plans.step_launch((q, k), (q, pages), table, table, options, of_norm, store)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
@@ -183,7 +183,7 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
     first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
     visible = VisibleKeys(order, keys, blocks, first, counts, None, how.get("sinks", 0), scales, scales)
-    launches = gpu.attention_launches(q, None, pool, pool, visible, 0.1, torch.empty_like(q))
+    launches = gpu_plans.attention_launches(q, None, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
 
@@ -244,12 +244,12 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
     """Loads are as wide as for shared tables, without shared memory. The gradient kernel spills no registers."""
     q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
     interleaved = pairing == "interleaved"
-    launch = gpu.rotation_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0, False))
+    launch = gpu_plans.rotation_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0, False))
     found = sass(compiled(launch, SM_90), tmp_path)
     tables = {"LDG.E.64"} if dtype == torch.float32 and interleaved else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
-    gradient = gpu.gradient_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0))
+    gradient = gpu_plans.gradient_launch([q, q], [q, q], table, table, Options("bshd", interleaved, 0))
     assert not named(found, *SPILLS, "LDS", "STS", "BAR", "FFMA", "DFMA", "FFMA2")
     assert not named(sass(compiled(gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
 
@@ -288,7 +288,7 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
     """Slices of 80 channels from heads of 97: the address of a row may be any multiple of two bytes."""
     x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
     tables = torch.empty(2, 16, 40)
-    launch = gpu.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))
+    launch = gpu_plans.rotation_launch([x], [x], tables, tables, Options("bshd", False, 0, False))
     found = sass(compiled(launch, SM_90), tmp_path)
     assert "LDG.E.U16" in found
     assert named(found, "STG") == {"STG.E.U16"}
@@ -299,7 +299,9 @@ def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
 def test_gradient_to_the_tables_spills_no_registers(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
     tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
     of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", pairing == "interleaved", 0))
+    launch = gpu_plans.gradient_launch(
+        tensors, tensors, of_table, of_table, Options("bshd", pairing == "interleaved", 0)
+    )
     assert not named(sass(compiled(launch, SM_90), tmp_path), *SPILLS)
 
 
@@ -312,7 +314,7 @@ def test_angles_use_no_library_sine(
     tables, steps = torch.empty(4096, 64, dtype=dtype), torch.empty(64, dtype=torch.int64)
     of_positions = torch.empty(4096 if axes is None else (axes, 4096), dtype=positions)
     axis = None if axes is None else steps
-    program = compiled(gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90)
+    program = compiled(gpu_plans.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90)
     found = sass(program, tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, *FUSED)
@@ -342,9 +344,9 @@ def test_rotation_for_amd(dtype: torch.dtype, pairing: str, known: list[Any]) ->
 @SIZES_FOR_AMD
 def test_others_for_amd(known: list[Any]) -> None:
     tensors, of_table = [torch.empty(2, 16, 8, 128)], torch.empty(2, 16, 64)
-    gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", False, 0))
+    gradient = gpu_plans.gradient_launch(tensors, tensors, of_table, of_table, Options("bshd", False, 0))
     steps = torch.empty(64, dtype=torch.int64)
-    angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
+    angles = gpu_plans.angles_launch(steps, steps, of_table, of_table, 1.0)
     for launch in (gradient, angles):
         code = compiled(launch, GFX942, *known).asm["amdgcn"]
         assert "scratch_" not in code
@@ -381,7 +383,7 @@ def rotations() -> Iterator[Launch]:
         tensors = [strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 2 if per_head else 1)]
         table = strided((2, 2, 3, pairs) if per_head else (3, pairs), of_table, step)
         outputs = tensors if in_place else [torch.empty_like(x) for x in tensors]
-        yield gpu.rotation_launch(tensors, outputs, table, table, Options("bshd", interleaved, offset, inverse))
+        yield gpu_plans.rotation_launch(tensors, outputs, table, table, Options("bshd", interleaved, offset, inverse))
 
 
 def gradients() -> Iterator[Launch]:
@@ -389,14 +391,14 @@ def gradients() -> Iterator[Launch]:
         tensors = [strided((2, 3, heads, head_dim), dtype, step) for heads in (2, 2 if per_head else 1)]
         of_table = torch.float64 if dtype == torch.float64 else torch.float32
         table = strided((2, 2, 3, pairs) if per_head else (2, 3, pairs), of_table, 1)
-        yield gpu.gradient_launch(tensors, tensors, table, table, Options("bshd", interleaved, offset))
+        yield gpu_plans.gradient_launch(tensors, tensors, table, table, Options("bshd", interleaved, offset))
 
 
 def tables_of_positions() -> Iterator[Launch]:
     steps = strided((64,), torch.int64, 1)
     for positions, dtype, several in product((torch.int32, torch.int64), TABLES, BOTH):
         of_positions, table = strided((3, 7) if several else (7,), positions, 1), strided((7, 64), dtype, 1)
-        yield gpu.angles_launch(of_positions, steps, table, table, 1.5, steps if several else None)
+        yield gpu_plans.angles_launch(of_positions, steps, table, table, 1.5, steps if several else None)
 
 
 def fused_steps() -> Iterator[Launch]:
@@ -421,7 +423,7 @@ def fused_steps() -> Iterator[Launch]:
         norm = None if add_one is None else (weight, weight, 1e-6, add_one)
         store = None if kept is None else StoreArguments(v, cache, cache, slots, scales, scales)
         outputs = (q, k if kept is None else cache)
-        yield gpu.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
+        yield gpu_plans.step_launch((q, k), outputs, table, table, Options("bshd", interleaved, offset), norm, store)
 
 
 def attentions(kernel: str) -> Iterator[Launch]:
@@ -485,7 +487,7 @@ def test_lengths_and_batches_need_no_recompilation() -> None:
                 size = {"b": batch, "s": seq, "h": 8, "d": head_dim}
                 x, tables = torch.empty([size[axis] for axis in layout]), torch.empty(seq, pairs)
                 for table in (tables, tables.expand(batch, seq, pairs), torch.empty(batch, seq, pairs)):
-                    plan, _ = gpu.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))
+                    plan, _ = gpu_plans.rotation_launch([x, x], [x, x], table, table, Options(layout, False, 0, False))
                     seen.add(tuple((name, value) for name, value in plan.numbers.items() if name.isupper()))
             assert len(seen) == 1
 

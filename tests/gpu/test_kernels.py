@@ -17,7 +17,7 @@ from torch import Tensor
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check_rotation, same, shape, unchanged
 from ropewalk._layout import Options
-from ropewalk.kernels import gpu
+from ropewalk.kernels import gpu, gpu_plans
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -75,7 +75,7 @@ class TestRotate:
         """Several tiles along tokens and heads, where the last tile is not full."""
         torch.manual_seed(2)
         q, k = (torch.randn(shape(layout, 2, 19, heads, 128)) for heads in (37, 3))
-        plan, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), Options(layout, False, 0, False))
+        plan, _ = gpu_plans.rotation_launch([q, k], [q, k], *tables(19, 64), Options(layout, False, 0, False))
         assert plan.programs > 40
         assert 37 % plan.numbers["Q_BLOCK_H"]
         assert 19 % plan.numbers["K_BLOCK_T"]
