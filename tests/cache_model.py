@@ -29,7 +29,6 @@ from ropewalk import (
     YaRN,
     attention,
 )
-from ropewalk.attention.on_read import OnRead
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
 YARN_FACTOR = 0.1 * 1.3862943611198906 + 1
@@ -200,10 +199,7 @@ class Token:
         return cls(k, v, position, rounding * _largest(k) + 1e-13, rounding * _largest(v))
 
     def moved(self, rotary: Rotary | None, delta: int, rounding: float) -> Token:
-        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again.
-
-        Keys that are rotated on read (rotary None) stay as they are.
-        """
+        """Return the token with rotated keys. The error of a pair rotates with them, and they are rounded again."""
         if rotary is None or not delta:
             return replace(self, position=self.position + delta)
         around = Rotary(rotary.speeds, rotary.pairing, rotary.offset)  # the attention factor is not applied again
@@ -221,30 +217,6 @@ def _largest(x: Tensor) -> Tensor:
 
 ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
 """The largest error of a store in a number, as a part of the largest number of its head."""
-
-
-def check_rotated(
-    step: CacheStep | PagedStep, keys: Tensor, rotation: TwoPass, tokens: list[list[Token]], seen: list[set[int]]
-) -> None:
-    """Check keys [rows, keys, heads, width] of the last layer, as attention rotates them when it reads them.
-
-    Args:
-        rotation: from `step.rotation`, in a cache with rotate="on_read".
-        seen: orders of the tokens of each row that must be there.
-    """
-    assert isinstance(rotation, OnRead)
-    _, rotary = ROPES["YaRN, partial"]
-    assert rotary is not None
-    rotated, order = rotation.keys(keys[:, step._filled], layout="bshd"), step.key_order[:, step._filled].tolist()
-    for row, orders in enumerate(order):
-        there = {n: i for i, n in enumerate(orders) if n in seen[row]}
-        assert set(there) == seen[row]
-        of_row = [tokens[row][n] for n in there]
-        if of_row:
-            places = torch.tensor([token.position for token in of_row])
-            k = rotary(torch.stack([token.k[-1] for token in of_row]), places)
-            error = torch.stack([token.k_error[-1] for token in of_row])  # that of a pair rotates
-            assert ((rotated[row, list(there.values())] - k).abs() <= 2**0.5 * rotary.factor * error + 1e-13).all()
 
 
 @torch.no_grad()
@@ -274,15 +246,13 @@ class RowRequests:
         *,
         batch: int = 3,
         store: str | None = None,
-        rotate: str = "on_write",
         latent: int | None = None,
         **size: int,
     ) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
         self.size, self.rounding, self.latent = size, ROUNDING[store], latent
-        self.cache = cache_of(batch, store=store, rotate=rotate, latent=latent, **size)
-        self.moves_by = (None, None) if rotate == "on_read" else ROPES["YaRN, partial"]
+        self.cache = cache_of(batch, store=store, latent=latent, **size)
         self.tokens: list[list[Token]] = [[] for _ in range(batch)]
         self.following = [0] * batch
         self.served = dict.fromkeys(["step", "reorder", "shift", "reset", "stopped", "move", "truncate"], 0)
@@ -339,8 +309,7 @@ class RowRequests:
                 keys, values = step.layer(i).append(k[i], given[i])
         if layers < LAYERS:
             return
-        turn = self.moves_by[1] if attends else None
-        everything_seen = []
+        turn = ROPES["YaRN, partial"][1] if attends else None
         for row, kept in enumerate(real):
             seen, count = self.visible(row), len(self.tokens[row])
             chosen = kept.nonzero()[:, 0].tolist()
@@ -351,9 +320,6 @@ class RowRequests:
             seen |= set(range(count, count + len(new)))
             if not attends:
                 self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
-            everything_seen.append(seen)
-        if self.moves_by == (None, None) and not attends:
-            check_rotated(step, keys, rotation, self.tokens, everything_seen)
 
     def truncate(self, **options: int) -> None:
         self.step(at=[following + self.draw.randint(-8, 2) for following in self.following], **options)
@@ -376,7 +342,7 @@ class RowRequests:
         self.following = [self.following[parent] for parent in parents]
 
     def shift(self) -> None:
-        rope, rotary = self.moves_by
+        rope, rotary = ROPES["YaRN, partial"]
         deltas = [self.draw.choice([0, 5, -300]) for _ in self.tokens]
         self.cache.shift(rope, torch.tensor(deltas))
         for row, delta in enumerate(deltas):
@@ -384,7 +350,7 @@ class RowRequests:
             self.tokens[row] = [token.moved(rotary, delta, self.rounding) for token in self.tokens[row]]
 
     def move(self) -> None:
-        (rope, rotary), row = self.moves_by, self.draw.randrange(len(self.tokens))
+        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.randrange(len(self.tokens))
         first = max(0, len(self.tokens[row]) - self.size.get("window", 10**9))
         evicted, held = self.tokens[row][:first], self.tokens[row][first:]
         if held:

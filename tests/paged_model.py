@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_model import ROPES, ROUNDING, StoppedError, Token, attend_in_layer, check_rotated, draw_moves
+from cache_model import ROPES, ROUNDING, StoppedError, Token, attend_in_layer, draw_moves
 from ropewalk import PagedKVCache, PagedStep, RopeError
 
 LAYERS, HEADS, WIDTH = 2, 2, 6
@@ -40,7 +40,6 @@ class Requests:
         options = {"window": window, "sinks": sinks, "dtype": torch.float64, **options}
         self.cache = PagedKVCache(LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, **options)
         self.rounding = ROUNDING[options.get("store")]
-        self.moves_by = (None, None) if options.get("rotate") == "on_read" else ROPES["YaRN, partial"]
         for store in self.cache._stores:  # slots that were never written must not be read
             for pool in vars(store).values():
                 if isinstance(pool, Tensor) and pool.is_floating_point():
@@ -127,7 +126,7 @@ class Requests:
         self.following |= dict(zip(chosen, [self.following[parent] for parent in parents], strict=True))
 
     def shift(self, rows: list[int]) -> None:
-        (rope, rotary), chosen = self.moves_by, self.choose_rows(rows)
+        (rope, rotary), chosen = ROPES["YaRN, partial"], self.choose_rows(rows)
         each = self.draw.random() < 0.5
         deltas = [self.draw.choice([0, 5, -300]) if each else 7 for _ in chosen]
         unheld = self.count_unheld()
@@ -140,7 +139,7 @@ class Requests:
 
     def move(self, rows: list[int]) -> None:
         """Move some of the cached tokens of a row. Tokens at one position move together."""
-        (rope, rotary), row = self.moves_by, self.draw.choice(rows)
+        (rope, rotary), row = ROPES["YaRN, partial"], self.draw.choice(rows)
         blocks, skipped = blocks_of(self.cache)[row]
         evicted, held = self.tokens[row][: skipped * self.size], self.tokens[row][skipped * self.size :]
         if not held:
@@ -194,7 +193,7 @@ class Requests:
                 self.tokens[row], self.following[row] = kept[row], starts[row]
         self.check_everything()
         assert torch.equal(step.positions, places)
-        rotation, everything_seen = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64), []
+        rotation = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64)
         attends, keys, values = self.draw.random() < 0.5, k[-1], v[-1]
         for i in range(layers):
             if attends:
@@ -203,7 +202,7 @@ class Requests:
                 keys, values = step.layer(i).append(k[i], v[i])
         if layers < LAYERS:
             raise StoppedError
-        turn = self.moves_by[1] if attends else None
+        turn = ROPES["YaRN, partial"][1] if attends else None
         for i, row in enumerate(chosen):
             kept_tokens = real[i].nonzero()[:, 0].tolist()
             new = [Token.of(k[:, i, j], v[:, i, j], int(places[i, j]), self.rounding, turn) for j in kept_tokens]
@@ -212,15 +211,12 @@ class Requests:
                 self.following[row] = int(places[i, real[i]].max()) + 1
             # The first new token does not attend to these tokens.
             unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
-            everything_seen.append({*range(unseen, len(self.tokens[row])), *range(min(unseen, self.sinks))})
             if attends:
                 continue
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
             if new:  # otherwise, a block that another row shares may hold NaN after the last token
                 assert keys[i].isfinite().all()
                 assert values[i].isfinite().all()
-        if self.moves_by == (None, None) and not attends:
-            check_rotated(step, keys, rotation, [self.tokens[row] for row in chosen], everything_seen)
         self.served += 1
 
     def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:

@@ -155,7 +155,6 @@ CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
     "latent": (KVCache, {"capacity": 12, "latent": 2}),
     "window": (KVCache, {"window": 5}),
     "sinks": (KVCache, {"window": 4, "sinks": 2}),
-    "on read": (KVCache, {"capacity": 12, "rotate": "on_read"}),
     "pages": (PagedKVCache, {"blocks": 8}),
     "pages, window": (PagedKVCache, {"blocks": 8, "window": 5}),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cache_model import InterruptionError, RowRequests, is_interrupted
+from cache_model import ROPES, InterruptionError, RowRequests, is_interrupted
 from paged_model import Requests
 from ropewalk import RopeError
 
@@ -25,7 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "latent": {"capacity": 60, "latent": 2},
     "window": {"window": 5},
     "sinks": {"window": 4, "sinks": 2},
-    "on read": {"capacity": 60, "rotate": "on_read"},
     "pages": {"blocks": 40, "block_size": 4},
     "pages, int8": {"blocks": 40, "block_size": 4, "store": "int8"},
 }
@@ -104,7 +103,7 @@ def refusal_of(action: Callable[[], object]) -> str:
 def is_refused(requests: Cache) -> bool:
     """Return whether the cache refuses all calls but a reset, after which it must work."""
     cache: Any = requests.cache
-    is_paged, one = isinstance(requests, Requests), torch.ones(1, dtype=torch.int64)
+    is_paged, one, (rope, _) = isinstance(requests, Requests), torch.ones(1, dtype=torch.int64), ROPES["default"]
     message = refusal_of(lambda: cache.step(1))
     if "call rollback() first" in message:  # which a ring of several tokens cannot do
         if not (message := refusal_of(cache.rollback)):
@@ -116,8 +115,8 @@ def is_refused(requests: Cache) -> bool:
     else:
         return False
     assert refusal_of(lambda: cache.step(1))
-    assert refusal_of(lambda: cache.shift(requests.moves_by[0], 3))
-    assert refusal_of(lambda: cache.move(requests.moves_by[0], 0, one, one))
+    assert refusal_of(lambda: cache.shift(rope, 3))
+    assert refusal_of(lambda: cache.move(rope, 0, one, one))
     assert refusal_of(lambda: cache.reset([0]))
     assert refusal_of(lambda: cache.reorder([0, 0] if is_paged else torch.tensor([0, 0, 0])))
     cache.reset()

@@ -75,18 +75,15 @@ CACHES = [(contiguous, {"capacity": 20}), (contiguous, {"window": 4}), (paged, {
 
 @pytest.mark.parametrize(("make", "size"), CACHES, ids=["whole", "window", "pages", "pages, window"])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
-@pytest.mark.parametrize("rotate", ["on_write", "on_read"])
-def test_equals_unabsorbed_attention(
-    make: Any, size: dict[str, int], dtype: torch.dtype, near: float, rotate: str
-) -> None:
+def test_equals_unabsorbed_attention(make: Any, size: dict[str, int], dtype: torch.dtype, near: float) -> None:
     """Prefill, decoding and shifts. The shifts rotate the last channels only."""
     torch.manual_seed(0)
-    cache = make(dtype=dtype, rotate=rotate, **size)
+    cache = make(dtype=dtype, **size)
     q, rows = torch.randn(2, 12, HEADS, NOPE + ROTARY).to(dtype), torch.randn(2, 12, LATENT + ROTARY).to(dtype)
     outputs = []
     for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11), (11, 12)):
         outputs.append(run(cache, q[:, start:stop], rows[:, start:stop]))
-        cache.shift(ROPE if rotate == "on_write" else None, torch.tensor([7, -300]) if start == 5 else 40)
+        cache.shift(ROPE, torch.tensor([7, -300]) if start == 5 else 40)
     for row in range(2):
         wanted = unabsorbed(q[row].double(), rows[row].double(), torch.arange(12), size.get("window", 99))
         torch.testing.assert_close(torch.cat(outputs, 1)[row].double(), wanted, rtol=0, atol=near)

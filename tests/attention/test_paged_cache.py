@@ -18,10 +18,7 @@ SIZES: list[dict[str, Any]] = [
     {"blocks": 16, "block_size": 3, "window": 5, "store": "fp8"},
     {"blocks": 20, "block_size": 3, "window": 5, "sinks": 2},
     {"blocks": 16, "block_size": 4, "window": 2, "sinks": 4, "store": "int8"},
-    {"blocks": 24, "block_size": 2, "window": 1, "sinks": 5, "rotate": "on_read"},
-    {"blocks": 12, "block_size": 4, "rotate": "on_read"},
-    {"blocks": 12, "block_size": 4, "store": "int8", "rotate": "on_read"},
-    {"blocks": 16, "block_size": 3, "window": 5, "store": "fp8", "rotate": "on_read"},
+    {"blocks": 24, "block_size": 2, "window": 1, "sinks": 5},
 ]
 
 

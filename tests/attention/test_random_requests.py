@@ -9,8 +9,7 @@ import pytest
 from cache_model import RowRequests
 
 SIZES: list[dict[str, Any]] = [
-    {**size, "store": store, "rotate": rotate}
-    for rotate in ("on_write", "on_read")
+    {**size, "store": store}
     for store in (None, "int8", "fp8")
     for size in ({"capacity": 20}, {"window": 5}, {"window": 1}, {"window": 4, "sinks": 2})
 ]

@@ -12,9 +12,6 @@ second rotation, which is exact because the angles of rotations add:
   the same distances as moving the sinks forward, without rounding them once for each token.
 - Self-Extend rotates keys to the positions of their groups when they are used.
 
-With `rotate="on_read"`, keys are cached before rotation, and rotated when attention reads them. A move then changes
-positions only.
-
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
 On the CPU, outside of torch.compile, lengths are read, and attention skips the slots that no row has filled.
 
@@ -34,7 +31,7 @@ from ropewalk import _checks
 from ropewalk.attention import tokens
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import Store, create_stores
-from ropewalk.attention.tokens import EMPTY, ROTATES, NewTokens, read_range
+from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import writable
@@ -151,7 +148,6 @@ class CacheStep(Step):
             cache._stores,
             cache._heads,
             cache._latent,
-            cache._on_read,
             cache.window,
             positions=new.positions,
             order=new.order,
@@ -268,10 +264,6 @@ class KVCache:
             model with multi-head latent attention (DeepSeek, Kimi) has kv_lora_rank, one head, and head_dim
             kv_lora_rank + qk_rope_head_dim, and absorbs the projections of keys and values into q and the output. Its
             rope rotates only the last channels (`rotary_offset=latent`). None keeps values.
-        rotate: "on_write" stores keys after rotation. "on_read" stores them before it, and rotates them at their
-            present positions whenever attention reads them: moves then cost nothing and round nothing, and every step
-            costs a rotation of all keys. Layers need `step.rotation(rope)`, so Self-Extend and learned ropes need
-            "on_write", and so do positions on several axes.
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
@@ -313,10 +305,8 @@ class KVCache:
         device: torch.device | str | None = None,
         store: Callable[..., Store] | str | None = None,
         latent: int | None = None,
-        rotate: str = "on_write",
     ) -> None:
         who = "KVCache"
-        _checks.choice(who, "rotate", rotate, ROTATES)
         self.num_layers, *heads = tokens.check_shape(who, num_layers, num_kv_heads, head_dim, dtype)
         batch = _checks.integer(who, "batch", batch, at_least=1)
         self.sinks = _checks.integer(who, "sinks", sinks, at_least=0)
@@ -333,8 +323,8 @@ class KVCache:
         shape = (batch, self._ring.count + 1)
         size = (*shape, *self._heads)
         self._stores = create_stores(who, store, self.num_layers, size, dtype, device, latent=latent)
-        self._latent, self._on_read = latent, rotate == "on_read"
-        self._kept_keys = (self.num_layers, heads[1], latent, self._on_read)
+        self._latent = latent
+        self._kept_keys = (self.num_layers, heads[1], latent)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
@@ -393,7 +383,7 @@ class KVCache:
         added = seq if real is None else real.sum(1)
         if positions is not None:
             tokens.check_no_sinks(who, "positions must be None", self.sinks)
-        given = tokens.check_given_positions(who, positions, seq, self.length, on_read=self._on_read, fractions=True)
+        given = tokens.check_given_positions(who, positions, seq, self.length, fractions=True)
         if given is not None and given.is_floating_point() and not self.position.is_floating_point():
             exact = torch.float32 if given.device.type == "mps" else torch.float64  # MPS has no float64
             self.position, self._key_positions = self.position.to(exact), self._key_positions.to(exact)
@@ -416,15 +406,14 @@ class KVCache:
         self._pending = None if torch.compiler.is_compiling() else step
         return step
 
-    def shift(self, rope: Rope | Sequence[Rope | None] | None, delta: int | tuple[int, ...] | Tensor) -> None:
+    def shift(self, rope: Rope | Sequence[Rope | None], delta: int | tuple[int, ...] | Tensor) -> None:
         """Move every cached key, and the position of the next token, by `delta` positions. No key is recomputed.
 
-        The keys are only rotated: their attention factor is not applied again. Each call rounds them once. With
-        `rotate="on_read"`, only positions change.
+        The keys are only rotated: their attention factor is not applied again. Each call rounds them once.
 
         Args:
             rope: the rope that rotated the keys; or a list with one for each layer, None for a layer that does not
-                rotate. Pass None alone with `rotate="on_read"`.
+                rotate.
             delta: distance in tokens, negative to move back: an int, or an int64 tensor `[batch]` with one for each
                 row. For a distance on each of several axes, a tuple or an int64 tensor `[axes, batch]`: then the next
                 position and `key_positions` move by the largest. With `SelfExtend` pass a multiple of its group;
@@ -435,8 +424,6 @@ class KVCache:
         """
         self._check_finished("KVCache.shift")
         ropes = tokens.rope_of_each_layer("KVCache.shift", rope, *self._kept_keys)
-        if self._on_read and (isinstance(delta, tuple) or (isinstance(delta, Tensor) and delta.ndim == 2)):
-            raise tokens.error_on_axes("KVCache.shift", "delta", _checks.describe(delta))
         by: int | tuple[int, ...] | Tensor = delta
         most: int | Tensor
         each: int | Tensor
@@ -454,7 +441,7 @@ class KVCache:
         tokens.check_positions("KVCache.shift", position)
         self._move("KVCache.shift", ropes, by, moved, position, None)
 
-    def move(self, rope: Rope | Sequence[Rope | None] | None, row: int, old: Tensor, new: Tensor) -> None:
+    def move(self, rope: Rope | Sequence[Rope | None], row: int, old: Tensor, new: Tensor) -> None:
         """Move the cached keys of a row that are at the positions `old` to the positions `new`.
 
         The order of the tokens, which decides what they attend to, stays. The next position of the row becomes 1 + its

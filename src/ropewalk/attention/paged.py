@@ -22,7 +22,7 @@ from ropewalk.attention import tokens
 from ropewalk.attention.blocks import Array, Plan, Rows, Table
 from ropewalk.attention.step import Step
 from ropewalk.attention.store import PlainStore, Store, create_stores
-from ropewalk.attention.tokens import EMPTY, ROTATES, NewTokens
+from ropewalk.attention.tokens import EMPTY, NewTokens
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.writable import overlaps_itself, share_elements
@@ -108,7 +108,6 @@ class PagedStep(Step):
             cache._stores,
             cache._heads,
             cache._latent,
-            cache._on_read,
             window,
             positions=new.positions.to(device),
             order=new.order.to(device),
@@ -298,7 +297,6 @@ class PagedKVCache:
         device: device of keys and values.
         store, latent: as in `KVCache`. Another store than the plain one has neither `flex` nor a memory layout, and
             latent rows no `flex`.
-        rotate: as in `KVCache`. "on_read" has no `flex`, and an attention kernel of your own must rotate the keys.
 
     Attributes:
         keys, values: lists with one tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`, or what
@@ -348,7 +346,6 @@ class PagedKVCache:
         device: torch.device | str | None = None,
         store: Callable[..., Store] | str | None = None,
         latent: int | None = None,
-        rotate: str = "on_write",
     ) -> None:
         num_layers, *heads = tokens.check_shape(_NAME, num_layers, num_kv_heads, head_dim, dtype)
         # Block numbers are int32 in the tables of attention kernels.
@@ -364,15 +361,9 @@ class PagedKVCache:
         if sinks and (window is None or flex):
             must, fix = "sinks must be 0 without a window, and with flex", "Pass sinks with window, and omit flex."
             raise _checks.error(_NAME, must, f"sinks={sinks}, window={window}, flex={flex}", fix)
-        _checks.choice(_NAME, "rotate", rotate, ROTATES)
-        if rotate == "on_read" and flex:
-            must = (
-                "flex must be False with rotate='on_read', because FlexAttention cannot rotate the keys that it reads"
-            )
-            raise _checks.error(_NAME, must, f"flex={flex}", "Omit flex, or pass rotate='on_write'.")
         shape, first = (blocks, block_size, heads[0], heads[1]), layout == "HND"
         stores = create_stores(_NAME, store, num_layers, shape, dtype, device, heads_first=first, latent=latent)
-        self._initialize(_NAME, stores, shape, window, flex, latent, sinks=sinks, on_read=rotate == "on_read")
+        self._initialize(_NAME, stores, shape, window, flex, latent, sinks=sinks)
 
     @classmethod
     def from_pools(
@@ -408,10 +399,9 @@ class PagedKVCache:
         latent: int | None = None,
         *,
         sinks: int = 0,
-        on_read: bool = False,
     ) -> None:
         self.sinks = sinks
-        self._latent, self._on_read = latent, on_read
+        self._latent = latent
         self._stores, self.num_layers = stores, len(stores)
         self.window = None if window is None else _checks.length(who, "window", window)
         self.flex = _checks.boolean(who, "flex", flex)
@@ -425,7 +415,7 @@ class PagedKVCache:
                 )
         blocks, self.block_size, *heads = shape
         self._heads, self._device = (heads[0], heads[1]), stores[0].keys.device
-        self._kept_keys = (self.num_layers, heads[1], latent, self._on_read)
+        self._kept_keys = (self.num_layers, heads[1], latent)
         self._rows = Rows(stores, blocks, self.block_size, self.window, sinks)
         self._scratch = Scratch((self.block_size, *self._heads), stores[0].dtype, self._device)
 
@@ -602,7 +592,7 @@ class PagedKVCache:
             real = None
         if positions is not None:
             tokens.check_no_sinks(who, "positions must be None", self.sinks)
-        given = tokens.check_given_positions(who, positions, seq, length, on_read=self._on_read)
+        given = tokens.check_given_positions(who, positions, seq, length)
         if at is not None:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
             tokens.check_no_window(who, "at", self.window, "a tensor", fix)
@@ -620,7 +610,7 @@ class PagedKVCache:
 
     def shift(
         self,
-        rope: Rope | Sequence[Rope | None] | None,
+        rope: Rope | Sequence[Rope | None],
         delta: int | Tensor,
         *,
         rows: Sequence[int] | Tensor | None = None,
@@ -653,7 +643,7 @@ class PagedKVCache:
             who, chosen, held, by[:, None], held.position + by, ropes, None if isinstance(delta, Tensor) else delta
         )
 
-    def move(self, rope: Rope | Sequence[Rope | None] | None, row: int, old: Tensor, new: Tensor) -> None:
+    def move(self, rope: Rope | Sequence[Rope | None], row: int, old: Tensor, new: Tensor) -> None:
         """Move the cached keys of a row that are at the positions `old` to the positions `new`, as `KVCache.move` does.
 
         A block that is shared with other rows is copied first. Read `KVCache.move` for the arguments.

@@ -15,9 +15,8 @@ from ropewalk import _checks
 from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and_attend
 from ropewalk.attention.cached import MAX_TOKENS
 from ropewalk.attention.mask_tensors import check_mask, restrict
-from ropewalk.attention.on_read import OnRead
 from ropewalk.attention.store import Store
-from ropewalk.attention.tokens import EMPTY, check_latent
+from ropewalk.attention.tokens import check_latent
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.rope.rope import Rope
@@ -45,7 +44,6 @@ class Step(ABC):
         stores: the store of each layer.
         heads: num_kv_heads and head_dim of the cache.
         latent: the argument `latent` of the cache.
-        on_read: whether keys are stored before rotation, and rotated when they are read.
         window: number of tokens that each token attends to. None means no limit.
         positions, order: as in `CacheStep`.
         flat_slots: block · block_size + slot of each token, int64 `[batch, seq]`; −1 for a token that is not stored.
@@ -67,7 +65,6 @@ class Step(ABC):
         stores: Sequence[Store],
         heads: tuple[int, int],
         latent: int | None,
-        on_read: bool,
         window: int | None,
         *,
         positions: Tensor,
@@ -83,7 +80,6 @@ class Step(ABC):
     ) -> None:
         self.positions, self.order, self.causal = positions, order, causal
         self._stores, self._heads, self._latent, self._window = stores, heads, latent, window
-        self._on_read = on_read
         self._flat_slots, self._filled, self._keys = flat_slots, filled, keys
         self._key_positions = key_positions
         self._concatenates, self._advances = concatenates, advances
@@ -186,8 +182,6 @@ class Step(ABC):
         The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
         as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
 
-        In a cache with `rotate="on_read"`, it also rotates all keys that are read, to their present positions.
-
         If rope has several axes and the positions of the step have none, the positions are those of text: the same on
         every axis.
 
@@ -207,16 +201,7 @@ class Step(ABC):
             )
         positions = self.positions if rope.axes is None else on_axes(rope, self.positions)
         near = rope.at(positions, dtype=dtype)
-        rotation = self._with_sinks(near, rope, dtype) if self._sinks else near
-        return self._on_reading(rotation, rope, dtype) if self._on_read else rotation
-
-    def _on_reading(self, queries: Rotation | TwoPass, rope: Rope, dtype: torch.dtype | None) -> OnRead:
-        """Return the rotation of the queries, and that of the keys which attention reads."""
-        positions = self.key_positions
-        if not torch.compiler.is_compiling():  # compiled layers read all keys
-            positions = positions[:, self._filled]
-            queries = queries if queries.passes == 1 else queries.select_keys(self._filled)
-        return OnRead(queries, rope.at(on_axes(rope, positions.masked_fill(positions == EMPTY, 0)), dtype=dtype))
+        return self._with_sinks(near, rope, dtype) if self._sinks else near
 
     def layer(self, index: int) -> LayerCache:
         """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
@@ -327,14 +312,6 @@ class Step(ABC):
         near = rotation if rotation.passes == 1 else rotation.near
         if self._latent is not None:
             check_latent(self._who, "rotation", near.rotary_offset, self._latent)
-        if isinstance(rotation, OnRead) != self._on_read:
-            raise _checks.error(
-                self._who,
-                f"with rotate={'on_read' if self._on_read else 'on_write'!r}, rotation must "
-                + ("also rotate the keys that are read" if self._on_read else "rotate the new tokens alone"),
-                f"a {type(rotation).__name__}",
-                "Use step.rotation(rope). Self-Extend and learned ropes need a cache with rotate='on_write'.",
-            )
         if near.tokens != self.order.shape:
             raise _checks.error(
                 self._who,
@@ -344,16 +321,7 @@ class Step(ABC):
                 "Use step.rotation(rope) or rope.at(step.positions).",
             )
         prepared = rotation
-        if isinstance(rotation, OnRead):
-            keys = self._keys if compiling else len(range(self._keys)[self._filled])
-            if rotation.keys.tokens[-1] != keys:
-                raise _checks.error(
-                    self._who,
-                    f"with rotate='on_read', rotation must be computed for the {keys} keys of the step",
-                    f"one for {rotation.keys.tokens[-1]}",
-                    "Use step.rotation(rope) of this step, under torch.compile if its layers are compiled.",
-                )
-        elif rotation.passes == 2:
+        if rotation.passes == 2:
             keys = self._keys
             if rotation.far.shape[-1] != keys:
                 raise _checks.error(
@@ -519,13 +487,12 @@ class LayerCache:
         counts the tokens.
 
         Args:
-            k: keys, already rotated unless the cache has `rotate="on_read"`, `[batch, seq, kv_heads, head_dim]`.
+            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
             v: values of the same shape. Omit them in a cache with `latent`.
 
         Returns:
             Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `step.key_positions`, with empty slots,
             which `step.mask` hides: views of the cache, or new tensors. A `PagedKVCache` always returns new tensors.
-            With `rotate="on_read"`, rotate the keys to `step.key_positions` before you attend.
 
         Raises:
             RopeError: shape, dtype or device differs from that of the cache and this step; k or v requires gradients;
@@ -539,7 +506,7 @@ class LayerCache:
         """Store the keys and values of the new tokens as `append` does, for a kernel of your own that reads the cache.
 
         Args:
-            k: keys, already rotated unless the cache has `rotate="on_read"`, `[batch, seq, kv_heads, head_dim]`.
+            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
             v: values of the same shape. Omit them in a cache with `latent`.
 
         Raises:

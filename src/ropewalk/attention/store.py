@@ -47,7 +47,7 @@ class Store(Protocol):
 
         Args:
             slots: a slot for each token, of shape `tokens`.
-            k, v: keys, rotated unless the cache has `rotate="on_read"`, and values, `[*tokens, kv_heads, head_dim]` in
+            k, v: rotated keys, and values, `[*tokens, kv_heads, head_dim]` in
                 `dtype`.
         """
 

@@ -20,9 +20,6 @@ from ropewalk.rotation.writable import check_memory
 EMPTY = 2**62
 """Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
 
-ROTATES = ("on_write", "on_read")
-"""When a cache rotates keys."""
-
 _MAX_LAYERS = 65_536  # far above any model; it keeps a wrong number from filling the memory
 
 
@@ -167,7 +164,7 @@ def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tenso
 
 
 def check_given_positions(
-    who: str, value: Tensor | None, seq: int, length: Tensor, *, on_read: bool, fractions: bool = False
+    who: str, value: Tensor | None, seq: int, length: Tensor, *, fractions: bool = False
 ) -> Tensor | None:
     """Check the positions of `step` and return a copy, `[batch, seq]` or `[axes, batch, seq]`.
 
@@ -197,32 +194,18 @@ def check_given_positions(
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
         )
-    if on_read and value.ndim == 3:
-        raise error_on_axes(who, "positions", _checks.describe(value))
     check_positions(who, value)
     return (value if value.ndim == 3 else value.expand(batch, seq)).clone()
 
 
-def error_on_axes(who: str, name: str, got: str) -> _checks.RopeError:
-    """Return the error for positions on several axes in a cache that rotates on read."""
-    must = f"with rotate='on_read', which keeps one position for each key, {name} must not have axes"
-    return _checks.error(who, must, got, "Pass the same on every axis, or build the cache with rotate='on_write'.")
-
-
 def rope_of_each_layer(
     who: str,
-    rope: Rope | Sequence[Rope | None] | None,
+    rope: Rope | Sequence[Rope | None],
     num_layers: int,
     head_dim: int,
     latent: int | None,
-    on_read: bool,
 ) -> Sequence[Rope | None]:
     """Check the `rope` argument of `shift` and return the rope that has rotated the keys of each layer."""
-    if on_read:
-        if rope is not None:
-            must = "rope must be None with rotate='on_read', where no cached key is rotated"
-            raise _checks.error(who, must, _checks.shown(rope), "Pass None: step.rotation(rope) gets the rope.")
-        return [None] * num_layers
     each = [rope] * num_layers if isinstance(rope, Rope) else rope
     fix = "Pass the rope that rotated the keys."
     if (
