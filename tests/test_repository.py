@@ -17,7 +17,8 @@ from ropewalk.configs.gguf import header
 from ropewalk.tools.convert import layouts, pth
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, TOOL = PYPROJECT["project"], PYPROJECT["tool"]
 CI = (ROOT / ".ci" / "run").read_text()
 
 
@@ -71,6 +72,32 @@ def test_the_release_builds_wheels_where_the_release_page_says() -> None:
     assert rows == ["Linux x86-64", "Linux aarch64", "macOS arm64", "Windows x86-64"]
     assert len(machines) == len(rows)
     assert any("cibuildwheel" in command for command in commands(jobs["wheels"]))
+
+
+def test_wheels_are_those_that_the_release_page_names() -> None:
+    named = re.findall(r"`(cp\d+)-(\w+)`", (ROOT / "RELEASE.md").read_text())
+    platforms = {platform for _, platform in named}
+    assert platforms == {"manylinux_x86_64", "manylinux_aarch64", "macosx_arm64", "win_amd64"}
+    builds = [build.removesuffix("-*") for build in TOOL["cibuildwheel"]["build"]]
+    assert sorted(named) == sorted((build, platform) for build in builds for platform in platforms)
+    assert builds == ["cp311", TOOL["scikit-build"]["wheel"]["py-api"]]  # the oldest Python, and all others
+
+
+def test_the_sdist_holds_what_installs_and_no_more() -> None:
+    declared = {entry.strip("/") for entry in TOOL["scikit-build"]["sdist"]["include"]}
+    assert declared == {"src", "csrc", "CMakeLists.txt", "pyproject.toml", "CHANGELOG.md", "LICENSE", "README.md"}
+
+
+def test_the_recipe_for_conda_requires_what_pyproject_declares() -> None:
+    block = re.search(r"```yaml\n(.*?)```", (ROOT / "RELEASE.md").read_text(), re.S)
+    assert block is not None
+    recipe = yaml.safe_load(block[1])
+    pip = [re.sub("^pytorch(?= )", "torch", need).replace(" ", "") for need in recipe["requirements"]["run"]]
+    assert pip == ["python", *PROJECT["dependencies"]]
+    host = [need.replace(" ", "") for need in recipe["requirements"]["host"]]
+    assert host == ["python", "pip", *PYPROJECT["build-system"]["requires"]]
+    assert f'"<{PROJECT["requires-python"].removeprefix(">=")}"' in recipe["build"]["skip"]
+    assert recipe["about"]["license_file"] == PROJECT["license-files"]
 
 
 def test_hooks_run_what_ci_runs() -> None:
