@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import slow_tests
 from ropewalk.configs import source, weights
 from ropewalk.configs.gguf import header
 from ropewalk.tools.convert import layouts, pth
@@ -34,7 +35,7 @@ class TestWorkflow:
     jobs = parsed(".github/workflows/ci.yml")["jobs"]
 
     def test_the_checks_are_those_of_ci(self) -> None:
-        assert commands(self.jobs["all-checks"]) == [".ci/run"]
+        assert commands(self.jobs["all-checks"]) == [".ci/run $ALL"]
 
     def test_the_tests_are_run_by_the_command_of_the_readme(self) -> None:
         assert commands(self.jobs["tests"]) == re.findall(
@@ -106,7 +107,6 @@ def test_hooks_run_what_ci_runs() -> None:
 
 
 def test_pytest_alone_leaves_out_the_slow_tests() -> None:
-    """CI runs every test. The command in the README runs only those that are not slow."""
     file = "tests/configs/test_source.py"
     collected = {}
     for how, arguments in {"alone": ["-o", f"testpaths={file}"], "with paths": [file]}.items():
@@ -116,6 +116,21 @@ def test_pytest_alone_leaves_out_the_slow_tests() -> None:
     assert collected["alone"]
     slow = f"{file}::test_files_are_read_or_refused_at_bounded_cost"
     assert collected["with paths"] - collected["alone"] == {slow}
+
+
+def test_a_change_runs_the_slow_tests_of_what_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [test for tests in slow_tests.SLOW.values() for test in tests]
+    for changed, run in (
+        ([], []),
+        (["src/ropewalk/kernels_of_others.py", "tests/gpu.py"], []),
+        (["src/ropewalk/positions/pack.py"], [t for t in every if t.startswith("positions/")]),
+        (["tests/gpu/test_step.py"], ["gpu/"]),
+        (["docs/start.md", "tests/checkpoints/test_killed.py"], ["checkpoints/test_killed.py", "test_docs.py"]),
+    ):
+        monkeypatch.setattr(slow_tests, "changed_since", lambda _, changed=changed: changed)
+        assert sorted(set(every) - set(slow_tests.left_out("HEAD"))) == run, changed
+    watched = {path for paths in slow_tests.SLOW for path in paths.split()}
+    assert [path for path in watched if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("form", ["bug", "model"])

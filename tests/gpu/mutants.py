@@ -37,7 +37,7 @@ class Mutant:
     new: str
 
 
-GPU, KERNELS = "kernels/gpu.py", "kernels/triton_kernels.py"
+GPU, KERNELS = "kernels/gpu_plans.py", "kernels/triton_kernels.py"
 MUTANTS = [
     Mutant("sign of sin", KERNELS, "(a * c - b * s)", "(a * c + b * s)"),
     Mutant("inverse is forward", KERNELS, "s = s * -1.0", "s = s * 1.0"),
