@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,11 @@ import torch
 from ropewalk import RopeError
 from ropewalk.positions import context_parallel, from_processor, with_unrotated
 
-FILE = Path(__file__).resolve().parents[1] / "golden" / "positions" / "multimodal.json"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from recording import multimodal  # noqa: E402
+
+FILE = ROOT / "tests" / "golden" / "positions" / "multimodal.json"
 CASES = json.loads(FILE.read_text())["cases"]
 MODELS = list(dict.fromkeys(case["model"] for case in CASES))
 ALIKE = {
@@ -48,6 +55,32 @@ def test_equals_transformers(model: str) -> None:
                 placed = from_processor(config, given)
                 assert torch.equal(placed.positions, torch.tensor(case["positions"], dtype=dtype)), case["id"]
                 assert torch.equal(placed.next - lengths, torch.tensor(case["deltas"], dtype=dtype)), case["id"]
+
+
+@pytest.mark.parametrize("model", multimodal.MODELS)
+def test_random_batches_of_the_installed_transformers(model: str) -> None:
+    """The batch, padded to a multiple of 8, and each of its rows alone. ROPEWALK_CASES=1000 tries more batches."""
+    pytest.importorskip("transformers", "5.23")
+    for seed in range(int(os.environ.get("ROPEWALK_CASES", 5))):
+        draw = random.Random(seed)
+        config, rows, sound = multimodal.random_rows(model, draw)
+        batch = multimodal.batch_of(rows, model, draw, multiple=8)
+        placed, real = from_processor(config, batch), torch.tensor(batch["attention_mask"]).bool()
+        theirs, deltas = multimodal.rope_index(model, config, batch, sound=sound)
+        assert torch.equal(placed.positions[:, real], theirs[:, real]), seed
+        assert torch.equal(placed.next - real.sum(1), deltas), seed
+        alone: list[Any] = []
+        for row in rows:
+            one = multimodal.batch_of([row], model, draw)
+            one["attention_mask"] = [[1] * len(row.ids)]
+            if "image_grid_thw" in one or "video_grid_thw" in one or model not in multimodal.OMNI:
+                alone.append(multimodal.rope_index(model, config, one, sound=sound)[0][:, 0])
+            else:
+                alone.append(torch.arange(len(row.ids)).expand(3, -1))
+        packed = torch.cat(alone, dim=1)
+        if model == "hunyuan_vl":  # it counts the images of a batch, and not of a row
+            packed[-1], placed.positions[-1] = 0, 0
+        assert torch.equal(placed.positions[:, real], packed), seed
 
 
 def test_packed_padded_and_sharded() -> None:
