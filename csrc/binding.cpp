@@ -1,6 +1,5 @@
-// The module ropewalk.kernels._cpu, which passes raw addresses, shapes and strides from Python to the kernels. The Python code in
-// rotation/checks.py has checked the tensors. This file compares the sizes again, because a wrong size would access memory
-// outside of a tensor.
+// The module ropewalk.kernels._cpu, which calls the kernels with views of tensors. It compares all sizes, because a wrong size would
+// access memory outside of a tensor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -28,8 +27,6 @@ int threads_for(int64_t elements, int64_t threads) {
 
 // Python's stable ABI has functions for this, but no macros.
 int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple.ptr(), i)); }
-
-int64_t size_of(nb::handle tuple) { return PyTuple_Size(tuple.ptr()); }
 
 // Raises RopeError unless `holds`.
 void require(bool holds, const char *must, const char *got, const char *fix = "Use a Rotation, which checks its tensors.") {
@@ -72,64 +69,6 @@ Axes axes_from(const nb::tuple &layout) {
     return axes;
 }
 
-void strides_of(nb::handle strides, const Axes &axes, int64_t *to) {
-    for (int i = 0; i < 4; ++i) to[i] = axes.at[i] < 0 ? 0 : entry(strides, axes.at[i]);
-}
-
-// The strides of a table [pairs], [token, pairs], [batch, token, pairs] or [batch, head, token, pairs].
-void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
-    int last = static_cast<int>(size_of(shape)) - 1;
-    to[0] = last > 1 && entry(shape, 0) > 1 ? entry(strides, 0) : 0;
-    to[1] = last > 0 ? entry(strides, last - 1) : 0;
-    to[2] = last > 2 ? entry(strides, 1) : 0;
-    to[3] = entry(strides, last);
-}
-
-// (input address, output address, shape, input strides, output strides) for q and, if present, k.
-using Tensors = nb::tuple;
-
-ropewalk_rotation build_rotation(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
-                            const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype,
-                            const nb::tuple &layout, bool interleaved, int64_t offset, bool inverse) {
-    require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
-    require(tensors.size() == 5 || tensors.size() == 10, "there must be one or two tensors", "another number");
-    int64_t table_axes = size_of(table_shape);
-    require(table_axes >= 1 && table_axes <= 4 && size_of(cos_strides) == table_axes && size_of(sin_strides) == table_axes,
-            "tables must have one to four axes", "another number");
-    ropewalk_rotation r{};
-    const Axes axes = axes_from(layout);
-    r.tensor_count = static_cast<int>(tensors.size()) / 5;
-    for (int n = 0; n < r.tensor_count; ++n) {
-        auto at = [&](int i) { return nb::handle(PyTuple_GetItem(tensors.ptr(), 5 * n + i)); };
-        for (int i = 2; i < 5; ++i) {
-            require(PyTuple_Check(at(i).ptr()) && size_of(at(i)) == axes.count(), "tensors must have the axes of the layout",
-                    "another number");
-        }
-        ropewalk_tensor &x = r.tensors[n];
-        x.in = PyLong_AsVoidPtr(at(0).ptr()), x.out = PyLong_AsVoidPtr(at(1).ptr());
-        x.heads = entry(at(2), axes.at[2]);
-        strides_of(at(3), axes, x.in_stride), strides_of(at(4), axes, x.out_stride);
-        int64_t batch = axes.at[0] < 0 ? 1 : entry(at(2), axes.at[0]), tokens = entry(at(2), axes.at[1]);
-        require(n == 0 || (batch == r.batch && tokens == r.tokens && entry(at(2), axes.at[3]) == r.head_dim),
-                "q and k must have the same batch, tokens and head_dim", "different ones");
-        r.batch = batch, r.tokens = tokens, r.head_dim = entry(at(2), axes.at[3]);
-        require(table_axes < 4 || entry(table_shape, 1) == x.heads, "tables per head must be as many as heads", "another number");
-        require_memory((x.in && x.out) || batch * tokens * x.heads * r.head_dim == 0);
-    }
-    r.dtype = static_cast<ropewalk_dtype>(dtype);
-    r.tables.cos = reinterpret_cast<const void *>(cos), r.tables.sin = reinterpret_cast<const void *>(sin);
-    r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
-    table_strides(table_shape, cos_strides, r.tables.cos_stride), table_strides(table_shape, sin_strides, r.tables.sin_stride);
-    r.pairs = entry(table_shape, static_cast<int>(table_axes) - 1);
-    r.offset = offset, r.interleaved = interleaved, r.inverse = inverse;
-    require(r.pairs >= 1 && r.pairs <= r.head_dim / 2 && offset >= 0 && offset <= r.head_dim - 2 * r.pairs,
-            "the rotated channels must lie inside head_dim", "others");
-    require((table_axes < 2 || entry(table_shape, static_cast<int>(table_axes) - 2) == r.tokens) &&
-                (table_axes < 3 || entry(table_shape, 0) == 1 || entry(table_shape, 0) == r.batch),
-            "tables must have a row for each token", "others");
-    return r;
-}
-
 int64_t elements_of(const ropewalk_rotation &r) {
     int64_t heads = 0;
     for (int n = 0; n < r.tensor_count; ++n) heads += r.tensors[n].heads;
@@ -146,17 +85,6 @@ void run(ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
     }
     ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
                          [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });
-}
-
-void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape, const nb::tuple &cos_strides,
-            const nb::tuple &sin_strides, int dtype, int table_dtype, const nb::tuple &layout, bool interleaved, int64_t offset,
-            bool inverse, int64_t threads) {
-    ropewalk_rotation r = build_rotation(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
-                                    interleaved, offset, inverse);
-    int64_t elements = elements_of(r);
-    require_memory((cos && sin) || elements == 0);
-    nb::gil_scoped_release release;
-    run(r, dtype == ROPEWALK_F64 ? 8 : dtype == ROPEWALK_F32 ? 4 : 2, elements, static_cast<int>(threads));
 }
 
 // Set the addresses of the functions in `OpenMP`. Before this is called, only the calling thread rotates.
@@ -228,76 +156,130 @@ int kept_dtype_of(const ropewalk::TensorView &x) {
     return x.is_int(8) ? ROPEWALK_I8 : x.is_e4m3fn() ? ROPEWALK_E4M3 : dtype_of(x);
 }
 
-// A call whose arguments are plain tensors that match. `ok` is false if they are not; Python then handles the call.
-struct PlainCall {
-    bool ok = false, grad;  // grad: whether PyTorch records gradients
+// Returns whether the elements of a tensor follow each other in memory.
+bool is_contiguous(const ropewalk::TensorView &x) {
+    int64_t expected = 1;
+    for (int i = x.axes - 1; i >= 0; --i) {
+        if (x.shape[i] != 1 && x.strides[i] != expected) return false;
+        expected *= x.shape[i];
+    }
+    return true;
+}
+
+// The tensors of a call and how they are rotated.
+struct Call {
+    bool ok = false, grad = false;  // ok: whether all match; grad: whether PyTorch records gradients
     int count;
     PyObject *tensors[2];
-    ropewalk::TensorView views[2];
+    ropewalk::TensorView views[2], cos, sin;
     Axes at;
     int64_t size;  // of an element
     ropewalk_rotation r{};  // complete except for the outputs
+
+    Call(nb::handle q, nb::handle k) : count(k.is_none() ? 1 : 2), tensors{q.ptr(), k.ptr()} {}
+
+    // Complete `r`, given the views. Returns false if a size or dtype does not match.
+    bool match(const Axes &axes, int64_t head_dim, int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head) {
+        const int dtype = dtype_of(views[0]), table_dtype = dtype_of(cos), table_axes = cos.axes;
+        if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(sin) != table_dtype) return false;
+        // [pairs], [token, pairs] or [batch, token, pairs], and with a table for each head, an axis of heads before that of tokens.
+        const int at_token = table_axes - 2, at_head = per_head ? table_axes - 3 : -1;
+        const bool has_batch = table_axes == (per_head ? 4 : 3);
+        if (table_axes < (per_head ? 3 : 1) || table_axes > (per_head ? 4 : 3) || sin.axes != table_axes) return false;
+        for (int i = 0; i < table_axes; ++i) {
+            if (cos.shape[i] != sin.shape[i]) return false;
+        }
+        if (rotary_dim < 2 || 2 * cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return false;
+
+        at = axes;
+        r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
+        r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
+        r.batch = at.at[0] < 0 ? 1 : 0;
+        for (int n = 0; n < count; ++n) {
+            const ropewalk::TensorView &x = views[n];
+            if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return false;
+            if (n == 0) r.tokens = at_token < 0 ? x.shape[at.at[1]] : cos.shape[at_token];
+            if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return false;
+            if (per_head && x.shape[at.at[2]] != cos.shape[at_head]) return false;
+            if (at.at[0] >= 0 && n == 0) r.batch = x.shape[at.at[0]];
+            if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return false;
+            ropewalk_tensor &to = r.tensors[n];
+            to.in = to.out = x.first(), to.heads = x.shape[at.at[2]];
+            at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
+        }
+        if (has_batch && cos.shape[0] != 1 && cos.shape[0] != r.batch) return false;
+        r.tables.cos = cos.first(), r.tables.sin = sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
+        for (auto [view, strides] : {std::pair{&cos, r.tables.cos_stride}, std::pair{&sin, r.tables.sin_stride}}) {
+            strides[0] = has_batch && view->shape[0] > 1 ? view->strides[0] : 0;
+            strides[1] = at_token < 0 ? 0 : view->strides[at_token];
+            strides[2] = per_head ? view->strides[at_head] : 0;
+            strides[3] = view->strides[table_axes - 1];
+        }
+        size = views[0].element_size();
+        return true;
+    }
 };
 
-PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                     int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
-    PlainCall call;
+// Read a call with plain tensors. `ok` is false if they are not plain or do not match; Python then handles the call.
+Call read_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim, int64_t rotary_dim,
+                bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
+    Call call(q, k);
     const Axes *axes = axes_of(layout.ptr());
     if (!axes || torch.is_observed(profiled)) return call;
-    const int count = call.count = k.is_none() ? 1 : 2;
-    call.tensors[0] = q.ptr(), call.tensors[1] = k.ptr();
-    ropewalk::TensorView of_cos, of_sin;
-    for (int n = 0; n < count; ++n) {
+    for (int n = 0; n < call.count; ++n) {
         if (!torch.view(call.tensors[n], call.views[n])) return call;
     }
-    if (!torch.view(cos.ptr(), of_cos) || !torch.view(sin.ptr(), of_sin)) return call;
-
-    const int dtype = dtype_of(call.views[0]), table_dtype = dtype_of(of_cos), table_axes = of_cos.axes;
-    if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(of_sin) != table_dtype) return call;
-    // [pairs], [token, pairs] or [batch, token, pairs], and with a table for each head, an axis of heads before that of tokens.
-    const int at_token = table_axes - 2, at_head = per_head ? table_axes - 3 : -1;
-    const bool has_batch = table_axes == (per_head ? 4 : 3);
-    if (table_axes < (per_head ? 3 : 1) || table_axes > (per_head ? 4 : 3) || of_sin.axes != table_axes) return call;
-    for (int i = 0; i < table_axes; ++i) {
-        if (of_cos.shape[i] != of_sin.shape[i]) return call;
-    }
-    if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return call;
-
-    const Axes at = call.at = *axes;
-    ropewalk_rotation &r = call.r;
-    r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
-    r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
-    r.batch = at.at[0] < 0 ? 1 : 0;
-    for (int n = 0; n < count; ++n) {
-        const ropewalk::TensorView &x = call.views[n];
-        if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return call;
-        if (n == 0) r.tokens = at_token < 0 ? x.shape[at.at[1]] : of_cos.shape[at_token];
-        if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return call;
-        if (per_head && x.shape[at.at[2]] != of_cos.shape[at_head]) return call;
-        if (at.at[0] >= 0 && n == 0) r.batch = x.shape[at.at[0]];
-        if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return call;
-        ropewalk_tensor &to = r.tensors[n];
-        to.in = to.out = x.first(), to.heads = x.shape[at.at[2]];
-        at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
-    }
-    if (has_batch && (at.at[0] < 0 || (of_cos.shape[0] != 1 && of_cos.shape[0] != r.batch))) return call;
+    if (!torch.view(cos.ptr(), call.cos) || !torch.view(sin.ptr(), call.sin)) return call;
+    if (axes->at[0] < 0 && call.cos.axes > (per_head ? 3 : 2)) return call;  // rows of a batch for tensors without one
+    if (!call.match(*axes, head_dim, rotary_dim, interleaved, offset, per_head)) return call;
     call.grad = ropewalk::Torch::is_true(torch.grad_enabled);
     if (call.grad) {
         if (torch.requires_gradient(cos.ptr()) || torch.requires_gradient(sin.ptr())) return call;
-        for (int n = 0; n < count; ++n) {
+        for (int n = 0; n < call.count; ++n) {
             if (torch.requires_gradient(call.tensors[n])) return call;
         }
     }
-    r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
-    for (auto [view, strides] : {std::pair{&of_cos, r.tables.cos_stride}, std::pair{&of_sin, r.tables.sin_stride}}) {
-        strides[0] = has_batch && view->shape[0] > 1 ? view->strides[0] : 0;
-        strides[1] = at_token < 0 ? 0 : view->strides[at_token];
-        strides[2] = per_head ? view->strides[at_head] : 0;
-        strides[3] = view->strides[table_axes - 1];
-    }
-    call.size = call.views[0].element_size();
     call.ok = true;
     return call;
+}
+
+// Read a call of an operator of PyTorch, which may be recorded. rotation/checks.py has checked it, so what does not match raises. A
+// table for each head has an axis of batch.
+Call read_checked(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, bool interleaved, int64_t offset) {
+    Call call(q, k);
+    const Axes *axes = axes_of(layout.ptr());
+    require(axes, "layout must be one of _layout.py", "another");
+    for (int n = 0; n < call.count; ++n) require_memory(torch.memory_of(call.tensors[n], call.views[n]));
+    require_memory(torch.memory_of(cos.ptr(), call.cos) && torch.memory_of(sin.ptr(), call.sin));
+    const ropewalk::TensorView &x = call.views[0], &table = call.cos;
+    call.ok = x.axes > 0 && table.axes > 0 &&
+              call.match(*axes, x.shape[x.axes - 1], 2 * table.shape[table.axes - 1], interleaved, offset, table.axes == 4);
+    require(call.ok, "the tensors must match in sizes and dtypes", "others");
+    return call;
+}
+
+// Get a view of an output [like `x`].
+ropewalk::TensorView output_view(nb::handle output, const ropewalk::TensorView &x) {
+    ropewalk::TensorView view;
+    require_memory(torch.memory_of(output.ptr(), view));
+    bool matches = view.axes == x.axes && dtype_of(view) == dtype_of(x);
+    for (int i = 0; matches && i < x.axes; ++i) matches = view.shape[i] == x.shape[i];
+    require(matches, "an output must have the size and dtype of its tensor", "another");
+    return view;
+}
+
+// Rotate q to p and, unless it is None, k to r.
+void rotate(nb::handle q, nb::handle p, nb::handle k, nb::handle r, nb::handle cos, nb::handle sin, nb::handle layout,
+            bool interleaved, int64_t offset, bool inverse) {
+    Call call = read_checked(q, k, cos, sin, layout, interleaved, offset);
+    call.r.inverse = inverse;
+    for (int n = 0; n < call.count; ++n) {
+        const ropewalk::TensorView view = output_view(n == 0 ? p : r, call.views[n]);
+        call.r.tensors[n].out = view.first(), call.at.strides(view.strides, call.r.tensors[n].out_stride);
+    }
+    const int threads = threads_of_torch();
+    nb::gil_scoped_release release;
+    run(call.r, call.size, elements_of(call.r), threads);
 }
 
 // Returns whether a tensor may be written: no two elements share memory, and autograd can count the change, unless `inference` mode
@@ -308,10 +290,10 @@ bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
 
 // Returns whether inference mode is enabled. If gradients are recorded inside it, the result is false, and writing an inference
 // tensor is left to Python.
-bool is_inference(const PlainCall &call) { return !call.grad && ropewalk::Torch::is_true(torch.inference_enabled); }
+bool is_inference(const Call &call) { return !call.grad && ropewalk::Torch::is_true(torch.inference_enabled); }
 
 // Creates the output of the n-th tensor. Returns null if the new tensor is not plain.
-nb::object new_output(PlainCall &call, int n) {
+nb::object new_output(Call &call, int n) {
     nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.tensors[n]));
     if (!output.ptr()) throw nb::python_error();
     ropewalk::TensorView out;
@@ -333,7 +315,7 @@ void count_change(const nb::tuple &changed) {
 nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                         int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head, bool in_place) {
     const nb::object left_to_python = nb::none();
-    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head);
+    Call call = read_plain(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head);
     if (!call.ok) return left_to_python;
     nb::object outputs[2];
     if (in_place) {
@@ -392,7 +374,7 @@ struct Written {
     ropewalk::TensorView views[4];
 
     // Returns a view, or null if the tensor is not plain, cannot be written or may share elements with another.
-    const ropewalk::TensorView *add(nb::handle tensor, const PlainCall &call, bool inference) {
+    const ropewalk::TensorView *add(nb::handle tensor, const Call &call, bool inference) {
         ropewalk::TensorView &view = views[count];
         if (!torch.view(tensor.ptr(), view) || view.elements() == 0 || !writable(tensor.ptr(), view, inference)) return nullptr;
         if (call.grad && torch.requires_gradient(tensor.ptr())) return nullptr;
@@ -416,7 +398,7 @@ struct Written {
 };
 
 // Read where a step writes k and, if it is passed, v. Returns false if something does not match.
-bool read_store(PlainCall &call, ropewalk_step &s, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots,
+bool read_store(Call &call, ropewalk_step &s, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots,
                 nb::handle k_scales, nb::handle v_scales, Written &written) {
     const Axes &at = call.at;
     ropewalk::TensorView of_v{}, of_slots;
@@ -481,7 +463,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
                       nb::handle slots, nb::handle k_scales, nb::handle v_scales, bool profiled) {
     const nb::object left_to_python = nb::none();
     if (k.is_none()) return left_to_python;
-    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
+    Call call = read_plain(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, per_head, profiled);
     if (!call.ok) return left_to_python;
     const bool grad = call.grad;
     ropewalk_step s{};
@@ -514,40 +496,56 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     return outputs[0];
 }
 
-void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, const nb::tuple &table_shape, int dtype,
-                    const nb::tuple &layout, bool interleaved, int64_t offset, int64_t threads) {
+// Compute the gradients of cos and sin, contiguous [batch, token, pairs] or [batch, head, token, pairs], from q, k or None, and the
+// gradients of the rotated tensors.
+void table_gradient(nb::handle q, nb::handle p, nb::handle k, nb::handle r, nb::handle d_cos, nb::handle d_sin, nb::handle layout,
+                    bool interleaved, int64_t offset) {
+    Call call = read_checked(q, k, d_cos, d_sin, layout, interleaved, offset);
     ropewalk_table_gradient g{};
-    g.rotation = build_rotation(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
-    g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin), g.per_head = size_of(table_shape) == 4;
+    for (int n = 0; n < call.count; ++n) {
+        const ropewalk::TensorView view = output_view(n == 0 ? p : r, call.views[n]);
+        call.r.tensors[n].out = view.first(), call.at.strides(view.strides, call.r.tensors[n].out_stride);
+    }
     // A gradient is written, so no two rows of a batch may have one row of it.
-    const int axes = static_cast<int>(size_of(table_shape));
-    require(axes >= 3 && entry(table_shape, 0) == g.rotation.batch, "gradients of tables must have a row for each token of the batch",
-            "others");
-    int64_t elements = elements_of(g.rotation), of_table = 1;
-    for (int i = 0; i < axes; ++i) of_table *= entry(table_shape, i);
-    require_memory((d_cos && d_sin) || of_table == 0);
+    const ropewalk::TensorView &to = call.cos;
+    require(to.axes >= 3 && to.shape[0] == call.r.batch && is_contiguous(to) && is_contiguous(call.sin) &&
+                to.is_float(call.r.dtype == ROPEWALK_F64 ? 64 : 32),
+            "gradients of tables must have a row for each token of the batch", "others");
+    g.rotation = call.r, g.d_cos = to.first(), g.d_sin = call.sin.first(), g.per_head = to.axes == 4;
+    const int threads = threads_for(elements_of(call.r), threads_of_torch());
     nb::gil_scoped_release release;
-    ropewalk::share_rows(g.rotation.batch * g.rotation.tokens, threads_for(elements, threads),
+    ropewalk::share_rows(call.r.batch * call.r.tokens, threads,
                          [&](int64_t begin, int64_t end) { kernels->table_gradient(&g, begin, end); });
 }
 
-// Compute cos and sin of position * step. `positions` are contiguous [axes, rows]: for each axis, the positions of all tokens.
-// `axis`, int64 [pairs], is the axis of each pair. Address 0 means that tokens have one position, which all pairs use.
-void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uintptr_t steps, int64_t pairs, double factor, int dtype,
-            uintptr_t cos, uintptr_t sin, int64_t threads) {
-    require_memory((positions && steps && cos && sin) || rows * pairs == 0);
-    ropewalk_angles a{};
-    a.positions = reinterpret_cast<const int64_t *>(positions), a.position_stride = 1;
-    a.axis = reinterpret_cast<const int64_t *>(axis), a.axis_stride = rows;
-    for (int64_t i = 0; a.axis && i < pairs; ++i) {
-        require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
+// Write cos and sin of position * step. `positions` are [..., tokens], or [axes, ..., tokens] with `axis`, the axis of each pair. All
+// are contiguous; positions, steps and axis are int64.
+void angles(nb::handle positions, nb::handle axis, nb::handle steps, double factor, nb::handle cos, nb::handle sin) {
+    ropewalk::TensorView at, of_axis, of_steps, to[2];
+    require_memory(torch.memory_of(positions.ptr(), at) && torch.memory_of(steps.ptr(), of_steps) &&
+                   torch.memory_of(cos.ptr(), to[0]) && torch.memory_of(sin.ptr(), to[1]) &&
+                   (axis.is_none() || torch.memory_of(axis.ptr(), of_axis)));
+    const int64_t axes = axis.is_none() ? 1 : at.shape[0], pairs = of_steps.elements(), rows = at.elements() / axes;
+    bool matches = at.is_int(64) && of_steps.is_int(64) && is_contiguous(at) && is_contiguous(of_steps);
+    for (const ropewalk::TensorView &table : to) {
+        matches &= (table.is_float(32) || table.is_float(64)) && table.dtype_bits == to[0].dtype_bits && is_contiguous(table) &&
+                   table.elements() == rows * pairs;
     }
-    a.phase_steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
-    a.dtype = static_cast<ropewalk_dtype>(dtype);
-    a.cos = reinterpret_cast<void *>(cos), a.sin = reinterpret_cast<void *>(sin);
+    ropewalk_angles a{};
+    if (!axis.is_none()) {
+        matches &= of_axis.is_int(64) && is_contiguous(of_axis) && of_axis.elements() == pairs;
+        a.axis = reinterpret_cast<const int64_t *>(of_axis.first()), a.axis_stride = rows;
+        for (int64_t i = 0; matches && i < pairs; ++i) {
+            require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
+        }
+    }
+    require(matches, "positions, steps, axes and tables must match in sizes and dtypes", "others");
+    a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
+    a.phase_steps = reinterpret_cast<const int64_t *>(of_steps.first()), a.pairs = pairs, a.factor = factor;
+    a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0])), a.cos = to[0].first(), a.sin = to[1].first();
+    const int threads = threads_for(8 * rows * pairs, threads_of_torch());
     nb::gil_scoped_release release;
-    ropewalk::share_rows(rows, threads_for(8 * rows * pairs, threads),
-                         [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
+    ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
 // Copy positions of up to three axes to contiguous int64 numbers.
@@ -735,7 +733,8 @@ void use_level(const std::string &name) {
 NB_MODULE(_cpu, m) {
     m.def("levels", &levels);
     m.def("use_level", &use_level);
-    m.def("rotate", &rotate);
+    m.def("rotate", &rotate, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg());
     m.def("use_openmp", &use_openmp);
     m.def("use_torch", &use_torch);
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
@@ -746,7 +745,8 @@ NB_MODULE(_cpu, m) {
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg());
-    m.def("table_gradient", &table_gradient);
-    m.def("angles", &angles);
+    m.def("table_gradient", &table_gradient, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg());
+    m.def("angles", &angles, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }

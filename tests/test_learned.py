@@ -14,12 +14,8 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oracle
 import processes
@@ -266,42 +262,6 @@ class TestCasts:
             RopeError, match=r"inv_freq must be float32 or float64, got torch\.bfloat16\. Something cast and rounded it"
         ):
             rope(PLACES[:2])
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    @pytest.mark.parametrize(("axis", "parts"), [(0, (2, 1)), (1, (1, 0))], ids=["sequences", "tokens"])
-    def test_every_rank_refuses_tables_that_are_ambiguous_on_one(
-        self, axis: int, parts: tuple[int, int], rank: int
-    ) -> None:
-        """One row of the tables is this rank's or that of all, on the rank with one row. If only it raised, the others
-        would wait for it."""
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        try:
-            mesh, sizes = init_device_mesh("cpu", (2,)), [1, 1]
-            sizes[axis] = parts[rank]
-            part = torch.randn(*sizes, 4, 8)
-            whole = torch.randn(*(sum(parts) if i == axis else n for i, n in enumerate(sizes)), 4, 8)
-            q = DTensor.from_local(part, mesh, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride())
-            rotation = LearnedRope.from_rope(Rope(8, 1e4, "half"))(torch.zeros(*(1, 1)[axis:], dtype=torch.int64))
-            with pytest.raises(RopeError, match="the sizes of plain cos and sin must tell whether they hold all rows"):
-                rotation(q, layout="bshd")
-        finally:
-            dist.destroy_process_group()
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    @pytest.mark.parametrize("rows", [1, 2])
-    def test_every_rank_refuses_tables_that_fit_one(self, rank: int, rows: int) -> None:
-        """Of three tokens, one rank has two and the other one. If only one raised, the other would wait for it."""
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
-        try:
-            q = distribute_tensor(
-                torch.randn(1, 3, 4, 8), init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None
-            )
-            assert q.to_local().shape[1] == 2 - rank
-            rotation = Rope(8, 1e4, "half").at(torch.arange(rows))
-            with pytest.raises(RopeError, match="must have rows for all 3, since 2 ranks cannot have equal parts, got"):
-                rotation(q, layout="bshd")
-        finally:
-            dist.destroy_process_group()
 
     def test_fsdp2_mixed_precision(self, tmp_path: Path) -> None:
         """FSDP casts the parameters that it gathers, which is an error unless the module has its own policy."""

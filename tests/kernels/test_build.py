@@ -105,3 +105,13 @@ def test_pages_in_memory(tmp_path: Path) -> None:
     (tmp_path / "pages.cpp").write_text(PAGES)
     output(need(CXX), "-std=c++17", f"-I{CSRC}", tmp_path / "pages.cpp", "-o", tmp_path / "pages")
     assert output(tmp_path / "pages") == "010"
+
+
+def test_the_binding_uses_no_function_outside_the_stable_abi() -> None:
+    """Only builds for Python 3.12 and newer would detect this, and the tests run in a build for 3.11."""
+    outside = r"\bPy\w+_(?:GET_\w+|CallOneArg|CallMethodNoArgs|CallMethodOneArg|AS_\w+|READ\w*)\b|\b_Py\w+"
+    for path in CSRC.glob("*"):
+        if path.suffix in (".cpp", ".h"):
+            code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+            assert re.findall(outside, code) == [], path
+    assert re.findall(outside, "PyTuple_GET_SIZE(x), PyObject_CallOneArg(f, x), _PyObject_Call(f)") != []

@@ -296,57 +296,65 @@ class TestPrivateOperators:
 
 
 @pytest.mark.usefixtures("used")
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layout": (0, 1, 2)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (0, 1, 2, 3)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (0, 1, 3, 4)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (-1, 0, 1, 4)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (0, 1, 1, 4)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (0, 1, 2**62, 4)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (None, 1, 2, 4)}, "the axes of a layout must be those of _layout.py"),
-        ({"layout": (None, 0, 1, 3)}, "tensors must have the axes of the layout"),
-        ({"dtype": 7}, "dtypes must be those of ropewalk.h"),
-        ({"table_dtype": 2}, "dtypes must be those of ropewalk.h"),
-        ({"tensors": ()}, "there must be one or two tensors"),
-        ({"tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)) * 3}, "there must be one or two tensors"),
-        ({"tensors": (0, 0, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1))}, "a tensor must have memory"),
-        ({"tensors": (8, 8, (4, 2, 8), (16, 8, 1), (16, 8, 1))}, "tensors must have the axes of the layout"),
-        ({"cos": 0}, "a tensor must have memory"),
-        ({"table_shape": (), "cos_strides": (), "sin_strides": ()}, "tables must have one to four axes"),
-        ({"sin_strides": (4,)}, "tables must have one to four axes"),
-        ({"table_shape": (3, 4)}, "tables must have a row for each token"),
-        (
-            {"table_shape": (1, 3, 4, 4), "cos_strides": (48, 16, 4, 1), "sin_strides": (48, 16, 4, 1)},
-            "tables per head must be as many as heads",
-        ),
-        (
-            {"table_shape": (2, 2, 4, 4), "cos_strides": (32, 16, 4, 1), "sin_strides": (32, 16, 4, 1)},
-            "tables must have a row for each token",
-        ),
-        (
-            {"table_shape": (1,) * 5, "cos_strides": (1,) * 5, "sin_strides": (1,) * 5},
-            "tables must have one to four axes",
-        ),
-        ({"table_shape": (4, 5)}, "the rotated channels must lie inside head_dim"),
-        ({"table_shape": (4, 2**62)}, "the rotated channels must lie inside head_dim"),
-        ({"table_shape": (4, 0)}, "the rotated channels must lie inside head_dim"),
-        ({"offset": 1}, "the rotated channels must lie inside head_dim"),
-        ({"offset": -1}, "the rotated channels must lie inside head_dim"),
-    ],
-)  # fmt: skip
-def test_sizes_that_reach_the_compiled_code(changes: dict[str, Any], message: str) -> None:
-    """The addresses here are invalid, so a size that passed the checks would crash the process."""
+def test_sizes_that_reach_the_compiled_code() -> None:
+    """A size that passed the checks would access memory outside of a tensor."""
     from ropewalk.kernels import _cpu
 
-    arguments = {
-        "tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)), "cos": 8, "sin": 8, "table_shape": (4, 4),
-        "cos_strides": (4, 1), "sin_strides": (4, 1), "dtype": 0, "table_dtype": 0, "layout": (0, 1, 2, 4),
-        "interleaved": False, "offset": 0, "inverse": False, "threads": 1,
-    }  # fmt: skip
-    with pytest.raises(RopeError, match=message):
-        _cpu.rotate(*{**arguments, **changes}.values())
+    x, table, steps = torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 4), torch.zeros(4, dtype=torch.int64)
+    rows = torch.zeros(2, 4, dtype=torch.int64)
+    freed = torch.zeros(2, 4, 3, 8)
+    freed.untyped_storage().resize_(0)
+    rotate = {"q": x, "p": x, "k": None, "r": None, "cos": table, "sin": table}
+    rotate |= {"layout": "bshd", "interleaved": False, "offset": 0}
+    angles = {"positions": rows, "axis": None, "steps": steps, "factor": 1.0, "cos": table, "sin": table}
+    match, output = "the tensors must match in sizes and dtypes", "an output must have the size and dtype"
+    row, sizes = "gradients of tables must have a row for each token", "positions, steps, axes and tables must match"
+    for function, arguments, changes, message in (
+        ("rotate", rotate, {"layout": "bsdh"}, "layout must be one of"),
+        ("rotate", rotate, {"layout": "thd"}, match),
+        ("rotate", rotate, {"q": freed}, "a tensor must have memory"),
+        ("rotate", rotate, {"sin": torch.zeros(0)}, "a tensor must have memory"),
+        ("rotate", rotate, {"q": rows}, match),
+        ("rotate", rotate, {"q": torch.tensor(1.0)}, match),
+        ("rotate", rotate, {"k": x.double(), "r": x.double()}, match),
+        ("rotate", rotate, {"k": x[:1], "r": x[:1]}, match),
+        ("rotate", rotate, {"k": x[:, :3], "r": x[:, :3]}, match),
+        ("rotate", rotate, {"k": x[..., :6], "r": x[..., :6]}, match),
+        ("rotate", rotate, {"cos": table[..., :3]}, match),
+        ("rotate", rotate, {"cos": table.double()}, match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), table.bfloat16()), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), table[:, :3]), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(3, 4, 4)), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(2, 2, 4, 4)), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(1, 1, 1, 4, 4)), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(4, 5)), match),
+        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(4)[0]), match),
+        ("rotate", rotate, {"offset": 1}, match),
+        ("rotate", rotate, {"offset": -1}, match),
+        ("rotate", rotate, {"p": x[:1]}, output),
+        ("rotate", rotate, {"p": x.double()}, output),
+        ("rotate", rotate, {"k": x, "r": x[:, :, :2]}, output),
+        ("table_gradient", rotate, {"p": x[..., :7]}, output),
+        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[:1]), row),
+        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[0]), row),
+        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[0, 0]), row),
+        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table.double()), row),
+        ("table_gradient", rotate, {"cos": table.mT.contiguous().mT}, row),
+        ("table_gradient", rotate, {"sin": table.mT.contiguous().mT}, row),
+        ("angles", angles, {"positions": rows.int()}, sizes),
+        ("angles", angles, {"positions": rows[:1]}, sizes),
+        ("angles", angles, {"positions": rows.mT.contiguous().mT}, sizes),
+        ("angles", angles, {"steps": steps[:3]}, sizes),
+        ("angles", angles, {"cos": table.double()}, sizes),
+        ("angles", angles, {"sin": table[:1]}, sizes),
+        ("angles", angles, {"axis": steps[:3], "cos": table[0], "sin": table[0]}, sizes),
+        ("angles", angles, {"axis": steps}, sizes),
+    ):
+        given = {**arguments, **changes}
+        more = [False] if function == "rotate" else []
+        with pytest.raises(RopeError, match=message):
+            getattr(_cpu, function)(*given.values(), *more)
+    assert not any(t.any() for t in (x, table))
 
 
 class TestInPlace:

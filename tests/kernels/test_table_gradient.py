@@ -8,8 +8,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, shape, unchanged
-from ropewalk import RopeError
-from ropewalk._layout import AXES, Options
+from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -44,19 +43,6 @@ def test_sizes(level: str, dtype: torch.dtype, layout: str, pairing: str) -> Non
         tensors, grads = ([torch.randn(size).to(dtype) for size in sizes] for _ in range(2))
         check(tensors, grads, pairs, layout, pairing, offset)
         check(tensors[:1], grads[:1], pairs, layout, pairing, offset)
-
-
-@pytest.mark.parametrize("table", [(1, 4, 4), (4, 4), (4,), (2, 3, 4)])
-def test_a_gradient_needs_a_row_for_each_token(built: None, table: tuple[int, ...]) -> None:
-    """Tables of these shapes can be read for a batch of two rows, but a gradient would leave their memory."""
-    x, of_tables = torch.ones(2, 4, 3, 8), torch.zeros(2, 2, 4, 4)
-    flat, address = (x.data_ptr(), x.data_ptr(), x.shape, x.stride(), x.stride()), [t.data_ptr() for t in of_tables]
-    how = (0, AXES["bshd"], False, 0, 1)
-    with pytest.raises(RopeError, match="must have a row for each token"):
-        cpu._cpu.table_gradient(flat, *address, table, *how)
-    with pytest.raises(RopeError, match="a tensor must have memory"):
-        cpu._cpu.table_gradient(flat, address[0], 0, (2, 4, 4), *how)
-    assert not of_tables.any()
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

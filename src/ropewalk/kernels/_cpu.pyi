@@ -1,10 +1,10 @@
-# The compiled kernels (csrc/binding.cpp). They check only sizes. An address is the result of Tensor.data_ptr(), and a
-# stride is a number of elements. `tensors` has five entries for q, and five more for k if it is passed: the input
-# address, the output address, the shape, the input strides and the output strides.
+# The compiled kernels (csrc/binding.cpp). They check sizes and dtypes, and call the kernels with views of the tensors.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+from torch import Tensor
 
 from ropewalk._layout import Layout
 
@@ -17,48 +17,6 @@ def use_level(name: str) -> None:
 def use_openmp(parallel: int, thread_num: int, num_threads: int) -> None:
     """Set the addresses of OpenMP's functions. Before this call, only the calling thread rotates."""
 
-def rotate(
-    tensors: tuple[object, ...],
-    cos: int,
-    sin: int,
-    table_shape: Sequence[int],
-    cos_strides: Sequence[int],
-    sin_strides: Sequence[int],
-    dtype: int,
-    table_dtype: int,
-    layout: tuple[int | None, int, int, int],
-    interleaved: bool,
-    offset: int,
-    inverse: bool,
-    threads: int,
-    /,
-) -> None: ...
-def table_gradient(
-    tensors: tuple[object, ...],
-    d_cos: int,
-    d_sin: int,
-    table_shape: Sequence[int],
-    dtype: int,
-    layout: tuple[int | None, int, int, int],
-    interleaved: bool,
-    offset: int,
-    threads: int,
-    /,
-) -> None: ...
-def angles(
-    positions: int,
-    rows: int,
-    axis: int,
-    axes: int,
-    steps: int,
-    pairs: int,
-    factor: float,
-    dtype: int,
-    cos: int,
-    sin: int,
-    threads: int,
-    /,
-) -> None: ...
 def use_torch(
     torch: ModuleType, layouts: Mapping[Layout, object], observers: tuple[Callable[[], object], ...], /
 ) -> bool:
@@ -66,6 +24,38 @@ def use_torch(
 
     Each later call asks all observers, and is left to Python if one of them returns a true value.
     """
+
+def rotate(
+    q: Tensor,
+    p: Tensor,
+    k: Tensor | None,
+    r: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    interleaved: bool,
+    offset: int,
+    inverse: bool,
+    /,
+) -> None:
+    """Rotate q to p and k to r, each with at least one element. Raise RopeError if a size or dtype does not match."""
+
+def table_gradient(
+    q: Tensor,
+    p: Tensor,
+    k: Tensor | None,
+    r: Tensor | None,
+    d_cos: Tensor,
+    d_sin: Tensor,
+    layout: Layout,
+    interleaved: bool,
+    offset: int,
+    /,
+) -> None:
+    """Write the gradients of cos and sin, given q, k and the gradients p and r of what they are rotated to."""
+
+def angles(positions: Tensor, axis: Tensor | None, steps: Tensor, factor: float, cos: Tensor, sin: Tensor, /) -> None:
+    """Write cos and sin of int64 positions `[..., tokens]`, or with `axis`, the axis of each pair, `[axes, ...]`."""
 
 def rotate_plain(
     q: object,

@@ -1,6 +1,6 @@
 """Load the compiled CPU kernels, or record why they are unavailable, and call them. Implements `backend.Kernels`.
 
-The kernels receive raw addresses, shapes and strides. torch must be imported first: the kernels use its threads.
+torch must be imported first: the kernels use its threads.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def _openmp() -> list[int]:
 if _unavailable_reason is None and (functions := _openmp()):
     _cpu.use_openmp(*functions)
 
-FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, observed.PREDICATES)
+if _unavailable_reason is None and not _cpu.use_torch(torch, AXES, observed.PREDICATES):
+    _unavailable_reason = "need PyTorch 2.10 or later"
+
+FAST_PATH = _unavailable_reason is None
 """Whether `rotate_plain`, `step_plain`, `attend_plain` and `angles_plain` exist. They run a whole call in compiled
 code, including the checks, and return None if they cannot."""
 if FAST_PATH:
     rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
     attend_plain = _cpu.attend_plain
-
-# The numbers of csrc/ropewalk.h.
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @functools.cache  # because every call asks
@@ -82,25 +82,8 @@ def rotate(
     options: Options,
 ) -> None:
     """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
-    flat: tuple[object, ...] = ()
-    for x, y in zip(tensors, outputs, strict=True):
-        flat += (x.data_ptr(), y.data_ptr(), x.shape, x.stride(), y.stride())
-    layout, interleaved, offset, inverse = options
-    _cpu.rotate(
-        flat,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.shape,
-        cos.stride(),
-        sin.stride(),
-        _DTYPES[tensors[0].dtype],
-        _DTYPES[cos.dtype],
-        AXES[layout],
-        interleaved,
-        offset,
-        inverse,
-        torch.get_num_threads(),
-    )
+    if flat := _flatten(tensors, outputs):
+        _cpu.rotate(*flat, cos, sin, *options)
 
 
 def table_gradient(
@@ -112,26 +95,12 @@ def table_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients with respect to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
-    flat: tuple[object, ...] = ()
-    for z, grad in zip(tensors, grads, strict=True):
-        flat += (z.data_ptr(), grad.data_ptr(), z.shape, z.stride(), grad.stride())
-    batch, tokens, heads, _ = axes = AXES[options.layout]
+    batch, tokens, heads, _ = AXES[options.layout]
     shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)
-    d_cos, d_sin = (
-        torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device="cpu")
-        for _ in range(2)
-    )
-    _cpu.table_gradient(
-        flat,
-        d_cos.data_ptr(),
-        d_sin.data_ptr(),
-        shape,
-        _DTYPES[x.dtype],
-        axes,
-        options.interleaved,
-        options.offset,
-        torch.get_num_threads(),
-    )
+    dtype, flat = torch.float64 if x.dtype == torch.float64 else torch.float32, _flatten(tensors, grads)
+    d_cos, d_sin = ((torch.empty if flat else torch.zeros)(shape, dtype=dtype, device="cpu") for _ in range(2))
+    if flat:
+        _cpu.table_gradient(*flat, d_cos, d_sin, *options[:3])
     return d_cos, d_sin
 
 
@@ -140,19 +109,17 @@ def angles(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.to(torch.int64).contiguous()
-    axes, shape = (1, positions.shape) if axis is None else (positions.shape[0], positions.shape[1:])
+    shape = positions.shape if axis is None else positions.shape[1:]
     cos, sin = (torch.empty((*shape, len(phase_steps)), dtype=dtype, device="cpu") for _ in range(2))
-    _cpu.angles(
-        positions.data_ptr(),
-        positions.numel() // axes,
-        0 if axis is None else axis.data_ptr(),
-        axes,
-        phase_steps.data_ptr(),
-        len(phase_steps),
-        factor,
-        _DTYPES[dtype],
-        cos.data_ptr(),
-        sin.data_ptr(),
-        torch.get_num_threads(),
-    )
+    if cos.numel():
+        _cpu.angles(positions, axis, phase_steps, factor, cos, sin)
     return cos, sin
+
+
+_Flat = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _flatten(tensors: list[Tensor], others: list[Tensor]) -> _Flat | None:
+    """Return q, its output, k and its output, without the tensors that have no elements. None if there is none."""
+    given = [(x, y) for x, y in zip(tensors, others, strict=True) if x.numel()]
+    return None if not given else (*given[0], *given[1]) if len(given) == 2 else (*given[0], None, None)
