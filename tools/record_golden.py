@@ -3,7 +3,7 @@
     python tools/record_golden.py                              compare every file
     python tools/record_golden.py class_defaults llama mimi    compare only these rows of one file
     python tools/record_golden.py text_models --write          write changed rows and the package's version
-    python tools/record_golden.py llama2c --source DIR         record a peer without a package from a clone of its code
+    python tools/record_golden.py learned --source DIR         record code without a package from a clone of it
 
 The exit status is 1 if something changed. Numbers are compared bit for bit. Rows that cannot be recorded are kept. All
 files take about ten minutes on two cores, and class_defaults alone about five.
@@ -27,7 +27,6 @@ from recording import (
     engines,
     files,
     frequencies,
-    ggml,
     learned,
     llama_cpp,
     model_ropes,
@@ -38,7 +37,6 @@ from recording import (
     remote_towers,
     rotated,
     roundings,
-    sources,
     stated_twice,
     towers,
     trainer_roundings,
@@ -63,8 +61,6 @@ GOLDEN = {
         *peers.GOLDEN,
         *coordinates.GOLDEN,
         multimodal.GOLDEN,
-        *sources.GOLDEN,
-        ggml.GOLDEN,
         *engines.GOLDEN,
         *more_engines.GOLDEN,
         llama_cpp.GOLDEN,
@@ -94,7 +90,7 @@ def compare(
         path: the committed file or folder.
         names: the rows to record, as in `Golden.selects`. Empty means all.
         seconds: the time limit of a row. A row that takes longer is kept.
-        source: a clone of the peer's repository, or None.
+        source: a clone or a folder of the code that is recorded, or None.
 
     Raises:
         UnknownNameError: a name is unknown. Nothing has been recorded then.
@@ -125,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the changed rows")
     parser.add_argument("--path", type=Path, help="compare with this file instead of the committed one")
-    parser.add_argument("--source", type=Path, help="a clone of the repository, for a peer without a package")
+    parser.add_argument("--source", type=Path, help="a clone or a folder of the code, for a file that needs one")
     parser.add_argument(
         "--seconds", type=int, default=60, help="the time limit of a row; a row that takes longer is kept (default: 60)"
     )

@@ -7,14 +7,13 @@ of that pair is 1 (π/2 in LTX).
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import files, sources
+from . import files, learned
 from .model import CannotRecordError
 from .peers import package
 from .rotated import shortest
@@ -115,8 +114,7 @@ def timm() -> dict[str, Any]:
     if spec is None or not spec.submodule_search_locations:
         raise CannotRecordError("timm is not installed")
     code = (Path(spec.submodule_search_locations[0]) / "layers" / "pos_embed_sincos.py").read_text()
-    code = re.sub(r"^@.*$", "", code, flags=re.MULTILINE)  # decorators are for tracing
-    return sources.run(code, ("swap_shape_xy", "_build_grid", "_coord_aug_config", "_apply_coord_augs"))
+    return learned.run(code, ("swap_shape_xy", "_build_grid", "_coord_aug_config", "_apply_coord_augs"))
 
 
 def grid(**options: Any) -> dict[str, Any]:

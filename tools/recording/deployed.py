@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from . import files
 from .model import CannotRecordError
 from .peers import package
 from .rotated import golden, shortest
 from .sglang_models import Recorded
-from .sources import RecordOuter
 from .stubbed import Nothing
 
 
@@ -162,6 +162,17 @@ def fope(row: dict[str, Any], source: Path) -> dict[str, Any]:
     q, k = golden("q", [p["tokens"], p["heads"] * p["dim"]]), golden("k", [p["tokens"], p["key_heads"] * p["dim"]])
     rotated = module.forward_native(torch.arange(p["tokens"]), q, k)
     return {"q": shortest(rotated[0].flatten()), "k": shortest(rotated[1].flatten())}
+
+
+class RecordOuter(TorchFunctionMode):
+    """Records the frequencies that `torch.outer` multiplies with positions."""
+
+    inv_freq: torch.Tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.outer:
+            self.inv_freq = args[1]
+        return func(*args, **(kwargs or {}))
 
 
 def riflex(row: dict[str, Any], source: Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
+import numbers
 import subprocess
 import typing
 from collections.abc import Callable
@@ -38,7 +40,8 @@ def run(code: str, names: tuple[str, ...]) -> dict[str, Any]:
     ]
     for node in found:
         node.decorator_list = []
-    scope: dict[str, Any] = {"torch": torch, "nn": torch.nn, **{name: getattr(typing, name) for name in typing.__all__}}
+    scope: dict[str, Any] = {"math": math, "torch": torch, "nn": torch.nn, "Real": numbers.Real}
+    scope |= {name: getattr(typing, name) for name in typing.__all__}
     exec(compile(ast.Module(found, []), "<source>", "exec"), scope)
     return scope
 

@@ -1,7 +1,7 @@
 """peers/, torchtitan.json and moved_keys.json: known q and k, rotated by other packages.
 
 The packages are torchtitan, torchtune, rotary-embedding-torch, MLX and LMCache. If one is not installed, its file is
-kept. Peers that are not packages are in `sources` and `ggml`.
+kept.
 """
 
 from __future__ import annotations
