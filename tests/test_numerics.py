@@ -102,12 +102,14 @@ def check_text_model(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert rope.attention_factor == case["attention_scaling"]
     if "q_rot" not in case or isinstance(case["positions"][0], list) or ropes.query_scale is not None:
         return  # another length of a case; several axes; queries multiplied afterwards
+    stored = case.get("tokens", slice(None))
+    positions = torch.tensor(case["positions"])[stored]
     for which, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
-        x = torch.from_numpy(make(case[f"{which}_shape"])[:, :1])
+        x = torch.from_numpy(make(case[f"{which}_shape"])[:, :1, stored])
         expected = torch.tensor(case[f"{which}_rot"]).reshape(x.shape)
         # MLA's shared key is the rotated slice alone.
         alone = rope if x.shape[-1] == rope.head_dim else replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
-        rotated = alone.at(torch.tensor(case["positions"]), numerics="float32")(x, layout="bhsd")
+        rotated = alone.at(positions, numerics="float32")(x, layout="bhsd")
         if ropes.output_order == "half" and not indexer:
             start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
             parts = (

@@ -1,7 +1,8 @@
 """text_models.json and models/: known q and k, rotated by a model's own attention.
 
 The projections of one layer return the inputs of a row. Labels at position 0 show which projected channels form which
-head, so fused and permuted projections need no special treatment.
+head, so fused and permuted projections need no special treatment. The rotated values of one head are stored, and if a
+case has `tokens`, only those of these tokens.
 """
 
 from __future__ import annotations
@@ -87,17 +88,18 @@ def record_case(recorder: Recorder, case: dict[str, Any]) -> dict[str, Any]:
     length, chosen = recorder.tokens(positions)
     captured = recorder.run(index, 1, inputs_of, positions, indexer)
     q, k = captured.query[0], captured.key[0]
+    if len(q[0]) != tokens:
+        raise CannotRecordError(f"{len(q[0])} tokens came out")
+    stored = case.get("tokens", list(range(tokens)))
     recorded |= {
-        "q_rot": shortest(q[: head_counts["q_heads"]]),
-        "k_rot": shortest(k[: head_counts["k_heads"], :, -case["k_shape"][-1] :]),
+        "q_rot": shortest(q[: head_counts["q_heads"], stored]),
+        "k_rot": shortest(k[: head_counts["k_heads"], stored, -case["k_shape"][-1] :]),
         "head_dim": case["k_shape"][-1],
         "softmax_scale": captured.scale,
         "inv_freq": shortest(buffer.inv_freq) if buffer else None,
         "attention_scaling": buffer.attention_factor if buffer else 1.0,
         **layout(measured),
     }
-    if len(q[0]) != tokens:
-        raise CannotRecordError(f"{len(q[0])} tokens came out")
     return {name: recorded.get(name, value) for name, value in case.items()}
 
 
