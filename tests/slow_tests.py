@@ -28,6 +28,7 @@ SLOW = {
         "kernels/test_concurrency.py",
         "kernels/test_fuzz.py",
         "kernels/test_gradients.py",
+        "kernels/test_machine_code.py",
         "kernels/test_operators.py::TestOperator::test_opcheck",
         "rotation/test_gradients.py",
         "rotation/test_per_head.py::TestEveryVariant::test_by_finite_differences",
@@ -39,6 +40,7 @@ SLOW = {
         "test_angles.py::test_first_use",
         "test_angles.py::test_polynomial_over_the_whole_turn",
         "test_axes.py::TestCompiled",
+        "test_numerics.py::TestPositions::test_compiled_by_inductor",
     ),
     "src/ropewalk/kernels": ("gpu/",),
     "src/ropewalk/rotation src/ropewalk/parallel src/ropewalk/attention examples/train_many_gpus.py": ("distributed/",),
@@ -70,6 +72,7 @@ SLOW = {
     ),
     "src/ropewalk/tools/check src/ropewalk/tools/commands/check.py": (
         "conformance/test_check.py::test_graph_breaks",
+        "conformance/test_right.py::test_forms",
         "conformance/test_right.py::test_transformers",
         "conformance/test_wrong.py",
         "programs/test_check.py::TestAnotherProcess",
@@ -96,6 +99,9 @@ SLOW = {
         "test_examples.py::test_trained_vit",
     ),
     "tools": ("test_recorders.py",),
+    "tests/conftest.py tests/slow_tests.py pyproject.toml": (
+        "test_repository.py::test_pytest_alone_leaves_out_the_slow_tests",
+    ),
 }
 ROOT = Path(__file__).parents[1]
 

@@ -164,8 +164,8 @@ class TestAnotherProcess:
         lines = [
             "import sys",
             "def f(x):",
-            "    print('x' * 10**9)",
-            "    sys.stderr.write('y' * 10**8)",
+            "    print('x' * 10**7)",
+            "    sys.stderr.write('y' * 10**6)",
             "    return x",
         ]
         process = self.start(tmp_path, "\n".join(lines), "--json")
