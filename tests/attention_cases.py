@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -187,3 +191,18 @@ def long_rows(lengths: list[int]) -> Case:
     q = torch.randn(len(lengths), 2, 4, 64, generator=generator)
     order = torch.tensor(lengths)[:, None] - torch.tensor([2, 1])
     return Case(q, None, keys, values, VisibleKeys(order, max(lengths)), 0.125)
+
+
+def interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter keeps bfloat16 numbers as integers, which its `tl.dot` would multiply. Widen them."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != language.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
+
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ropewalk.attention.attend import AttendingCache as AttendingCache
     from ropewalk.attention.cache import CacheStep as CacheStep
     from ropewalk.attention.cache import KVCache as KVCache
+    from ropewalk.attention.few_tokens import paged_attention as paged_attention
     from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
     from ropewalk.attention.layer import RotaryAttention as RotaryAttention
     from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
@@ -83,6 +84,7 @@ _MODULE_OF = {
     "backends": "kernels.backend",
     "from_config": "configs",
     "move_keys": "attention.move",
+    "paged_attention": "attention.few_tokens",
     "rotate_and_store": "attention.fused_step",
 }
 _MODULES = {

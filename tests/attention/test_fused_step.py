@@ -274,6 +274,9 @@ SHARED: dict[str, Callable[[], tuple[str, tuple[Tensor, Tensor], dict[str, Tenso
 }
 
 
+INT8 = {name: of(BLOCKS, BLOCK, KV_HEADS, HEAD_DIM).char() for name in ("k_cache", "v_cache")}
+
+
 class TestMisuse:
     @pytest.mark.parametrize(
         ("how", "message"),
@@ -292,6 +295,9 @@ class TestMisuse:
             ({x: of(BLOCKS, 0, KV_HEADS, HEAD_DIM) for x in ("k_cache", "v_cache")}, "k_cache must have shape"),
             ({"v_cache": of(BLOCKS, BLOCK, KV_HEADS, HEAD_DIM).half()}, "must be torch.float32 on cpu, as q is"),
             ({"v": of(BATCH, SEQ, KV_HEADS, HEAD_DIM).double()}, "must be torch.float32 on cpu, as q is"),
+            (INT8 | {"k_scales": of(BLOCKS, BLOCK, KV_HEADS)}, "got caches of torch.int8 and k_scales torch.float32"),
+            ({x: of(BLOCKS, BLOCK, KV_HEADS) for x in ("k_scales", "v_scales")}, "caches int8 or float8_e4m3fn, got"),
+            (INT8, "and k_cache torch.int8"),
             ({"slot_mapping": torch.tensor(SLOTS).int()}, r"slot_mapping must be int64 of shape \(2, 3\) on cpu"),
             ({"slot_mapping": torch.tensor(SLOTS).flatten()}, "slot_mapping must be int64 of shape"),
             ({"slot_mapping": torch.tensor([[3, 19, -2], [0, -1, 7]])}, "must be -1 or from 0 to 19, .*, got -2"),

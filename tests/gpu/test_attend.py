@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from typing import Any
@@ -12,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, draw, every_number, in_8_bits, long_rows
+from attention_cases import (
+    EIGHT_BITS,
+    TWO_RANGES,
+    Case,
+    check,
+    draw,
+    every_number,
+    in_8_bits,
+    interpret_bfloat16,
+    long_rows,
+)
 from ropewalk.kernels import gpu, gpu_plans
 from ropewalk.kernels.visible import VisibleKeys
 
@@ -27,19 +36,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 numbers as integers, which its `tl.dot` would multiply."""
     if INTERPRETED:
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        language = importlib.import_module("triton.language")
-        builder = interpreter.InterpreterBuilder
-        dot = builder.create_dot
-
-        def widened(x: Any) -> Any:
-            if x.dtype.scalar != language.bfloat16:
-                return x
-            return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), language.float32)
-
-        monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))
+        interpret_bfloat16(monkeypatch)
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("name", ["test_attend.py", "test_kernels.py", "test_step.py"])
+@pytest.mark.parametrize(
+    "name", ["test_attend.py", "test_kernels.py", "test_step.py", "../attention/test_own_pages.py"]
+)
 def test_kernels_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed, so nothing can interpret its kernels")
     tests = str(Path(__file__).parent / name)

@@ -16,7 +16,7 @@ import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, record_calls, same, shape
 from ropewalk import Axes, KVCache, Llama3, PagedKVCache, QKNorm, Rope, Rotation, backends, rotate_and_store
 from ropewalk.angles import phase_steps
-from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import gpu as kernels
 
 pytestmark = [

@@ -16,7 +16,7 @@ from attention_cases import Case
 from kernel_cases import check, expected
 from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, Rotation
 from ropewalk._layout import Options
-from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import backend
 from ropewalk.kernels.visible import VisibleKeys
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
+from ropewalk.attention.quantized import quantize
 from ropewalk.kernels.visible import StoreArguments
 from ropewalk.positions.sizes import can_read
 from ropewalk.rotation import writable
@@ -31,6 +32,8 @@ def rotate_and_store(
     slot_mapping: Tensor,
     norm: QKNorm | None = None,
     layout: Layout = "bshd",
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to their slots of a cache, and return q.
 
@@ -42,13 +45,16 @@ def rotate_and_store(
             of `layout`; float16, bfloat16, float32 or float64. v has as many heads as k, and any number of channels.
             Any strides are allowed, such as those of slices of a fused projection. The tensors are not modified.
         rotation: the rotation of the new tokens.
-        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, with any strides. If heads
-            come before tokens, `[blocks, kv_heads, block_size, head_dim]`, pass `transpose(1, 2)`. In a cache without
-            pages, each sequence of the batch is one block. Both may be parts of one tensor, but may not share elements
-            with each other or with q, k and v, which is not checked under torch.compile.
+        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, or int8 or float8_e4m3fn with
+            scales, with any strides. If heads come before tokens, `[blocks, kv_heads, block_size, head_dim]`, pass
+            `transpose(1, 2)`. In a cache without pages, each sequence of the batch is one block. All may be parts of
+            one tensor, but may not share elements with each other or with q, k and v, which is not checked under
+            torch.compile.
         slot_mapping: the slot of each token, block · block_size + offset in the block, or −1 to store nothing, as in
             vLLM. int64 `[batch, seq]`, or `[tokens]` in layout "thd". No two tokens may share a slot.
         norm: norm of q and k, applied before rotation. None disables it.
+        k_scales, v_scales: for caches in 8 bits, where the scale of each token and head is written, float32 `[blocks,
+            block_size, kv_heads]`: max|x| / 127 for int8, and max|x| / 448 for float8_e4m3fn.
 
     Returns:
         q after norm and rotation: a new tensor of the same shape and dtype.
@@ -63,29 +69,34 @@ def rotate_and_store(
         fix = "Create it with QKNorm(q_weight, k_weight, eps=...)."
         raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), fix)
     given = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    scales = {name: x for name, x in (("k_scales", k_scales), ("v_scales", v_scales)) if x is not None}
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
-        _check(given, norm, layout)
-    store = StoreArguments(v, k_cache, v_cache, slot_mapping)
+        _check(given, scales, norm, layout)
+    store = StoreArguments(v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     rotated: Tensor | None = run_fused(rotation, q, k, layout=layout, norm=norm, store=store)
     if rotated is None:
         if on_cpu:  # the compiled kernel does these checks itself, so they run only if it was not used
-            _check(given, norm, layout)
+            _check(given, scales, norm, layout)
         if not isinstance(rotation, Rotation):
             got = _checks.shown(rotation)
             raise _checks.error(_WHO, "rotation must be a Rotation", got, "Compute it with rope.at(positions).")
         rotated, k = rotation(q, k, layout=layout) if norm is None else norm.rotate(rotation, q, k, layout=layout)
-        _write((k, v), (k_cache, v_cache), slot_mapping, layout)
+        new, caches = [_tokens_first(x, layout) for x in (k, v)], [k_cache, v_cache]
+        if scales:
+            new = [part for x in new for part in quantize(x, k_cache.dtype)]
+            caches = [k_cache, scales["k_scales"], v_cache, scales["v_scales"]]
+        _write(new, caches, slot_mapping.flatten())
     return rotated
 
 
-def _write(new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], slots: Tensor, layout: Layout) -> None:
-    """Write k and v to their slots in plain PyTorch. No shape depends on a value, and nothing is read back.
+def _write(new: list[Tensor], caches: list[Tensor], slots: Tensor) -> None:
+    """Write new rows to their slots in plain PyTorch. No shape depends on a value, and nothing is read back.
 
     The indexed write needs a slot for every token. In place of each token without a slot, a token that has one is
     written to its own slot a second time. If no token has a slot, the first slot is overwritten with its own content.
     """
-    slots, (blocks, block_size) = slots.flatten(), caches[0].shape[:2]
+    blocks, block_size = caches[0].shape[:2]
     if not slots.numel():
         return
     kept = (slots >= 0) & (slots < blocks * block_size)
@@ -93,7 +104,7 @@ def _write(new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], slots: Ten
     slot = torch.where(kept.any(), slots[source], 0)
     index = (slot // block_size, slot % block_size)
     for x, cache in zip(new, caches, strict=True):
-        cache.index_put_(index, torch.where(kept.any(), _tokens_first(x, layout)[source], cache[index]))
+        cache.index_put_(index, torch.where(kept.any(), x[source], cache[index]))
 
 
 def _tokens_first(x: Tensor, layout: Layout) -> Tensor:
@@ -104,11 +115,11 @@ def _tokens_first(x: Tensor, layout: Layout) -> Tensor:
     return x.movedim((batch, tokens, heads), (0, 1, 2)).flatten(0, 1)
 
 
-def _check(given: dict[str, Tensor], norm: QKNorm | None, layout: Layout) -> None:
-    """Raise unless k and v match the caches, and slot_mapping matches the tokens."""
+def _check(given: dict[str, Tensor], scales: dict[str, Tensor], norm: QKNorm | None, layout: Layout) -> None:
+    """Raise unless k and v match the caches and their scales, and slot_mapping matches the tokens."""
     _checks.choice(_WHO, "layout", layout, AXES)
     batch, tokens, heads, count = AXES[layout]
-    for name, x in given.items():
+    for name, x in {**given, **scales}.items():
         if not isinstance(x, Tensor):
             raise _checks.error(_WHO, f"{name} must be a tensor", _checks.shown(x), f"Pass a torch.Tensor as {name}.")
     q, k, v, *caches, slots = given.values()
@@ -119,20 +130,32 @@ def _check(given: dict[str, Tensor], norm: QKNorm | None, layout: Layout) -> Non
     if v.shape[:-1] != k.shape[:-1]:
         must, got = "v must have the batch, tokens and heads of k", f"{_checks.describe(v)}"
         raise _checks.error(_WHO, must, got, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
-    blocks = caches[0].shape[:2]
+    blocks, kept = caches[0].shape[:2], q.dtype
+    if scales:
+        kept, shape = caches[0].dtype, (*blocks, k.shape[heads])
+        fits = all(x.shape == shape and x.dtype == torch.float32 and x.device == q.device for x in scales.values())
+        if len(scales) < 2 or kept not in (torch.int8, torch.float8_e4m3fn) or not fits:
+            must = (
+                f"k_scales and v_scales must be float32 {list(shape)} on {q.device}, and caches int8 or float8_e4m3fn"
+            )
+            got = f"caches of {kept} and " + ", ".join(f"{name} {_checks.describe(x)}" for name, x in scales.items())
+            raise _checks.error(_WHO, must, got, "Keep a scale for each token and head, or pass none of the two.")
     for name, cache, x in (("k_cache", caches[0], k), ("v_cache", caches[1], v)):
         inner = (x.shape[heads], x.shape[-1])
         if cache.ndim != 4 or cache.shape[:2] != blocks or cache.shape[2:] != inner or 0 in blocks:
             must = f"{name} must have shape [blocks, block_size, {inner[0]}, {inner[1]}], with the blocks of k_cache"
             raise _checks.error(_WHO, must, _checks.describe(cache), "Pass a view of this shape, with any strides.")
-        if x.dtype != q.dtype or cache.dtype != q.dtype or cache.device != q.device or x.device != q.device:
+        if x.dtype != q.dtype or cache.dtype != kept or cache.device != q.device or x.device != q.device:
             must = f"k, v, k_cache and v_cache must be {q.dtype} on {q.device}, as q is"
+            must += f", and the caches {kept}" if scales else ""
             got = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
-            raise _checks.error(_WHO, must, got, "Build the cache with the dtype and device of the model's keys.")
+            fix = "Build the cache with the dtype and device of the model's keys, or with 8 bits and scales."
+            raise _checks.error(_WHO, must, got, fix)
     shape = (k.shape[tokens],) if batch is None else (k.shape[batch], k.shape[tokens])
     if slots.dtype != torch.int64 or slots.shape != shape or slots.device != q.device:
         must = f"slot_mapping must be int64 of shape {tuple(shape)} on {q.device}, a slot for each token"
         raise _checks.error(_WHO, must, _checks.describe(slots), "Use -1 for tokens that are not stored.")
+    caches += scales.values()
     inputs = (q, k, v, *caches, *(() if norm is None else (norm.q_weight, norm.k_weight)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         fix = "Run under torch.no_grad() or torch.inference_mode()."
@@ -151,7 +174,8 @@ def _check_caches(caches: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
     """Raise unless the caches can be written in place, and share no element with each other or with the inputs."""
     for cache in caches:
         writable.check_elements(_WHO, cache, "Allocate the caches with torch.zeros, outside of inference mode.")
-    if any(writable.share_elements(x, cache) for cache in caches for x in inputs) or writable.share_elements(*caches):
+    pairs = [(x, cache) for i, cache in enumerate(caches) for x in (*inputs, *caches[:i])]
+    if any(writable.share_elements(x, cache) for x, cache in pairs):
         must = "k_cache and v_cache must not share elements with each other or with q, k and v"
         fix = "Pass separate tensors, or parts of one tensor that do not overlap."
         raise _checks.error(_WHO, must, "tensors that overlap in memory", fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention.attend import attend, not_a_rotation, rotate, rotate_and_attend
-from ropewalk.attention.cached import MAX_TOKENS
+from ropewalk.attention.few_tokens import MAX_TOKENS
 from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.store import Store
 from ropewalk.attention.tokens import check_latent

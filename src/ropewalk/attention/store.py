@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.attention.quantized import STORES
 from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 from ropewalk.rotation import qk_norm
@@ -68,7 +68,7 @@ class Store(Protocol):
         """
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        """Attend over the visible keys in one kernel, as `cached.attend_cached` describes it.
+        """Attend over the visible keys in one kernel, as `few_tokens.attend_cached` describes it.
 
         Returns:
             The result, or None if there is no such kernel for this call. The cache then calls `read`.

@@ -149,7 +149,7 @@ class CachedAttention(Protocol):
         """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
 
         Args:
-            q, far_q, keys, values, scale: as in `attention.cached.attend_cached`.
+            q, far_q, keys, values, scale: as in `attention.few_tokens.attend_cached`.
             visible: the keys. Every block exists, and `visible.keys` is at most the number of slots of a row.
         """
 

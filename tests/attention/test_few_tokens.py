@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, define, draw, every_number, in_8_bits, long_rows
 from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
-from ropewalk.attention.cached import attend_cached
+from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import backend, cpu
 from ropewalk.kernels.visible import VisibleKeys
 
