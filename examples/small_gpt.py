@@ -20,7 +20,6 @@ import ropewalk
 
 LAYERS, HEADS, KV_HEADS = 2, 4, 2
 Rotation = ropewalk.Rotation | ropewalk.TwoPass
-Step = ropewalk.CacheStep | ropewalk.PagedStep
 
 
 class Block(nn.Module):
@@ -38,8 +37,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens [batch, seq] to the logits of the token after each, [batch, seq, vocabulary].
 
-    Without a step, the tokens are whole rows, and attention is causal. With a step of a KVCache or
-    a PagedKVCache, they follow those in the cache. Build the cache with `**model.sizes`.
+    Without a step, the tokens are whole rows, and attention is causal. With a step of a KVCache,
+    they follow those in the cache. Build the cache with `**model.sizes`.
     """
 
     def __init__(self, vocabulary: int, hidden: int = 128) -> None:
@@ -52,7 +51,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary)
 
-    def forward(self, tokens: Tensor, step: Step | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: ropewalk.CacheStep | None = None) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotation = self.rope.at(positions) if step is None else step.rotation(self.rope)
         x = self.embed(tokens)

@@ -35,7 +35,7 @@ class Case:
 
 
 def draw(seed: int, *, two_ranges: bool = False) -> Case:
-    """Draw a case. two_ranges: sinks also with a window, behind which blocks may be missing, as in a `PagedKVCache`."""
+    """Draw a case. two_ranges: sinks also with a window, behind which blocks may be missing."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     batch, seq, kv_heads, group = (

@@ -20,7 +20,6 @@ from attention_oracle import Rotary
 from ropewalk import (
     CacheStep,
     KVCache,
-    PagedStep,
     Rope,
     RotaryAttention,
     Rotation,
@@ -220,9 +219,7 @@ ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
 
 
 @torch.no_grad()
-def attend_in_layer(
-    step: CacheStep | PagedStep, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | TwoPass
-) -> None:
+def attend_in_layer(step: CacheStep, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | TwoPass) -> None:
     """Let random queries attend in a layer, which rotates and stores k and v in one call if it can."""
     q = torch.randn(*k.shape[:2], HEADS, k.shape[-1], dtype=k.dtype)
     step.layer(layer).attend(q, k, v, rotation=rotation, scale=0.5)
@@ -374,7 +371,7 @@ class RowRequests:
         assert cache.position.tolist() == self.following
         order = cache._ring.order(cache.length).tolist()
         for i, store in enumerate(cache._stores):
-            keys, values = store.read(None, cache._ring.count)
+            keys, values = store.read(cache._ring.count)
             assert keys.isfinite().all()
             assert values.isfinite().all()
             for row in range(len(self.tokens)):

@@ -315,7 +315,7 @@ def test_an_import_may_be_interrupted_at_any_line() -> None:
 BUDGET = {
     "": 1300,
     "angles": 550,
-    "attention": 4700,
+    "attention": 3561,
     "configs": 6420,
     "configs/tables": 2150,
     "engines": 2900,

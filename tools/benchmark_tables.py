@@ -36,7 +36,7 @@ CONTENDERS = {
     "rotary-embedding-torch": ("rotary-embedding-torch", ("rotary-embedding-torch",)),
 }
 BETWEEN = {(1, 8192), (8, 1024)}  # rows and held tokens that show the same trends as the cases around them
-CACHES = ("ropewalk, KVCache", "ropewalk, PagedKVCache", "transformers, DynamicCache", "transformers, StaticCache")
+CACHES = ("ropewalk, KVCache", "transformers, DynamicCache", "transformers, StaticCache")
 
 
 @functools.cache
@@ -129,14 +129,14 @@ def decoding(part: str) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
 def decode_steps() -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of decoding: attention alone, and steps of a model."""
     names = [f"`{name.split()[1]}`" for name in CACHES]
-    yield "dtype, rows × held tokens", *names, "tokens/s", *(f"{name} slower by" for name in names[2:])
+    yield "dtype, rows × held tokens", *names, "tokens/s", *(f"{name} slower by" for name in names[1:])
     steps = decoding("model")
     for (dtype, batch, held), found in decoding("attention").items():
         model = steps[dtype, batch, held]
         # Some cases do not fit in memory with every cache.
         if model.keys() >= set(CACHES) and (batch, held) not in BETWEEN:
             ratios = (f"{found[name]['times_read']:.1f}" for name in CACHES)
-            slower = (f"{model[name]['ahead']:.1f}" for name in CACHES[2:])
+            slower = (f"{model[name]['ahead']:.1f}" for name in CACHES[1:])
             speed = f"{model[CACHES[0]]['tokens_per_second']:.0f}"
             yield f"{dtype}, {batch} × {held:,}", *ratios, speed, *slower
 

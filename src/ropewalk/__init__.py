@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ropewalk.attention.layer import RotaryAttention as RotaryAttention
     from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
     from ropewalk.attention.move import move_keys as move_keys
-    from ropewalk.attention.paged import PagedKVCache as PagedKVCache
-    from ropewalk.attention.paged import PagedStep as PagedStep
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.attention.step import LayerCache as LayerCache
     from ropewalk.attention.two_pass import TwoPass as TwoPass
@@ -67,8 +65,6 @@ _MODULE_OF = {
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
     "NTK": "schemes",
-    "PagedKVCache": "attention.paged",
-    "PagedStep": "attention.paged",
     "Proportional": "schemes",
     "QKNorm": "rotation.qk_norm",
     "QueryScale": "configs",

@@ -27,7 +27,7 @@ from cache_model import (
     state,
     unchanged,
 )
-from ropewalk import AttendingCache, KVCache, PagedKVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
+from ropewalk import AttendingCache, KVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
 
 
 class Pages:
@@ -148,15 +148,13 @@ def new(seq: int, heads: int) -> Tensor:
     return torch.randn(2, seq, heads, HEAD_DIM, dtype=torch.float64)
 
 
-CACHES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plain": (KVCache, {"capacity": 12}),
-    "int8": (KVCache, {"capacity": 12, "store": "int8"}),
-    "fp8": (KVCache, {"capacity": 12, "store": "fp8"}),
-    "latent": (KVCache, {"capacity": 12, "latent": 2}),
-    "window": (KVCache, {"window": 5}),
-    "sinks": (KVCache, {"window": 4, "sinks": 2}),
-    "pages": (PagedKVCache, {"blocks": 8}),
-    "pages, window": (PagedKVCache, {"blocks": 8, "window": 5}),
+CACHES: dict[str, dict[str, Any]] = {
+    "plain": {"capacity": 12},
+    "int8": {"capacity": 12, "store": "int8"},
+    "fp8": {"capacity": 12, "store": "fp8"},
+    "latent": {"capacity": 12, "latent": 2},
+    "window": {"window": 5},
+    "sinks": {"window": 4, "sinks": 2},
 }
 
 
@@ -212,11 +210,8 @@ class TestLayerCache:
     @pytest.mark.parametrize("kind", list(CACHES))
     def test_refusals_are_the_same_for_every_store(self, kind: str, seq: int) -> None:
         """Nothing is stored then, so the step goes on with the right arguments."""
-        rope, (make, options) = Rope(HEAD_DIM, 1e4, "half", rotary_dim=4, rotary_offset=2), CACHES[kind]
-        cache: Any = make(1, *((2,) if make is KVCache else ()), KV_HEADS, HEAD_DIM, **options)
-        if make is PagedKVCache:
-            cache.admit()
-            cache.admit()
+        rope, options = Rope(HEAD_DIM, 1e4, "half", rotary_dim=4, rotary_offset=2), CACHES[kind]
+        cache = KVCache(1, 2, KV_HEADS, HEAD_DIM, **options)
         step = cache.step(seq)
         q, k = new(seq, HEADS).float(), new(seq, KV_HEADS).float()
         right = {"q": q, "k": k, "v": None if "latent" in options else k, "rotation": step.rotation(rope), "scale": 0.5}

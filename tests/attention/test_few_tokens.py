@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attention_cases import EIGHT_BITS, TWO_RANGES, Case, check, define, draw, every_number, in_8_bits, long_rows
-from ropewalk import KVCache, PagedKVCache, Rope, RotaryAttention
+from ropewalk import KVCache, Rope, RotaryAttention
 from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import backend, cpu
 from ropewalk.kernels.visible import VisibleKeys
@@ -161,7 +161,7 @@ class TestOperator:
         )
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks", "pages", "pages, sinks"])
+    @pytest.mark.parametrize("kind", ["capacity", "window", "sinks"])
     def test_a_compiled_layer_uses_it(self, kind: str) -> None:
         torch._dynamo.reset()
         size: dict[str, Any] = {"capacity": 40} if kind == "capacity" else {"window": 8, "sinks": 2 * ("sinks" in kind)}
@@ -171,13 +171,7 @@ class TestOperator:
         outputs: list[list[Tensor]] = []
         graphs: list[int] = []
         for way in (layer, compiled):
-            if kind.startswith("pages"):
-                pages = {"blocks": 19, "block_size": 4} | (size if "sinks" in kind else {})
-                cache: KVCache | PagedKVCache = PagedKVCache(1, 2, 16, **pages)
-            else:
-                cache = KVCache(1, 2, 2, 16, **size)
-            if isinstance(cache, PagedKVCache):
-                cache.fork(cache.admit())
+            cache = KVCache(1, 2, 2, 16, **size)
             generator = torch.Generator().manual_seed(0)
             outputs.append([])
             with torch.no_grad():

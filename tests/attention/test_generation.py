@@ -9,25 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk import KVCache, PagedKVCache, Rope, from_config
+from ropewalk import KVCache, Rope, from_config
 from ropewalk.tools.bench import decode_caches, decode_model
 from ropewalk.tools.lab.model import LanguageModel, Size
 
 NEW = 12
 
 
-def paged(layers: int, heads: int, dim: int, **options: Any) -> PagedKVCache:
-    cache = PagedKVCache(layers, heads, dim, blocks=12, block_size=4, dtype=torch.float64, **options)
-    cache.admit()
-    return cache
-
-
 CACHES: dict[str, Callable[..., Any]] = {
     "capacity": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, capacity=40, dtype=torch.float64),
     "much capacity": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, capacity=4000, dtype=torch.float64),
     "window": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, window=30, dtype=torch.float64),
-    "blocks": lambda layers, heads, dim: paged(layers, heads, dim),
-    "blocks with a window": lambda layers, heads, dim: paged(layers, heads, dim, window=30),
     "sinks": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, window=26, sinks=4, dtype=torch.float64),
 }
 Logits = Callable[[Tensor, Any, Any], Tensor]

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from cache_model import ROPES, InterruptionError, RowRequests, is_interrupted
-from paged_model import Requests
 from ropewalk import RopeError
 
-Cache = RowRequests | Requests
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"capacity": 60},
     "int8": {"capacity": 60, "store": "int8"},
@@ -25,40 +23,29 @@ KINDS: dict[str, dict[str, Any]] = {
     "latent": {"capacity": 60, "latent": 2},
     "window": {"window": 5},
     "sinks": {"window": 4, "sinks": 2},
-    "pages": {"blocks": 40, "block_size": 4},
-    "pages, int8": {"blocks": 40, "block_size": 4, "store": "int8"},
 }
 WAYS = ("shift", "move", "reorder", "reset", "truncate", "step")
 CASES = [
     (kind, way)
     for kind, way in itertools.product(KINDS, WAYS)
-    if (way in ("shift", "move") or "blocks" not in KINDS[kind])
-    and not (way == "move" and kind == "sinks")
-    and not (way == "truncate" and "window" in KINDS[kind])
+    if not (way == "move" and kind == "sinks") and not (way == "truncate" and "window" in KINDS[kind])
 ]
 
 
-def filled(kind: str, seed: int) -> Cache:
+def filled(kind: str, seed: int) -> RowRequests:
     """Return a cache after some forward passes."""
-    if "blocks" in KINDS[kind]:
-        pages = Requests(seed, **KINDS[kind])
-        pages.admit([])
-        pages.admit([0])
-        for _ in range(4):
-            pages.step([0, 1])
-        return pages
     rows = RowRequests(seed, **KINDS[kind])
     for _ in range(4):
         rows.step()
     return rows
 
 
-def call(requests: Cache, way: str, **options: Any) -> None:
+def call(requests: RowRequests, way: str, **options: Any) -> None:
     torch.manual_seed(0)
-    getattr(requests, way)(*([[0, 1]] if isinstance(requests, Requests) else []), **options)
+    getattr(requests, way)(**options)
 
 
-def states(kind: str, way: str, seed: int) -> list[Cache]:
+def states(kind: str, way: str, seed: int) -> list[RowRequests]:
     """Return a cache before the call, after it and, if it drops tokens first, between the two."""
     before = filled(kind, seed)
     after = copy.deepcopy(before)
@@ -70,19 +57,13 @@ def states(kind: str, way: str, seed: int) -> list[Cache]:
     return [before, after, between]
 
 
-def set_tokens(requests: Cache, tokens: Any, following: Any) -> None:
-    requests.tokens, requests.following = tokens, following
-
-
-def has_tokens_of(requests: Cache, wanted: Cache) -> bool:
+def has_tokens_of(requests: RowRequests, wanted: RowRequests) -> bool:
     """Return whether the cache has the expected tokens of `wanted`, each at its position in every layer."""
-    set_tokens(requests, wanted.tokens, wanted.following)
+    requests.tokens, requests.following = wanted.tokens, wanted.following
     try:
         requests.check_everything()
     except AssertionError:
         return False
-    if isinstance(requests, Requests):
-        return True
     step = requests.cache.step(1)
     for row, (order, places) in enumerate(zip(step.key_order.tolist(), step.key_positions.tolist(), strict=True)):
         place_of = dict(zip(order, places, strict=True))
@@ -100,10 +81,10 @@ def refusal_of(action: Callable[[], object]) -> str:
     return ""
 
 
-def is_refused(requests: Cache) -> bool:
+def is_refused(requests: RowRequests) -> bool:
     """Return whether the cache refuses all calls but a reset, after which it must work."""
     cache: Any = requests.cache
-    is_paged, one, (rope, _) = isinstance(requests, Requests), torch.ones(1, dtype=torch.int64), ROPES["default"]
+    one, (rope, _) = torch.ones(1, dtype=torch.int64), ROPES["default"]
     message = refusal_of(lambda: cache.step(1))
     if "call rollback() first" in message:  # which a ring of several tokens cannot do
         if not (message := refusal_of(cache.rollback)):
@@ -118,16 +99,16 @@ def is_refused(requests: Cache) -> bool:
     assert refusal_of(lambda: cache.shift(rope, 3))
     assert refusal_of(lambda: cache.move(rope, 0, one, one))
     assert refusal_of(lambda: cache.reset([0]))
-    assert refusal_of(lambda: cache.reorder([0, 0] if is_paged else torch.tensor([0, 0, 0])))
+    assert refusal_of(lambda: cache.reorder(torch.tensor([0, 0, 0])))
     cache.reset()
-    set_tokens(requests, *(({0: [], 1: []}, {0: 0, 1: 0}) if is_paged else ([[], [], []], [0, 0, 0])))
+    requests.tokens, requests.following = [[], [], []], [0, 0, 0]
     requests.check_everything()
     call(requests, "step")
     requests.check_everything()
     return True
 
 
-def outcome(requests: Cache, possible: list[Cache]) -> str:
+def outcome(requests: RowRequests, possible: list[RowRequests]) -> str:
     """Return what an interrupted call has left."""
     if is_refused(requests):
         return "refused"

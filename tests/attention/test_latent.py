@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, RopeError
+from ropewalk import KVCache, QKNorm, Rope, RopeError
 from ropewalk.attention.store import PlainStore
 from ropewalk.kernels import backend
 
@@ -60,25 +60,19 @@ def run(cache: Any, q: Tensor, rows: Tensor) -> Tensor:
     return torch.einsum("bshl,hvl->bshv", out, to_value)
 
 
-def contiguous(**options: Any) -> KVCache:
+def cache_of(**options: Any) -> KVCache:
     return KVCache(2, 2, 1, LATENT + ROTARY, latent=LATENT, **options)
 
 
-def paged(**options: Any) -> PagedKVCache:
-    cache = PagedKVCache(2, 1, LATENT + ROTARY, blocks=30, block_size=3, latent=LATENT, **options)
-    cache.admit(), cache.admit()
-    return cache
+SIZES = [{"capacity": 20}, {"window": 4}]
 
 
-CACHES = [(contiguous, {"capacity": 20}), (contiguous, {"window": 4}), (paged, {}), (paged, {"window": 4})]
-
-
-@pytest.mark.parametrize(("make", "size"), CACHES, ids=["whole", "window", "pages", "pages, window"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
-def test_equals_unabsorbed_attention(make: Any, size: dict[str, int], dtype: torch.dtype, near: float) -> None:
+def test_equals_unabsorbed_attention(size: dict[str, int], dtype: torch.dtype, near: float) -> None:
     """Prefill, decoding and shifts. The shifts rotate the last channels only."""
     torch.manual_seed(0)
-    cache = make(dtype=dtype, **size)
+    cache = cache_of(dtype=dtype, **size)
     q, rows = torch.randn(2, 12, HEADS, NOPE + ROTARY).to(dtype), torch.randn(2, 12, LATENT + ROTARY).to(dtype)
     outputs = []
     for start, stop in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 11), (11, 12)):
@@ -90,13 +84,12 @@ def test_equals_unabsorbed_attention(make: Any, size: dict[str, int], dtype: tor
 
 
 @pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
-@pytest.mark.parametrize(("make", "size"), CACHES[::2], ids=["whole", "pages"])
-def test_one_call_rotates_and_writes(make: Any, size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_rotates_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainStore, "write", None)
-    cache, rows = make(**size), torch.randn(2, 3, LATENT + ROTARY)
+    cache, rows = cache_of(capacity=20), torch.randn(2, 3, LATENT + ROTARY)
     run(cache, torch.randn(2, 2, HEADS, NOPE + ROTARY), rows[:, :2])
     run(cache, torch.randn(2, 1, HEADS, NOPE + ROTARY), rows[:, 2:])
-    kept, _ = cache._stores[1].read(torch.tensor([[0], [1]], dtype=torch.int32) if make is paged else None, 3)
+    kept, _ = cache._stores[1].read(3)
     for row in range(2):
         wanted = torch.cat(
             [rows[row, :, :LATENT], ROTARY_OF_ROPE(rows[row, :, None, LATENT:].double(), torch.arange(3))[:, 0]], -1
@@ -106,33 +99,29 @@ def test_one_call_rotates_and_writes(make: Any, size: dict[str, int], monkeypatc
 
 
 def test_one_tensor_for_each_layer() -> None:
-    for cache in (contiguous(capacity=6), paged()):
-        for again in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-            run(again, torch.randn(2, 3, HEADS, NOPE + ROTARY), torch.randn(2, 3, LATENT + ROTARY))
-            for store in again._stores:
-                assert store.values.data_ptr() == store.keys.data_ptr()
-                assert store.values.shape == (*store.keys.shape[:3], LATENT)
+    cache = cache_of(capacity=6)
+    for again in (cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        run(again, torch.randn(2, 3, HEADS, NOPE + ROTARY), torch.randn(2, 3, LATENT + ROTARY))
+        for store in again._stores:
+            assert store.values.data_ptr() == store.keys.data_ptr()
+            assert store.values.shape == (*store.keys.shape[:3], LATENT)
 
 
 def test_rows_take_over_tokens() -> None:
     """A copy of rows must not copy the latent twice, which is in the keys and in the values."""
     torch.manual_seed(0)
     q, rows = (torch.randn(2, 5, *shape, dtype=torch.float64) for shape in ((HEADS, NOPE + ROTARY), (LATENT + ROTARY,)))
-    beams, pages = contiguous(capacity=8, dtype=torch.float64), paged(dtype=torch.float64)
-    for cache in (beams, pages):
-        run(cache, q[:, :4], rows[:, :4])
-    beams.reorder(torch.tensor([1, 0]))
-    pages.fork(1)
-    pages.free(0)
-    for cache, taken in ((beams, [1, 0]), (pages, [1, 1])):
-        out = run(cache, q[:, 4:], rows[:, 4:])
-        for row, other in enumerate(taken):
-            mixed = [torch.cat([x[other, :4], x[row, 4:]]) for x in (q, rows)]
-            torch.testing.assert_close(out[row], unabsorbed(*mixed, torch.arange(5), 99)[-1:], rtol=0, atol=1e-12)
+    cache = cache_of(capacity=8, dtype=torch.float64)
+    run(cache, q[:, :4], rows[:, :4])
+    cache.reorder(torch.tensor([1, 0]))
+    out = run(cache, q[:, 4:], rows[:, 4:])
+    for row, other in enumerate([1, 0]):
+        mixed = [torch.cat([x[other, :4], x[row, 4:]]) for x in (q, rows)]
+        torch.testing.assert_close(out[row], unabsorbed(*mixed, torch.arange(5), 99)[-1:], rtol=0, atol=1e-12)
 
 
 def test_refusals() -> None:
-    cache, row = contiguous(capacity=9), torch.randn(2, 1, 1, LATENT + ROTARY)
+    cache, row = cache_of(capacity=9), torch.randn(2, 1, 1, LATENT + ROTARY)
     layer, q = cache.step(1).layer(0), torch.randn(2, 1, HEADS, LATENT + ROTARY)
     norm = QKNorm(torch.ones(14), torch.ones(14), eps=1e-6)
     with pytest.raises(RopeError, match="v must be None: the values are the first 10 channels of k"):
@@ -154,5 +143,3 @@ def test_refusals() -> None:
         KVCache(1, 1, 1, 14, capacity=4, latent=10, store="int8")
     with pytest.raises(RopeError, match="latent must be an integer from 1 to 14, got 15"):
         KVCache(1, 1, 1, 14, capacity=4, latent=15)
-    with pytest.raises(RopeError, match="flex must be False with latent rows"):
-        PagedKVCache(1, 1, 14, blocks=2, latent=10, flex=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache_model import HEAD_DIM, HIDDEN, KV_HEADS, LAYERS, MODEL, ROPES, distances, run_whole_row
-from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, RopeError, Rotation
+from ropewalk import KVCache, QKNorm, Rope, RopeError, Rotation
 
 
 class HalfKeys:
@@ -29,20 +29,19 @@ class HalfKeys:
     def attend(self, *arguments: object, **keywords: object) -> None:
         return None  # PyTorch attends over what `read` returns
 
-    def read(self, blocks: Tensor | None, count: int | None, out: Any = None) -> tuple[Tensor, Tensor]:
-        k, v = (x if blocks is None else x[blocks].flatten(1, 2) for x in (self.keys, self.values))
-        return k[:, :count].to(self.dtype), v[:, :count]
+    def read(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :count].to(self.dtype), self.values[:, :count]
 
-    def rotate(self, rotation: Rotation, blocks: Tensor | None) -> None:
-        which = slice(None) if blocks is None else blocks
+    def rotate(self, rotation: Rotation, rows: Tensor | None) -> None:
+        which = slice(None) if rows is None else rows
         self.keys[which] = rotation(self.keys[which].to(self.dtype), layout="bshd").half()
 
     def clear(self, slots: Any) -> None:
         self.keys[slots] = self.values[slots] = 0
 
-    def copy(self, source: Tensor, target: Tensor | None, count: int) -> None:
+    def reorder(self, rows: Tensor, count: int) -> None:
         for x in (self.keys, self.values):
-            x[slice(None) if target is None else target, :count] = x[source, :count]
+            x[:, :count] = x[rows, :count]
 
 
 # A key is rounded once when it is stored, and once in each of four shifts. Measured, in outputs of size 4: 5e-4 with 11
@@ -61,35 +60,19 @@ def run(cache: Any, x: Tensor, rope: Rope, **options: Any) -> Tensor:
     return x.double()
 
 
-def contiguous(store: Any = HalfKeys, **size: Any) -> KVCache:
+def cache_of(store: Any = HalfKeys, **size: Any) -> KVCache:
     return KVCache(LAYERS, 2, KV_HEADS, HEAD_DIM, store=store, **size)
 
 
-def paged(store: Any = HalfKeys, **size: Any) -> PagedKVCache:
-    cache = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, blocks=20, block_size=3, store=store, **size)
-    cache.admit()
-    cache.admit()
-    return cache
-
-
 @pytest.mark.parametrize(
-    ("make", "size"),
-    [
-        (contiguous, {"capacity": 12}),
-        (contiguous, {"window": 4}),
-        (contiguous, {"window": 3, "sinks": 2}),
-        (paged, {}),
-        (paged, {"window": 4}),
-        (paged, {"window": 3, "sinks": 2}),
-    ],
-    ids=["whole", "window", "sinks", "pages", "pages, window", "pages, sinks"],
+    "size", [{"capacity": 12}, {"window": 4}, {"window": 3, "sinks": 2}], ids=["whole", "window", "sinks"]
 )
 @pytest.mark.parametrize("name", ["default", "YaRN, partial"])
 @pytest.mark.parametrize("store", list(ROUNDING))
-def test_attention_over_another_store(make: Any, size: dict[str, int], name: str, store: Any) -> None:
+def test_attention_over_another_store(size: dict[str, int], name: str, store: Any) -> None:
     """Prefill, decoding, shifts, a pass that stopped, and a row that starts again."""
     torch.manual_seed(0)
-    (rope, rotary), cache, rounding = ROPES[name], make(store, **size), ROUNDING[store]
+    (rope, rotary), cache, rounding = ROPES[name], cache_of(store, **size), ROUNDING[store]
     assert rope is not None
     assert {keys.dtype for keys in cache.keys} <= {torch.float16, torch.int8, torch.float8_e4m3fn}
     x, outputs = torch.randn(2, 12, HIDDEN, dtype=torch.float64), []
@@ -110,21 +93,16 @@ def test_attention_over_another_store(make: Any, size: dict[str, int], name: str
 
 @pytest.mark.parametrize("store", list(ROUNDING))
 def test_rows_that_take_over_tokens(store: Any) -> None:
-    (rope, rotary), beams, pages = ROPES["default"], contiguous(store, capacity=8), paged(store)
+    (rope, rotary), cache = ROPES["default"], cache_of(store, capacity=8)
     assert rope is not None
     x = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
-    for cache in (beams, pages):
-        run(cache, x[:, :5], rope)
-    beams.reorder(torch.tensor([1, 1]))
-    dropped = run(beams, x[:, :1], rope)  # a draft
+    run(cache, x[:, :5], rope)
+    cache.reorder(torch.tensor([1, 1]))
+    dropped = run(cache, x[:, :1], rope)  # a draft
     assert dropped.isfinite().all()
-    after = run(beams, x[:, 5:], rope, at=torch.tensor([5, 5]))
-    pages.free(0)
-    pages.fork(1)  # the first row that writes to the last block copies it
-    out = run(pages, x[:, 5:], rope)
+    out = run(cache, x[:, 5:], rope, at=torch.tensor([5, 5]))
     for row in range(2):
         wanted = run_whole_row(torch.cat([x[1, :5], x[row, 5:]]), rotary, *distances(6, {}))[-1:]
-        torch.testing.assert_close(after[row], wanted, rtol=0, atol=ROUNDING[store])
         torch.testing.assert_close(out[row], wanted, rtol=0, atol=ROUNDING[store])
 
 
@@ -132,7 +110,7 @@ def test_rows_that_take_over_tokens(store: Any) -> None:
 def test_a_compiled_pass(store: Any) -> None:
     rope, rotary = ROPES["default"]
     assert rope is not None
-    cache, x = contiguous(store, capacity=8), torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    cache, x = cache_of(store, capacity=8), torch.randn(2, 3, HIDDEN, dtype=torch.float64)
     torch._dynamo.reset()  # other files compile this pass too, and a function has a limit of graphs
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     out = torch.cat([compiled(cache, x[:, :2], rope), compiled(cache, x[:, 2:], rope)], dim=1)
@@ -144,6 +122,3 @@ def test_a_compiled_pass(store: Any) -> None:
 def test_refusals() -> None:
     with pytest.raises(RopeError, match="KVCache: store must be 'int8', 'fp8', a class of stores or None, got 'int3'"):
         KVCache(1, 1, 1, 8, capacity=4, store="int3")  # type: ignore[arg-type]
-    for options in ({"flex": True}, {"layout": "HND"}):
-        with pytest.raises(RopeError, match="PagedKVCache: layout must be 'NHD' and flex False with another store"):
-            PagedKVCache(1, 1, 8, blocks=2, store=HalfKeys, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Rotary
-from ropewalk import KVCache, LearnedRope, PagedKVCache, Rope, RopeError, RotaryAttention, Rotation, SelfExtend
+from ropewalk import KVCache, LearnedRope, Rope, RopeError, RotaryAttention, Rotation, SelfExtend
 from ropewalk.kernels import backend
 from ropewalk.parallel import ContextParallel, HeadwiseParallel
 
@@ -174,17 +173,14 @@ def caches(world: int) -> None:
             weights, x = weights_of(attention), inputs()[0].detach()
             sharded(attention, line(world))
             right, local = wanted(x, weights, kv_heads), max(1, kv_heads // world)
-            paged = PagedKVCache(1, local, HEAD_DIM, blocks=8, block_size=4, dtype=torch.float64)
-            rows = [paged.admit(), paged.admit()]
-            dense = KVCache(1, 2, local, HEAD_DIM, capacity=SEQ, dtype=torch.float64)
-            for begin in (dense.step, functools.partial(paged.step, rows=rows)):
-                for i in range(SEQ):
-                    step = begin(1)
-                    rotated = step.rotation(ROPE, dtype=torch.float64)
-                    with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
-                        out = attention(x[:, i : i + 1], rotated, cache=step.layer(0))
-                    torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
-                assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.FAST_PATH
+            cache = KVCache(1, 2, local, HEAD_DIM, capacity=SEQ, dtype=torch.float64)
+            for i in range(SEQ):
+                step = cache.step(1)
+                rotated = step.rotation(ROPE, dtype=torch.float64)
+                with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
+                    out = attention(x[:, i : i + 1], rotated, cache=step.layer(0))
+                torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
+            assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.FAST_PATH
         step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
         message = (
             rf"q must have shape \(2, 1, heads, 6\), with a multiple of 4 heads, got \(2, 1, {HEADS // world}, 6\)"

@@ -14,7 +14,7 @@ from torch import Tensor
 import attention_cases
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, record_calls, same, shape
-from ropewalk import Axes, KVCache, Llama3, PagedKVCache, QKNorm, Rope, Rotation, backends, rotate_and_store
+from ropewalk import Axes, KVCache, Llama3, QKNorm, Rope, Rotation, backends, rotate_and_store
 from ropewalk.angles import phase_steps
 from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import gpu as kernels
@@ -329,19 +329,12 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
 
 
 @pytest.mark.parametrize("store", [None, "fp8"])
-@pytest.mark.parametrize("kind", ["capacity", "pages", "pages, sinks"])
-def test_decode_calls_the_kernel(kind: str, store: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_calls_the_kernel(store: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers of a step each attend in one call, and gather nothing."""
     calls: list[int] = []
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *arguments: (calls.append(1), attend(*arguments))[1])
-    size: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "store": store}
-    if kind != "capacity":
-        pages = {"blocks": 9} | ({"window": 8, "sinks": 2} if "sinks" in kind else {})
-        cache: Any = PagedKVCache(8, 2, 64, **pages, **size)
-        cache.admit(), cache.admit()
-    else:
-        cache = KVCache(8, 2, 2, 64, capacity=40, **size)
+    cache = KVCache(8, 2, 2, 64, capacity=40, dtype=torch.bfloat16, device="cuda", store=store)
     with torch.no_grad():
         for seq in (20, 1, 3):
             step = cache.step(seq)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tiny_models
 import tiny_towers
-from ropewalk import KVCache, PagedKVCache, QKNorm, from_config
+from ropewalk import KVCache, QKNorm, from_config
 from ropewalk.positions import from_processor
 
 pytest.importorskip("transformers", "5.23")
@@ -173,7 +173,7 @@ def theirs(name: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def ours(name: str, *, pages: bool, store: str | None = None, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def ours(name: str, *, store: str | None = None, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the same of a model whose attention goes through a cache; with `tokens`, its logits for those tokens."""
     case = CASES[name]()
     now = Pass()
@@ -181,12 +181,7 @@ def ours(name: str, *, pages: bool, store: str | None = None, tokens: Tensor | N
         layer.self_attn.of_pass = now
         layer.self_attn.forward = MethodType(case.forward, layer.self_attn)
     size, options = len(case.layers), {"store": store, **case.options}
-    if pages:
-        cache: Any = PagedKVCache(size, *case.heads, blocks=40, block_size=4, **options)
-        for _ in LENGTHS:
-            cache.admit()
-    else:
-        cache = KVCache(size, len(LENGTHS), *case.heads, capacity=SEQ + NEW, **options)
+    cache = KVCache(size, len(LENGTHS), *case.heads, capacity=SEQ + NEW, **options)
     batch = inputs(case)
     positions = from_processor(case.model.config, batch).positions if case.batch else None
     now.step = cache.step(SEQ, attention_mask=batch["attention_mask"], positions=positions)
@@ -201,25 +196,23 @@ def ours(name: str, *, pages: bool, store: str | None = None, tokens: Tensor | N
     return torch.stack(chosen, 1), torch.stack(logits, 1)
 
 
-@pytest.mark.parametrize("pages", [False, True], ids=["whole", "pages"])
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens(name: str, pages: bool) -> None:
+def test_greedy_tokens(name: str) -> None:
     wanted, logits = theirs(name)
     assert len(set(wanted.flatten().tolist())) > NEW // 2  # no model that repeats itself
-    tokens, found = ours(name, pages=pages)
+    tokens, found = ours(name)
     assert torch.equal(tokens, wanted)
     torch.testing.assert_close(found, logits, rtol=0, atol=2e-5 * float(logits.std()))
 
 
-@pytest.mark.parametrize("pages", [False, True], ids=["whole", "pages"])
 @pytest.mark.parametrize("store", BOUNDS)
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3, no experts", "qwen2_5_vl"])
-def test_logits_of_8_bits(name: str, store: str, pages: bool) -> None:
+def test_logits_of_8_bits(name: str, store: str) -> None:
     """The tokens are those of transformers, so that the texts stay equal.
 
     With experts there is no bound: the smallest change may send a token to another expert.
     """
     tokens, logits = theirs(name)
-    _, found = ours(name, pages=pages, store=store, tokens=tokens)
+    _, found = ours(name, store=store, tokens=tokens)
     off = float((found - logits).norm() / logits.norm())
     assert BOUNDS[store] / 4 < off <= BOUNDS[store]

@@ -14,7 +14,7 @@ import attention_cases
 import oracle
 from attention_cases import Case
 from kernel_cases import check, expected
-from ropewalk import KVCache, PagedKVCache, QKNorm, Rope, Rotation
+from ropewalk import KVCache, QKNorm, Rope, Rotation
 from ropewalk._layout import Options
 from ropewalk.attention.few_tokens import attend_cached
 from ropewalk.kernels import backend
@@ -132,16 +132,13 @@ class TestAttention:
             attention_cases.check(case, attend(case))
         assert made.calls == ["attend", "attend"]
 
-    def test_of_caches(self, made: MadeUp) -> None:
+    def test_of_a_cache(self, made: MadeUp) -> None:
         q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)
         whole = VisibleKeys(torch.arange(3).expand(2, 3), 3, window=2)
         exact, _ = attention_cases.define(Case(q, None, k, v, whole, 8**-0.5))
-        paged = PagedKVCache(1, 2, 8, blocks=9, block_size=2)
-        rows = [paged.admit(), paged.admit()]
-        for step in (KVCache(1, 2, 2, 8, capacity=5).step(3), paged.step(3, rows=rows)):
-            attended = step.layer(0).attend(q, k, v, window=2)
-            torch.testing.assert_close(attended, exact.float())
-        assert made.calls == ["attend", "attend"]
+        attended = KVCache(1, 2, 2, 8, capacity=5).step(3).layer(0).attend(q, k, v, window=2)
+        torch.testing.assert_close(attended, exact.float())
+        assert made.calls == ["attend"]
 
     def test_is_left_to_pytorch(self, made: MadeUp) -> None:
         case = attention_cases.long_rows([10])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from ropewalk import KVCache, PagedKVCache, RopeError, masks, positions
+from ropewalk import KVCache, RopeError, masks, positions
 
 DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 NUMBERED = torch.tensor([[1, 1, 2, 2, 2, 0]])
@@ -59,12 +59,6 @@ def test_values_are_read_only_where_that_is_free() -> None:
     assert compiled(lengths).shape == (5,)
     assert torch.vmap(lambda cu: positions.packed(cu, 5))(lengths[None]).shape == (1, 5)
     assert positions.packed(lengths.to("meta"), 5).shape == (5,)
-
-
-def paged() -> PagedKVCache:
-    cache = PagedKVCache(num_layers=1, num_kv_heads=1, head_dim=2, blocks=2, block_size=4)
-    cache.admit()
-    return cache
 
 
 def from_processor(attention_mask: Any) -> Any:
@@ -126,10 +120,6 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
         (
             lambda: KVCache(1, 1, 1, 2, capacity=6).step(6, attention_mask=NUMBERED),
             "KVCache.step: attention_mask must have 1 for",
-        ),
-        (
-            lambda: paged().step(6, attention_mask=NUMBERED),
-            "got 2. Pass attention_mask != 0 if a row is one text. Pass",
         ),
         (lambda: from_processor(NUMBERED.tolist()), "positions.from_processor: attention_mask must have 1 for real to"),
         (

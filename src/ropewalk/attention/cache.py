@@ -201,7 +201,7 @@ class CacheStep(Step):
         store.write(self._slots, k, v)
 
     def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
-        return store.read(None, self._ring.count if every else self._filled.stop)
+        return store.read(self._ring.count if every else self._filled.stop)
 
     def _write_and_read(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
         if not self._concatenates:
@@ -210,7 +210,7 @@ class CacheStep(Step):
             k, v = (x.masked_fill(self._padding[:, :, None, None], 0) for x in (k, v))
         kept = k, v
         if every or self._filled.start is None:  # otherwise, nothing was cached before
-            keys, values = store.read(None, self._ring.count)
+            keys, values = store.read(self._ring.count)
             kept = torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
         self._write(store, k, v)
         return kept
@@ -243,7 +243,7 @@ class KVCache:
     `move`, `reorder`, `reset`, or `step` with `at`), every later call but `reset()` raises a `RopeError`.
 
     The positions of cached and of new tokens are in ±2³¹. `step` and `shift` raise an error for others, if reading them
-    is free: on the CPU outside torch.compile, and in a `PagedKVCache` always.
+    is free: on the CPU outside torch.compile.
 
     Args:
         num_layers: number of layers of the model. Each has its own keys and values.
@@ -322,7 +322,7 @@ class KVCache:
         self._ring, self._heads = Ring(self.capacity, self.window, self.sinks), (heads[0], heads[1])
         shape = (batch, self._ring.count + 1)
         size = (*shape, *self._heads)
-        self._stores = create_stores(who, store, self.num_layers, size, dtype, device, latent=latent)
+        self._stores = create_stores(who, store, self.num_layers, size, dtype, device, latent)
         self._latent = latent
         self._kept_keys = (self.num_layers, heads[1], latent)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -383,7 +383,7 @@ class KVCache:
         added = seq if real is None else real.sum(1)
         if positions is not None:
             tokens.check_no_sinks(who, "positions must be None", self.sinks)
-        given = tokens.check_given_positions(who, positions, seq, self.length, fractions=True)
+        given = tokens.check_given_positions(who, positions, seq, self.length)
         if given is not None and given.is_floating_point() and not self.position.is_floating_point():
             exact = torch.float32 if given.device.type == "mps" else torch.float64  # MPS has no float64
             self.position, self._key_positions = self.position.to(exact), self._key_positions.to(exact)
@@ -538,7 +538,7 @@ class KVCache:
         filled = self._count_filled()
         self._begin("KVCache.reorder")
         for store in self._stores:
-            store.copy(rows, None, filled)
+            store.reorder(rows, filled)
         for tensor in (self._key_positions, self.length, self.position):
             tensor.copy_(tensor.index_select(0, rows))
         self._changing.clear()

@@ -39,8 +39,8 @@ class QuantizedStore:
     with a number that is not finite reads as NaN.
 
     Attributes:
-        keys, values: the 8-bit numbers, `[blocks, block_size, kv_heads, head_dim]`, int8 or float8_e4m3fn.
-        key_scales, value_scales: the scales, float32 `[blocks, block_size, kv_heads]`.
+        keys, values: the 8-bit numbers, `[batch, slots of a row, kv_heads, head_dim]`, int8 or float8_e4m3fn.
+        key_scales, value_scales: the scales, float32 `[batch, slots of a row, kv_heads]`.
         dtype: dtype of the keys and values that are written and read.
     """
 
@@ -76,29 +76,24 @@ class QuantizedStore:
         visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
         return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
 
-    def read(
-        self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        kept = self._tensors
-        if blocks is not None:
-            kept = [x.index_select(0, blocks.flatten()).view(len(blocks), -1, *x.shape[2:]) for x in kept]
-        keys, key_scales, values, value_scales = (x[:, :count] for x in kept)
+    def read(self, count: int) -> tuple[Tensor, Tensor]:
+        keys, key_scales, values, value_scales = (x[:, :count] for x in self._tensors)
         return self._dequantize(keys, key_scales, self.dtype), self._dequantize(values, value_scales, self.dtype)
 
-    def rotate(self, rotation: Rotation, blocks: Tensor | None) -> None:
-        keys, scales = (x if blocks is None else x.index_select(0, blocks) for x in (self.keys, self.key_scales))
+    def rotate(self, rotation: Rotation, rows: Tensor | None) -> None:
+        keys, scales = (x if rows is None else x.index_select(0, rows) for x in (self.keys, self.key_scales))
         wide = torch.promote_types(self.dtype, torch.float32)
         rotated = rotation(self._dequantize(keys, scales, wide), layout="bshd")
         for kept, new in zip((self.keys, self.key_scales), quantize(rotated, self.kept), strict=True):
-            kept[slice(None) if blocks is None else blocks] = new
+            kept[slice(None) if rows is None else rows] = new
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
         for kept in self._tensors:
             kept[slots] = 0
 
-    def copy(self, source: Tensor, target: Tensor | None, count: int) -> None:
+    def reorder(self, rows: Tensor, count: int) -> None:
         for kept in self._tensors:
-            kept[slice(None) if target is None else target, :count] = kept[:, :count].index_select(0, source)
+            kept[:, :count] = kept[:, :count].index_select(0, rows)
 
 
 class Int8Store(QuantizedStore):

@@ -57,7 +57,6 @@ class Step(ABC):
     """
 
     _who: ClassVar[str]  # of the cache, in errors
-    block_mask: BlockMask | None = None
     _sinks = 0
 
     def __init__(
@@ -95,7 +94,7 @@ class Step(ABC):
     def __getstate__(self) -> dict[str, object]:
         # Weak references and block masks cannot be pickled, and the copy of a cache has no open step that needs them.
         state: dict[str, object] = self.__dict__ | {"_rotations": [], "_stale": [], "_prepared": (None, None)}
-        return state | {"_masks": {}, "block_mask": None}
+        return state | {"_masks": {}}
 
     @property
     @abstractmethod
@@ -350,7 +349,7 @@ class LayerCache:
     """One layer's keys and values in one forward pass, created by `step.layer(i)` for `RotaryAttention`.
 
     Attributes:
-        step: the `CacheStep` or `PagedStep` of this forward pass.
+        step: the `CacheStep` of this forward pass.
     """
 
     takes_norm = True
@@ -375,9 +374,7 @@ class LayerCache:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
         On the CPU and on a GPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the
-        keys and values where they are, each once. In a `PagedKVCache` with `flex`, under torch.compile, FlexAttention
-        reads the blocks directly if mask is None and rotation is not a `TwoPass`. Otherwise keys and values are
-        gathered from the blocks first.
+        keys and values where they are, each once.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
@@ -436,18 +433,15 @@ class LayerCache:
             mask = step._mask_within(window, mask)
             attended = rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale, append=append, norm=norm)
         else:
-            flex = compiling and step.block_mask is not None and mask is None and one_pass and window == step._window
             keys = None
             # A graph for a dynamic number of tokens must not depend on it.
-            if mask is None and not flex and isinstance(seq, int) and seq <= MAX_TOKENS:
+            if mask is None and isinstance(seq, int) and seq <= MAX_TOKENS:
                 keys = step._visible_keys(window)
             q = self._rotate_and_write(q, k, v, rotation=rotation, norm=norm)
             if keys is not None and (rotation is None or rotation.passes == 1 or rotation.sinks):
                 near, far = (q, None) if one_pass else q.chunk(2, dim=1)
                 attended = self._store.attend(near, far, keys, scale=scale)
-            if flex:
-                attended = attend(q, *self._all_blocks(), mask=step.block_mask, scale=scale)
-            elif attended is None:
+            if attended is None:
                 by = attend if rotation is None or rotation.passes == 1 else rotation.attend
                 kept = self._same_width(step._read(self._store, every=compiling))
                 attended = by(q, *kept, mask=step._mask_within(window, mask), scale=scale)
@@ -492,7 +486,7 @@ class LayerCache:
 
         Returns:
             Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `step.key_positions`, with empty slots,
-            which `step.mask` hides: views of the cache, or new tensors. A `PagedKVCache` always returns new tensors.
+            which `step.mask` hides: views of the cache, or new tensors.
 
         Raises:
             RopeError: shape, dtype or device differs from that of the cache and this step; k or v requires gradients;
@@ -526,16 +520,6 @@ class LayerCache:
     def _same_width(self, kept: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values of equal width: PyTorch's fused attention on a CPU supports no other."""
         return kept if self.step._latent is None else (kept[0], kept[0])
-
-    def _all_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all blocks as one row, `[1, tokens, kv_heads, head_dim]`."""
-        blocks, size, heads, channels = self._store.keys.shape
-        shape = (1, blocks * size, heads, channels)
-        keys, values = self._store.keys, self._store.values
-        return (
-            keys.as_strided(shape, (0, *keys.stride()[1:])),
-            values.as_strided(shape, (0, *values.stride()[1:])),
-        )
 
     def _check_new(self, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Raise unless k, v and q, whose shape has been checked, match this step, and this layer may store them."""

@@ -18,20 +18,20 @@ from ropewalk.rotation.qk_norm import QKNorm
 
 
 class Store(Protocol):
-    """The keys and values of one layer, in blocks that each have the same number of slots, one slot for each token.
+    """The keys and values of one layer, in rows that each have the same number of slots, one slot for each token.
 
-    The cache decides which token is in which slot, and the store decides how a slot keeps it. In a `KVCache` each row
-    is one block, whose last slot receives tokens that are not kept. In a `PagedKVCache` a row has any blocks.
+    The cache decides which token is in which slot, and the store decides how a slot keeps it. The last slot of a row
+    receives tokens that are not kept.
 
-    Pass a class as `KVCache(store=...)` or `PagedKVCache(store=...)`. For each layer the cache calls it with
-    `(blocks, block_size, num_kv_heads, head_dim)` and the keywords `dtype`, of the keys and values of the model, and
-    `device`. At first every slot must read as finite numbers.
+    Pass a class as `KVCache(store=...)`. For each layer the cache calls it with `(batch, slots of a row, num_kv_heads,
+    head_dim)` and the keywords `dtype`, of the keys and values of the model, and `device`. At first every slot must
+    read as finite numbers.
 
-    Slots are addressed by two int64 tensors that broadcast to one shape: the block, and the slot in the block.
+    Slots are addressed by two int64 tensors that broadcast to one shape: the row, and the slot in the row.
 
     Attributes:
         keys, values: what is kept, in any form; they become an entry of `KVCache.keys` and `KVCache.values`. The first
-            two axes are blocks and slots.
+            two axes are rows and slots.
         dtype: dtype of the keys and values that are written and read.
     """
 
@@ -43,7 +43,7 @@ class Store(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        """Store new tokens. Only the last slot of a block may occur several times.
+        """Store new tokens. Only the last slot of a row may occur several times.
 
         Args:
             slots: a slot for each token, of shape `tokens`.
@@ -57,7 +57,7 @@ class Store(Protocol):
         """Normalize and rotate q and k, and store k and v, in one kernel.
 
         Args:
-            slots: block · block_size + slot in the block for each token, int64 `[batch, seq]`; −1 to store nothing.
+            slots: row · slots of a row + slot for each token, int64 `[batch, seq]`.
             q, k, v: `[batch, seq, heads, head_dim]`, not rotated.
             rotation: rotation of the tokens.
             norm: norm of q and k, applied before rotation. None disables it.
@@ -74,46 +74,42 @@ class Store(Protocol):
             The result, or None if there is no such kernel for this call. The cache then calls `read`.
         """
 
-    def read(
-        self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each `[rows, slots, kv_heads, head_dim]` in `dtype`: views or new tensors.
+    def read(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all rows, each `[batch, count, kv_heads, head_dim]` in `dtype`.
 
         Args:
-            blocks: the blocks of each row, int32 `[rows, blocks of a row]`. None means that each block is a row.
-            count: number of slots to return for each row. None means all slots.
-            out: two tensors `[blocks, block_size, kv_heads, head_dim]` in `dtype` for the gathered blocks, which may be
-                used as memory of the result.
+            count: number of slots of each row to return, from the first.
+
+        Returns:
+            Views or new tensors.
         """
 
-    def rotate(self, rotation: Rotation, blocks: Tensor | None) -> None:
+    def rotate(self, rotation: Rotation, rows: Tensor | None) -> None:
         """Rotate cached keys once more.
 
         Args:
-            rotation: one for slots `[blocks, block_size]`, or one angle for all slots.
-            blocks: numbers of the blocks, int64 `[blocks]`. None means all blocks.
+            rotation: one for slots `[rows, slots of a row]`, or one angle for all slots.
+            rows: row numbers, int64 `[rows]`. None means all rows.
         """
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
         """Make these slots read as finite numbers, such as 0. A mask would not hide NaN in them, as 0 · NaN is NaN.
 
         Args:
-            slots: as in `write`; or the number of a block, and a slice of its slots.
+            slots: as in `write`; or the number of a row, and a slice of its slots.
         """
 
-    def copy(self, source: Tensor, target: Tensor | None, count: int) -> None:
-        """Copy slots of blocks to other blocks, all at once.
+    def reorder(self, rows: Tensor, count: int) -> None:
+        """Copy slots of row `rows[i]` to row i, for all rows at once.
 
         Args:
-            source: numbers of blocks, int64 `[blocks]`.
-            target: the block that gets the slots of the block at the same index in `source`, int64 `[blocks]`. None
-                means block 0, 1, 2 and so on, all of them.
-            count: number of slots to copy of each block, from the first.
+            rows: row numbers, int64 `[batch]`.
+            count: number of slots of each row to copy, from the first.
         """
 
 
 class PlainStore:
-    """Keys and values as two tensors `[blocks, block_size, kv_heads, head_dim]` with any strides.
+    """Keys and values as two tensors `[batch, slots of a row, kv_heads, head_dim]`.
 
     Args:
         keys: the memory, which is used as it is.
@@ -148,34 +144,24 @@ class PlainStore:
             return None
         return attend_cached(q, far_q, self.keys, self._kept[1], visible, scale=scale)
 
-    def read(
-        self, blocks: Tensor | None, count: int | None, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if blocks is None:
-            return self.keys[:, :count], self.values[:, :count]
-        k_out, v_out = (None, None) if out is None else out
-        k = torch.index_select(self.keys, 0, blocks.flatten(), out=k_out).view(len(blocks), -1, *self.keys.shape[2:])
-        if self.latent is not None:
-            return k[:, :count], k[:, :count, :, : self.latent]
-        v = torch.index_select(self.values, 0, blocks.flatten(), out=v_out).view(len(blocks), -1, *k.shape[2:])
-        return k[:, :count], v[:, :count]
+    def read(self, count: int) -> tuple[Tensor, Tensor]:
+        return self.keys[:, :count], self.values[:, :count]
 
-    def rotate(self, rotation: Rotation, blocks: Tensor | None) -> None:
-        if blocks is None:
+    def rotate(self, rotation: Rotation, rows: Tensor | None) -> None:
+        if rows is None:
             rotation.apply_(self.keys, layout="bshd")
             return
-        rotated = self.keys.index_select(0, blocks)
+        rotated = self.keys.index_select(0, rows)
         rotation.apply_(rotated, layout="bshd")
-        self.keys.index_copy_(0, blocks, rotated)
+        self.keys.index_copy_(0, rows, rotated)
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
         for kept in self._kept:
             kept[slots] = 0
 
-    def copy(self, source: Tensor, target: Tensor | None, count: int) -> None:
+    def reorder(self, rows: Tensor, count: int) -> None:
         for some in [kept[:, :count] for kept in self._kept]:
-            copied = some.index_select(0, source)
-            some.copy_(copied) if target is None else some.index_copy_(0, target, copied)
+            some.copy_(some.index_select(0, rows))
 
 
 def create_stores(
@@ -185,17 +171,14 @@ def create_stores(
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     device: torch.device | str | None,
-    *,
-    heads_first: bool = False,
-    latent: int | None = None,
+    latent: int | None,
 ) -> list[Store]:
     """Return a store for each layer.
 
     Args:
         who: name of the cache in errors.
         make: the argument `store` of the cache: a class, its name in `STORES`, or None for `PlainStore`.
-        shape: blocks, block_size, num_kv_heads and head_dim.
-        heads_first: whether a `PlainStore` has the heads of a block before its tokens in memory.
+        shape: batch, slots of a row, num_kv_heads and head_dim.
         latent: the argument `latent` of the cache.
     """
     if latent is not None:
@@ -211,11 +194,8 @@ def create_stores(
                 who, must, _checks.shown(make), "Pass a name, or a class that the cache calls for each layer."
             )
         return [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-    blocks, size, heads, channels = shape
-    memory = (blocks, heads, size, channels) if heads_first else shape
     count = num_layers if latent is not None else 2 * num_layers
-    pools = [torch.zeros(memory, dtype=dtype, device=device) for _ in range(count)]
-    pools = [pool.transpose(1, 2) for pool in pools] if heads_first else pools
+    made = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
     if latent is not None:
-        return [PlainStore(rows, latent) for rows in pools]
-    return [PlainStore(keys, values) for keys, values in zip(pools[:num_layers], pools[num_layers:], strict=True)]
+        return [PlainStore(rows, latent) for rows in made]
+    return [PlainStore(keys, values) for keys, values in zip(made[:num_layers], made[num_layers:], strict=True)]

@@ -1,4 +1,4 @@
-"""The new tokens of a step: check the arguments of `step` and `shift` of both caches, and place the tokens.
+"""The new tokens of a step: check the arguments of `step` and `shift`, and place the tokens.
 
 Values are read only where this is free: on the CPU outside of torch.compile.
 """
@@ -163,33 +163,20 @@ def real_tokens(who: str, seq: int, attention_mask: Tensor | None, length: Tenso
     return sizes.real_tokens(who, attention_mask)
 
 
-def check_given_positions(
-    who: str, value: Tensor | None, seq: int, length: Tensor, *, fractions: bool = False
-) -> Tensor | None:
-    """Check the positions of `step` and return a copy, `[batch, seq]` or `[axes, batch, seq]`.
-
-    They are int64, or with fractions also float32 or float64.
-    """
+def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tensor) -> Tensor | None:
+    """Check the positions of `step` and return a copy, `[batch, seq]` or `[axes, batch, seq]`."""
     if value is None:
         return None
     batch = length.shape[0]
-    if isinstance(value, Tensor) and value.is_floating_point() and not fractions:
-        raise _checks.error(
-            who,
-            "positions must be integers, int64",
-            _checks.describe(value),
-            "Omit positions, because the cache only needs the order of tokens. Compute rope.at(positions), of shape "
-            "[axes, batch, seq] or [batch, seq], instead of step.rotation(rope).",
-        )
     if (
         not isinstance(value, Tensor)
-        or value.dtype not in (torch.int64, *((torch.float32, torch.float64) if fractions else ()))
+        or value.dtype not in (torch.int64, torch.float32, torch.float64)
         or (value.shape != (seq,) and (value.ndim not in (2, 3) or value.shape[-2:] != (batch, seq)))
         or value.device != length.device
     ):
         raise _checks.error(
             who,
-            f"positions must be an int64 {'or float32 ' * fractions}tensor [axes, batch, seq], [batch, seq] = "
+            f"positions must be an int64 or float32 tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {length.device}",
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",

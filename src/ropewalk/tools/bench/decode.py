@@ -37,7 +37,7 @@ class DecodeSettings:
         only: parts of the names of caches to measure. Empty means all.
         rounds, seconds: as in `measure.rows`.
         threads: the number of PyTorch's threads. None leaves it unchanged.
-        room: the least number of tokens that a KVCache, a PagedKVCache and a StaticCache can hold beyond `held`.
+        room: the least number of tokens that a KVCache and a StaticCache can hold beyond `held`.
         geometry: the sizes of the model.
     """
 

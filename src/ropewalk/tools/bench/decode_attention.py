@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.decode_caches import KV, LATENT, OURS, PAGED, STATIC, Fill
+from ropewalk.tools.bench.decode_caches import KV, LATENT, OURS, STATIC, Fill
 
 READ = "read keys and values"  # the contender with which all others are compared
 Attend = Callable[[list[float]], tuple[float, Tensor]]
@@ -87,7 +87,7 @@ def build_attention(
         if name == LATENT:
             calls[name] = with_ropewalk(cache, row_rope, row_q, row, scale=size.row**-0.5)
         elif name in OURS:
-            if name in (KV, PAGED):
+            if name == KV:
                 memory = memory or [cache.keys[0], cache.values[0]]
             calls[name] = with_ropewalk(cache, rope, q, k, v)
         else:

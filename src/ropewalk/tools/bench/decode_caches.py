@@ -12,17 +12,13 @@ from torch import Tensor
 
 import ropewalk
 
-KV, PAGED, DYNAMIC, STATIC = (
-    *("ropewalk, KVCache", "ropewalk, PagedKVCache"),
-    *("transformers, DynamicCache", "transformers, StaticCache"),
-)
+KV, DYNAMIC, STATIC = "ropewalk, KVCache", "transformers, DynamicCache", "transformers, StaticCache"
 STORES = {f"ropewalk, {store}": store for store in ("int8", "fp8")}
 """The store of each KVCache that keeps 8 bits for a number."""
 LATENT = "ropewalk, latent rows"
 """A KVCache with the rows of multi-head latent attention, which the model does not have."""
-OURS = (KV, PAGED, *STORES, LATENT)
+OURS = (KV, *STORES, LATENT)
 CACHES = (*OURS, DYNAMIC, STATIC)
-_BLOCK = 16  # tokens in a block of the PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Fill:
         small = kept * (self.size.head_dim + 4) // (self.size.head_dim * self.dtype.itemsize)  # with scales
         rows = kept * self.size.row // (2 * self.size.kv_heads * self.size.head_dim)
         sizes = {DYNAMIC: kept + copied, LATENT: rows, **dict.fromkeys(STORES, small + copied)}
-        return sum(sizes.get(name, kept) for name in names) * (self.held + self.room + _BLOCK) // self.held
+        return sum(sizes.get(name, kept) for name in names) * (self.held + self.room) // self.held
 
     def draw(self) -> list[tuple[Tensor, Tensor]]:
         """Draw normally distributed keys and values of one row, `[1, held, kv_heads, head_dim]`, for each layer."""
@@ -122,18 +118,10 @@ class Fill:
         def whole(heads: tuple[int, int] = heads, **options: Any) -> ropewalk.KVCache:
             return ropewalk.KVCache(size.layers, self.batch, *heads, capacity=capacity, dtype=self.dtype, **options)
 
-        def paged() -> ropewalk.PagedKVCache:
-            blocks = self.batch * -(-capacity // _BLOCK)
-            cache = ropewalk.PagedKVCache(size.layers, *heads, blocks=blocks, block_size=_BLOCK, dtype=self.dtype)
-            for _ in range(self.batch):
-                cache.admit()
-            return cache
-
         return {
             KV: whole,
             **{name: partial(whole, store=store) for name, store in STORES.items()},
             LATENT: partial(whole, (1, size.row), latent=size.latent),
-            PAGED: paged,
             DYNAMIC: lambda: transformers.DynamicCache(config=size.config()),
             STATIC: lambda: transformers.StaticCache(config=size.config(), max_cache_len=capacity),
         }
