@@ -350,3 +350,27 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
 
 
 NO_LENGTH = "it needs max_position_embeddings, which the config does not state"
+
+
+def longrope(
+    decided_by: DecidingLength, *notes: str, mscales: bool = False, only_half: bool = False
+) -> Callable[[ConfigRope, LongRoPE], Answer]:
+    """Return the rule of an engine with the two lists of LongRoPE and an attention factor computed from lengths.
+
+    Args:
+        decided_by: as in `Answer`.
+        notes: when the engine chooses the long list; "{length}" stands for the trained length.
+        mscales: as in `longrope_from_lengths`.
+        only_half: whether it rejects the pairing "interleaved".
+    """
+
+    def answer(config: ConfigRope, scaling: LongRoPE) -> Answer:
+        if only_half and config.rope.pairing != "half":
+            return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
+        scheme = longrope_from_lengths(config, scaling, mscales=mscales)
+        if scheme is None:
+            return Answer(None, refusal=NO_LENGTH)
+        length = f"{scaling.original_max_position_embeddings:,}"
+        return Answer(config.with_scaling(scheme), decided_by, tuple(note.format(length=length) for note in notes))
+
+    return answer

@@ -11,11 +11,11 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    longrope_from_lengths,
+    longrope,
     with_attention_factor,
     yarn_magnitude,
 )
-from ropewalk.schemes import LongRoPE, YaRN
+from ropewalk.schemes import YaRN
 
 _FILE = "util/rope.py"
 _DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2")  # only architecture/deepseek_v3.py sets yarn_mscale_ratio
@@ -55,13 +55,9 @@ def _attention(config: ConfigRope, scaling: YaRN, factor: float) -> tuple[float,
     return yarn_magnitude(factor), (ignored,) if ignored else ()
 
 
-def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
-    length = scaling.original_max_position_embeddings
-    scheme = longrope_from_lengths(config, scaling, mscales=False)
-    if scheme is None:
-        return Answer(None, refusal=NO_LENGTH)
-    note = f"The list is chosen when the model is loaded: the long one if the requested length exceeds {length:,}."
-    return Answer(config.with_scaling(scheme), "the setting", (note,))
+_longrope = longrope(
+    "the setting", "The list is chosen when the model is loaded: the long one if the requested length exceeds {length}."
+)
 
 
 EXLLAMAV3 = Engine(

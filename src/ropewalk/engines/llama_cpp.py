@@ -16,7 +16,7 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    longrope_from_lengths,
+    longrope,
     with_attention_factor,
     yarn_magnitude,
 )
@@ -72,7 +72,6 @@ def _attention(config: ConfigRope, scaling: YaRN) -> float:
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
-    length = scaling.original_max_position_embeddings
     if config.model_type in _MINICPM:
         if config.longest is None:
             return Answer(None, refusal=NO_LENGTH)
@@ -88,11 +87,12 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if config.model_type not in _PHI:
         note = "The converter writes the two lists for Phi and MiniCPM only, so nothing is scaled."
         return Answer(config.with_scaling(None), notes=(note,))
-    scheme = longrope_from_lengths(config, scaling, mscales=False)
-    if scheme is None:
-        return Answer(None, refusal=NO_LENGTH)
-    note = f"The context length of one sequence chooses the list: the long one if it exceeds {length:,}."
-    return Answer(config.with_scaling(scheme), "the setting", (note,))
+    return _LONGROPE(config, scaling)
+
+
+_LONGROPE = longrope(
+    "the setting", "The context length of one sequence chooses the list: the long one if it exceeds {length}."
+)
 
 
 def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:

@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
-    NO_LENGTH,
     Answer,
     Engine,
     Rounding,
     Rule,
     dynamic_by_factor,
-    longrope_from_lengths,
+    longrope,
 )
-from ropewalk.schemes import NTK, DynamicNTK, LongRoPE
+from ropewalk.schemes import NTK, DynamicNTK
 
 _FILE = "pytorch/nn/rotary_embedding.py, pytorch/backends/default/rotary_embedding.py"
 _ROUNDING = Rounding(
@@ -32,13 +31,9 @@ def _dynamic(config: ConfigRope, scaling: NTK | DynamicNTK) -> Answer:
     return replace(dynamic_by_factor(config), notes=(note,))
 
 
-def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
-    length = scaling.original_max_position_embeddings
-    scheme = longrope_from_lengths(config, scaling, mscales=False)
-    if scheme is None:
-        return Answer(None, refusal=NO_LENGTH)
-    note = f"One position of {length:,} or more in a batch switches all sequences in it to the long list."
-    return Answer(config.with_scaling(scheme), "the call", (note,))
+_longrope = longrope(
+    "the call", "One position of {length} or more in a batch switches all sequences in it to the long list."
+)
 
 
 LMDEPLOY = Engine(

@@ -15,7 +15,7 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    longrope_from_lengths,
+    longrope,
     yarn_inside_of_pairs,
     yarn_magnitude,
 )
@@ -72,14 +72,18 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if "type" not in config.section:
         return Answer(None, refusal="it needs the key type besides rope_type (KeyError: 'type')")
-    length = scaling.original_max_position_embeddings
     if config.longest is None:
         return Answer(None, refusal=NO_LENGTH)
-    if config.longest == length:
+    if config.longest == scaling.original_max_position_embeddings:
         return Answer(None, refusal="without a longer context it does not know the scheme (NotImplementedError)")
-    scheme = longrope_from_lengths(config, scaling, mscales=True)
-    note = f"The list is chosen in each call: the long one if the sequence has more than {length:,} tokens."
-    return Answer(config.with_scaling(scheme), "the call", (note,))
+    return _LONGROPE(config, scaling)
+
+
+_LONGROPE = longrope(
+    "the call",
+    "The list is chosen in each call: the long one if the sequence has more than {length} tokens.",
+    mscales=True,
+)
 
 
 _RULE = Rule(f"{_FOLDER}/base.py", _answer)

@@ -7,12 +7,11 @@ from dataclasses import replace
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     DEEPSEEK,
-    NO_LENGTH,
     Answer,
     Engine,
     Rounding,
     Rule,
-    longrope_from_lengths,
+    longrope,
     with_attention_factor,
     yarn_magnitude,
     yarn_with_extrapolation,
@@ -85,22 +84,25 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
-    length = scaling.original_max_position_embeddings
-    if config.rope.pairing != "half":
-        return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
-    scheme = longrope_from_lengths(config, scaling, mscales=True)
-    if scheme is None:
-        return Answer(None, refusal=NO_LENGTH)
-    notes = (
-        f"The list is chosen in each call for the whole batch: one position above {length:,} switches all sequences to "
-        "the long list.",
-        f"If no position is larger, position {length:,} itself reads the first row of the long table, so that token is "
-        "not rotated.",
-    )
+    answer = _LONGROPE(config, scaling)
+    if answer.rope is None or not isinstance(scheme := answer.rope.scaling, LongRoPE):
+        return answer
     # In a call with length + 1 tokens, all tokens but the last still use the short list.
+    length = scaling.original_max_position_embeddings
     attention = None if scheme.short_mscale is not None else scheme.at_length(length).attention_factor
     later = replace(scheme, original_max_position_embeddings=length + 1, attention_factor=attention)
-    return Answer(config.with_scaling(later), "the call", notes)
+    return replace(answer, rope=config.with_scaling(later))
+
+
+_LONGROPE = longrope(
+    "the call",
+    "The list is chosen in each call for the whole batch: one position above {length} switches all sequences to the "
+    "long list.",
+    "If no position is larger, position {length} itself reads the first row of the long table, so that token is not "
+    "rotated.",
+    mscales=True,
+    only_half=True,
+)
 
 
 _YARN_KEYS = frozenset(

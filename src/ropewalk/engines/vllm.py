@@ -14,12 +14,12 @@ from ropewalk.engines._engine import (
     Engine,
     Rounding,
     Rule,
-    longrope_from_lengths,
+    longrope,
     with_mscales,
 )
 from ropewalk.engines._override import Override, json_argument
 from ropewalk.engines.transformers import TRANSFORMERS
-from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, Linear, Proportional, YaRN
 
 if TYPE_CHECKING:
     from ropewalk.schemes import TeleChat3
@@ -96,18 +96,13 @@ def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
     return Answer(config.with_scaling(with_mscales(scaling)), notes=notes, reads=MSCALE_KEYS)
 
 
-def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
-    length = scaling.original_max_position_embeddings
-    if config.rope.pairing != "half":
-        return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
-    scheme = longrope_from_lengths(config, scaling, mscales=True)
-    if scheme is None:
-        return Answer(None, refusal=NO_LENGTH)
-    note = (
-        f"The list is chosen once, when the engine starts: the long one, even for short sequences, if max_model_len "
-        f"exceeds {length:,}. If original_max_position_embeddings is a top-level key of the config, it is the default."
-    )
-    return Answer(config.with_scaling(scheme), "the setting", (note,))
+_longrope = longrope(
+    "the setting",
+    "The list is chosen once, when the engine starts: the long one, even for short sequences, if max_model_len exceeds "
+    "{length}. If original_max_position_embeddings is a top-level key of the config, it is the default.",
+    mscales=True,
+    only_half=True,
+)
 
 
 VLLM = Engine(

@@ -1,0 +1,49 @@
+"""The options that several commands have, and the types of options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+_UNITS = {"k": 2**10, "m": 2**20}
+
+
+class Source(click.Path):
+    """The path of a config, or a hub id. "-" stands for standard input."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        return super().convert("/dev/stdin" if str(value) == "-" else value, param, ctx)
+
+
+class Length(click.IntRange):
+    """A number of tokens. "k" after a number stands for 1,024, and "M" for 1,048,576."""
+
+    name = "length"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. The command ends with exit status 2 if it is not one, or out of range."""
+        match = re.fullmatch(r"(\d+)([km])", value.lower()) if isinstance(value, str) else None
+        return super().convert(value if match is None else int(match[1]) * _UNITS[match[2]], param, ctx)
+
+
+pairing = click.option(
+    "--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type."
+)
+base = click.option("--base", type=float, help="The base, for a config without one.")
+factor = click.option(
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
+)
+ignore = click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+download = click.option(
+    "--download", is_flag=True, help="Download the config of a hub id that is not in the local cache."
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
