@@ -14,6 +14,7 @@ import argparse
 import ast
 import hashlib
 import importlib.util
+import inspect
 import json
 import platform
 import re
@@ -22,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import benchmark_tables
+
+from ropewalk.integrations import hub
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "ropewalk"
@@ -114,9 +117,8 @@ def write_variant(folder: Path, backend: str, files: dict[str, bytes]) -> None:
 
 def layers() -> str:
     """Return a table of the layers and their docstrings."""
-    tree = ast.parse((SOURCE / f"{ENTRY.replace('.', '/')}.py").read_text("utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    rows = [f"| `{node.name}` | {' '.join((ast.get_docstring(node) or '').split())} |" for node in classes]
+    classes = [value for value in vars(hub).values() if isinstance(value, type) and value.__module__ == hub.__name__]
+    rows = [f"| `{layer.__name__}` | {' '.join((inspect.getdoc(layer) or '').split())} |" for layer in classes]
     return "\n".join(["| layer | rotates |", "|---|---|", *rows])
 
 

@@ -68,55 +68,41 @@ def apply_rotary_pos_emb(
     return results[0], None if k is None else results[1]
 
 
-class RotaryPosEmb(nn.Module):
-    """Pairs i and i + half, whole heads: the functions of transformers that have the name `rotary_pos_emb` for kernels.
-
-    cos and sin have a column for each channel (Llama), or for each pair (GPT-OSS).
-    """
-
-    can_torch_compile = True
-    has_backward = True
+def _layer(name: str, about: str, *, pairing: Pairing = "half", width: Width | None = None) -> type[nn.Module]:
+    """Return a layer with the parameters of transformers' functions for text, and with this name and docstring."""
 
     def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+        self: object, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor | None]:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, pairing=pairing, width=width)
+
+    forward.__qualname__ = f"{name}.forward"
+    members = {"__doc__": about, "__module__": __name__, "forward": forward}
+    return type(name, (nn.Module,), {**members, "can_torch_compile": True, "has_backward": True})
 
 
-class RotaryPosEmbPartial(nn.Module):
-    """Pairs i and i + half, in the first channels of a head, one for each column of cos and sin (GPT-NeoX, GLM-4.5)."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor | None]:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, width="halves")
-
-
-class RotaryPosEmbInterleaved(nn.Module):
-    """Pairs 2i and 2i + 1, in the first channels, with each value of cos and sin twice in a row (Cohere, GLM-4V)."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor | None]:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, pairing="interleaved", width="each")
-
-
-class RotaryPosEmbInterleavedHalves(nn.Module):
-    """Pairs 2i and 2i + 1, in the first channels, with two equal halves of cos and sin (GLM-4, ERNIE 4.5, Helium)."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-    ) -> tuple[Tensor, Tensor | None]:
-        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim, pairing="interleaved", width="halves")
+RotaryPosEmb = _layer(
+    "RotaryPosEmb",
+    "Pairs i and i + half, whole heads: the functions of transformers that have the name `rotary_pos_emb` for kernels. "
+    "cos and sin have a column for each channel (Llama), or for each pair (GPT-OSS).",
+)
+RotaryPosEmbPartial = _layer(
+    "RotaryPosEmbPartial",
+    "Pairs i and i + half, in the first channels of a head, one for each column of cos and sin (GPT-NeoX, GLM-4.5).",
+    width="halves",
+)
+RotaryPosEmbInterleaved = _layer(
+    "RotaryPosEmbInterleaved",
+    "Pairs 2i and 2i + 1, in the first channels, with each value of cos and sin twice in a row (Cohere, GLM-4V).",
+    pairing="interleaved",
+    width="each",
+)
+RotaryPosEmbInterleavedHalves = _layer(
+    "RotaryPosEmbInterleavedHalves",
+    "Pairs 2i and 2i + 1, in the first channels, with two equal halves of cos and sin (GLM-4, ERNIE 4.5, Helium).",
+    pairing="interleaved",
+    width="halves",
+)
 
 
 class RotaryPosEmbVision(nn.Module):
