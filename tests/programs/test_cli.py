@@ -18,7 +18,7 @@ import ropewalk
 from ropewalk import _checks
 from ropewalk.tools import cli
 from ropewalk.tools.commands import doctor
-from ropewalk.tools.commands._types import Length
+from ropewalk.tools.commands._options import Length
 
 CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
 PNG = b"\x89PNG"

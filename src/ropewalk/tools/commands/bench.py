@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ropewalk import _checks
-from ropewalk.tools.commands._types import Length
+from ropewalk.tools.commands._options import Length
 
 
 @click.command(

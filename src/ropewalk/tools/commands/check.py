@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 import ropewalk
-from ropewalk.tools.commands._types import Source
+from ropewalk.tools.commands import _options
 
 
 @click.command(
@@ -34,7 +34,7 @@ Examples:
 @click.argument("target")
 @click.option(
     "--config",
-    type=Source(),
+    type=_options.Source(),
     metavar="SOURCE",
     help="The config that the code should implement: config.json, folder, params.json, GGUF file, hub id, or - for "
     "standard input.",
@@ -49,12 +49,8 @@ Examples:
     type=click.Choice(["half", "interleaved"]),
     help="The expected pairing; needed for an unknown model_type.",
 )
-@click.option(
-    "--factor",
-    type=float,
-    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
-)
-@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@_options.factor
+@_options.download
 @click.option(
     "--layout",
     type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "hsd", "td"]),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ropewalk._checks import printable
-from ropewalk.tools.commands._types import Length
+from ropewalk.tools.commands import _options
 
 if TYPE_CHECKING:
     from ropewalk.tools.convert import Plan
@@ -41,20 +41,14 @@ Examples:
     type=_Folder,
     help="For a LoRA adapter: the config of its base model. [default: base_model_name_or_path]",
 )
-@click.option(
-    "--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing of SRC, for an unknown model_type."
-)
-@click.option(
-    "--factor",
-    type=float,
-    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
-)
+@_options.pairing
+@_options.factor
 @click.option(
     "--max-positions",
-    type=Length(min=1),
+    type=_options.Length(min=1),
     help="The context length of a model in Meta's format, whose params.json does not contain it; 128k is 131,072.",
 )
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+@_options.ignore
 def convert(
     source: Path,
     target: Path,

@@ -11,7 +11,7 @@ import click
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.tools.commands._types import Length, Source
+from ropewalk.tools.commands import _options
 
 _STATUS = {"agree": 0, "differ": 1, "not judged": 2}
 
@@ -43,11 +43,11 @@ Examples:
   ropewalk diff path/to/target path/to/draft --draft
 """,
 )
-@click.argument("source", type=Source())
-@click.argument("source2", type=Source(), required=False)
+@click.argument("source", type=_options.Source())
+@click.argument("source2", type=_options.Source(), required=False)
 @click.option(
     "--length",
-    type=Length(min=1),
+    type=_options.Length(min=1),
     help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
 )
 @click.option(
@@ -65,16 +65,12 @@ Examples:
     "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
 )
 @click.option("--draft", is_flag=True, help="SOURCE2 is the draft of SOURCE in speculative decoding.")
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
-@click.option("--base", type=float, help="The base, for a config without one.")
-@click.option(
-    "--factor",
-    type=float,
-    help="The scaling factor of a model in Meta's format, whose params.json does not contain it.",
-)
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
-@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_options.pairing
+@_options.base
+@_options.factor
+@_options.ignore
+@_options.download
+@_options.as_json
 @click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
 @click.pass_context
 def diff(

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import ropewalk
-from ropewalk.tools.commands._types import Length, Source
+from ropewalk.tools.commands import _options
 
 
 @click.command(
@@ -24,35 +24,31 @@ Examples:
   ropewalk explain --list
 """,
 )
-@click.argument("source", type=Source(), required=False)
+@click.argument("source", type=_options.Source(), required=False)
 @click.option(
     "--length",
-    type=Length(min=1),
+    type=_options.Length(min=1),
     help="Also show what happens at this sequence length, in tokens; 128k is 131,072.",
 )
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@_options.pairing
 @click.option("--like", metavar="MODEL_TYPE", help="Read an unknown model_type by the rules of this known one.")
-@click.option("--base", type=float, help="The base, for a config without one.")
-@click.option(
-    "--factor",
-    type=float,
-    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
-)
+@_options.base
+@_options.factor
 @click.option(
     "--text-only",
     is_flag=True,
     help="For multimodal models: show only the rope of text tokens; no effect on text models of one axis.",
 )
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
+@_options.ignore
 @click.option(
     "--for",
     "engine",
     metavar="ENGINE",
     help="Say how to make this engine rotate as the config says: transformers, vllm, sglang or llama.cpp.",
 )
-@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@_options.download
 @click.option("--list", "as_list", is_flag=True, help="List the model types that can be read, without a SOURCE.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@_options.as_json
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),

@@ -9,7 +9,7 @@ import click
 
 import ropewalk
 from ropewalk import schemes
-from ropewalk.tools.commands._types import Length
+from ropewalk.tools.commands import _options
 
 _NOTE = (
     "No model was named, so this page compares five ways to run the rope of Llama 3 8B, which was trained on 8,192 "
@@ -40,19 +40,19 @@ Examples:
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in a browser.  [default: open]")
 @click.option(
     "--length",
-    type=Length(1, 2**31 - 1),
+    type=_options.Length(1, 2**31 - 1),
     help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
 )
 @click.option(
     "--trained-length",
-    type=Length(1, 2**31 - 1),
+    type=_options.Length(1, 2**31 - 1),
     help="The length that the model was trained on, in tokens, for a config that does not state it.",
 )
 @click.option("--pair", "pairs", type=int, multiple=True, help="Draw the vector of this pair. May be repeated.")
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
-@click.option("--base", type=float, help="The base, for a config without one.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
-@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@_options.pairing
+@_options.base
+@_options.ignore
+@_options.download
 def explore(
     sources: tuple[Path, ...],
     output: Path,

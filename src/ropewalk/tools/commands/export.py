@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ropewalk.tools.commands._types import Length
+from ropewalk.tools.commands._options import Length
 
 
 @click.command(
