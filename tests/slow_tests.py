@@ -81,8 +81,7 @@ SLOW = {
         "checkpoints/test_memory.py",
         "checkpoints/test_pth.py::test_hostile_files_are_refused_at_bounded_cost",
     ),
-    "src/ropewalk/tools/lab src/ropewalk/tools/bench src/ropewalk/tools/demo.py": (
-        "lab/",
+    "src/ropewalk/tools/bench src/ropewalk/tools/demo.py": (
         "programs/test_bench.py",
         "programs/test_bench_on_gpu.py",
         "programs/test_demo.py",
@@ -94,6 +93,7 @@ SLOW = {
         "test_examples.py::TestChat::test_trained",
         "test_examples.py::TestGPT::test_trained",
         "test_examples.py::test_trained_vit",
+        "test_lab.py",
     ),
     "tools": ("test_recorders.py",),
     "tests/conftest.py tests/slow_tests.py pyproject.toml": (

@@ -52,14 +52,13 @@ MAY_IMPORT = {
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
     "tools.plots": BOTTOM,
-    "tools.lab": BOTTOM | {"tools._files", "tools._lock"},
-    "tools.bench": BOTTOM | {"tools.lab"},
+    "tools.bench": BOTTOM,
     "tools.demo": BOTTOM | {"tools.bench"},
-    "tools.commands": BOTTOM | {"tools.bench", "tools.convert", "tools.demo", "tools.lab", "configs"},  # explain --list
+    "tools.commands": BOTTOM | {"tools.bench", "tools.convert", "tools.demo", "configs"},  # explain --list
     "tools.cli": BOTTOM | {"tools.commands"},
     "__main__": {"tools.cli"},
 }
-OUTSIDE = ("tools.check", "tools.plots", "tools.lab", "tools.bench", "tools.demo", "tools.commands", "tools.cli")
+OUTSIDE = ("tools.check", "tools.plots", "tools.bench", "tools.demo", "tools.commands", "tools.cli")
 
 
 def unit(module: str) -> str:
@@ -332,7 +331,6 @@ BUDGET = {
     "tools/commands": 1350,
     "tools/convert": 2100,
     "tools/diff": 1530,
-    "tools/lab": 2450,
     "tools/plots": 1250,
 }
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ropewalk import KVCache, Rope, from_config
 from ropewalk.tools.bench import decode_caches, decode_model
-from ropewalk.tools.lab.model import LanguageModel, Size
 
 NEW = 12
 
@@ -45,23 +44,6 @@ def generate_with(cache: Any, logits: Logits, rope: Rope, prompt: Tensor) -> lis
         made.append(int(last.argmax()))
         pieces = [torch.tensor([made[-1:]])]
     return made
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_model_of_the_lab(kind: str) -> None:
-    torch.manual_seed(0)
-    model = LanguageModel(Size(50, 32, 48, 2, 4, num_kv_heads=2)).double()
-    for parameter in model.parameters():  # larger than at the start of training, so that the text does not repeat
-        torch.nn.init.normal_(parameter, std=0.4)
-    rope, prompt = Rope(8, 1e4, "half"), torch.randint(50, (1, 9))
-
-    def logits(tokens: Tensor, rotation: Any, step: Any) -> Tensor:
-        return model(tokens, rotation, cache=step)[:, -1]
-
-    with torch.no_grad():
-        wanted = without_a_cache(logits, rope, prompt)
-        assert len(set(wanted)) > 4
-        assert generate_with(CACHES[kind](2, 2, 8), logits, rope, prompt) == wanted
 
 
 @pytest.mark.parametrize("kind", CACHES)

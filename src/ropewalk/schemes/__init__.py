@@ -120,7 +120,7 @@ _Class = TypeVar("_Class", bound=type[Scaling])
 
 
 def register(scheme: _Class) -> _Class:
-    """Register a scheme for `from_config`, `ModelRopes.explain` and the lab's checkpoints; usable as a decorator.
+    """Register a scheme for `from_config` and `ModelRopes.explain`; usable as a decorator.
 
     The registration holds in this process only. The command `ropewalk explain` runs in another process and does not see
     it, so call `from_config(path).explain()` in the process that registers the scheme.

@@ -30,7 +30,7 @@ def hold(who: str, file: Path, what: str) -> Iterator[None]:
     try:
         from filelock import FileLock, Timeout
     except ImportError as e:
-        raise _checks.missing_package(who, "filelock", "lab") from e
+        raise _checks.missing_package(who, "filelock", "convert") from e
     lock = FileLock(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

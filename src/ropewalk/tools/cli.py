@@ -22,15 +22,11 @@ from ropewalk.tools.commands.diff import diff
 from ropewalk.tools.commands.doctor import doctor
 from ropewalk.tools.commands.explain import explain
 from ropewalk.tools.commands.explore import explore
-from ropewalk.tools.commands.export import export
-from ropewalk.tools.commands.generate import generate
-from ropewalk.tools.commands.lab import lab
 
 # The sections of `ropewalk --help`, and the commands of each.
 _SECTIONS = {
     "Read, compare and convert models": (explain, diff, explore, convert),
     "Check and measure": (check, bench, doctor, demo),
-    "Train and use small models": (lab, generate, export),
 }
 
 

@@ -11,19 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-import tiny_lab
 from ropewalk import RopeError
-from ropewalk.tools import cli
 from ropewalk.tools._lock import hold
-from ropewalk.tools.lab import tasks
 
 HOLD = """
 import sys
 from pathlib import Path
 from ropewalk.tools._lock import hold
-with hold("lab", Path(sys.argv[1]), "x"):
+with hold("convert", Path(sys.argv[1]), "x"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -46,46 +42,35 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
     file = tmp_path / "folder" / "lock"
     with holder(file) as other:
         message = (
-            rf"lab: only one process may write x at a time, "
+            rf"convert: only one process may write x at a time, "
             rf"got process {other.pid} on {platform.node()}\. Wait until it has ended"
         )
         for _ in range(2):  # asking does not change who is named
-            with pytest.raises(RopeError, match=message), hold("lab", file, "x"):
+            with pytest.raises(RopeError, match=message), hold("convert", file, "x"):
                 pass
         other.kill()
         other.wait()
         assert file.exists()  # it is still there, and holds nobody up
-        with hold("lab", file, "x"):
+        with hold("convert", file, "x"):
             pass
     assert list(file.parent.iterdir()) == []
 
 
 def test_a_second_writer_in_one_process_is_refused(tmp_path: Path) -> None:
     file, message = tmp_path / "lock", rf"only one process may write x .*, got process {os.getpid()} on"
-    with hold("lab", file, "x"), pytest.raises(RopeError, match=message), hold("lab", file, "x"):
+    with hold("convert", file, "x"), pytest.raises(RopeError, match=message), hold("convert", file, "x"):
         pass
 
 
-def test_the_command_of_a_second_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "COPY", tiny_lab.COPY)
-    with holder(tmp_path / "lock") as other:
-        ran = CliRunner().invoke(cli.main, ["lab", "--quick", "--out", str(tmp_path)])
-        assert (ran.exit_code, ran.stdout) == (1, "")
-        line = f"Error: lab: only one process may write in {tmp_path} at a time, got process {other.pid} on "
-        assert ran.stderr.startswith(line)
-        assert ran.stderr.count("\n") == 1
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
 def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), hold("lab", tmp_path / "lock", "x"):
+    with pytest.raises(KeyboardInterrupt), hold("convert", tmp_path / "lock", "x"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with hold("lab", tmp_path / "lock", "x"):
+    with hold("convert", tmp_path / "lock", "x"):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 
 def test_without_filelock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "filelock", None)
     with pytest.raises(RopeError, match=r"filelock must be installed\. Run pip install"):
-        hold("lab", tmp_path / "lock", "x").__enter__()
+        hold("convert", tmp_path / "lock", "x").__enter__()

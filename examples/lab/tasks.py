@@ -13,21 +13,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import text
 import torch
+from methods import FACTOR, Plan
+from model import LanguageModel, Size
 from torch import Tensor
+from training import Batch, Recipe
 
 import ropewalk
-from ropewalk.tools.lab import text
-from ropewalk.tools.lab.methods import FACTOR, Plan
-from ropewalk.tools.lab.model import LanguageModel, Size
-from ropewalk.tools.lab.train import Batch, Recipe
 
 BASE = 10_000.0
 SYMBOLS = BOS = 64
 LAST = 64
 """Number of bytes at the end of a window that are also measured separately, because their positions are the largest."""
 
-_WIDTH = 32
 _TOKENS_AT_ONCE = 4096
 # Separate random streams, so that test sequences differ from training sequences.
 _TRAINING, _TEST = 0, 1
@@ -49,8 +48,6 @@ class Task(ABC):
     name: ClassVar[str]
     measures: ClassVar[Mapping[str, str]]
     """Name of a measure in tables → description with the unit."""
-    position_width: ClassVar[int | None] = None
-    """Number of tokens in each mean of the loss by position. None if the task has no loss by position."""
 
     size: Size
     trained: int
@@ -161,7 +158,6 @@ class Text(Task):
         "perplexity": "perplexity per byte over the window",
         "last": f"perplexity per byte over the last {LAST} bytes of the window",
     }
-    position_width: ClassVar[int | None] = _WIDTH
 
     def tokens(self, length: int) -> int:
         return length
@@ -171,11 +167,7 @@ class Text(Task):
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
         losses = token_losses(model, plan, self.test_batch(length))
-        return {
-            "perplexity": perplexity(losses),
-            "last": perplexity(losses[:, -LAST:]),
-            "by_position": loss_by_position(losses, width=_WIDTH),
-        }
+        return {"perplexity": perplexity(losses), "last": perplexity(losses[:, -LAST:])}
 
     def test_batch(self, length: int) -> Batch:
         """Return the ends of the test windows, so that windows of all lengths end with the same text."""
@@ -206,13 +198,6 @@ def perplexity(losses: Tensor) -> float:
     return math.exp(float(losses.mean()))
 
 
-def loss_by_position(losses: Tensor, *, width: int) -> list[float]:
-    """Compute the mean loss in nats of each block of `width` positions. An incomplete last block is omitted."""
-    whole = losses.shape[1] // width * width
-    means: list[float] = losses[:, :whole].mean(0).view(-1, width).mean(1).tolist()
-    return means
-
-
 def copy_accuracy(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
     """Return the top-1 accuracy and the mean loss in nats, over the targets in the mask."""
     correct = counted = 0
@@ -229,14 +214,11 @@ def _forward(model: LanguageModel, plan: Plan | None, batch: Batch) -> Iterator[
     """Yield logits, targets and mask of a few sequences at a time, to limit memory."""
     seq = batch.tokens.shape[1]
     mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
-    positions = torch.arange(seq)
-    places = positions if model.size.absolute is not None else None
     at_once = max(1, _TOKENS_AT_ONCE // seq)
     with torch.no_grad():
-        rotation = None if plan is None else plan.at(positions)
         for first in range(0, len(mask), at_once):
             rows = slice(first, first + at_once)
-            yield model(batch.tokens[rows], rotation, positions=places), batch.targets[rows], mask[rows]
+            yield model(batch.tokens[rows], plan), batch.targets[rows], mask[rows]
 
 
 @functools.cache

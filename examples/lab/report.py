@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import findings
+from findings import Results
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from methods import BASELINES, METHODS, TUNES
+from tasks import Task
+from training import replaced
 
 from ropewalk import plots
-from ropewalk.tools import _files
-from ropewalk.tools.lab import findings
-from ropewalk.tools.lab.findings import Results
-from ropewalk.tools.lab.methods import BASELINES, METHODS, TUNES
-from ropewalk.tools.lab.tasks import Task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _FURTHER_COLOURS = ("black", "navy", "darkred", "darkgreen")  # of the methods after the first ten
 _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "separate training")}
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Describe a task for `report.json`. "lengths" are those of `Task.lengths`, and all other lengths are in tokens."""
+    """Describe a task for `report.json`. All lengths are in tokens."""
     return {
         "name": task.name,
-        "lengths": list(task.lengths),
         "tokens": [task.tokens(length) for length in task.lengths],
         "trained": task.trained,
-        "tuned": task.tuned,
-        "steps": task.recipe.steps,
         "tune_steps": task.tune_recipe.steps,
         "measures": dict(task.measures),
-        "position_width": task.position_width,
     }
 
 
@@ -51,7 +46,7 @@ def write(result: dict[str, Any], folder: Path) -> list[str]:
         for name, figure in draw_figures(results).items():
             plots.save(figure, folder / f"{name}.png")
     lines += ["", *_legend(result), ""]
-    with _files.replaced(folder / "report.txt") as new:
+    with replaced(folder / "report.txt") as new:
         new.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [*lines, f"The report, JSON and plots are in {folder}."]
 
@@ -89,12 +84,10 @@ def _mean(values: Sequence[float]) -> float:
 def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table with aligned columns: the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| "
-        + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        + " |"
-        for row in rows
+    cells = [
+        [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows
     ]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
     return [lines[0], rule, *lines[1:]]
 
@@ -110,68 +103,35 @@ def _legend(result: dict[str, Any]) -> list[str]:
 
 
 def draw_figures(results: Results) -> dict[str, Figure]:
-    """Draw the figures of one task.
+    """Draw a figure for each measure of one task, and return them by their file names without suffix.
 
     Models without fine-tuning are in the upper half and fine-tuned ones in the lower half. Lines are means over the
     seeds, and bands extend from the smallest to the largest value.
-
-    Returns:
-        A dict from file names without suffix to figures.
     """
     about = results.about
-    figures = {}
-    multiples = [tokens / about["trained"] for tokens in about["tokens"]]
-    for measure, description in about["measures"].items():
-        figures[f"{about['name']}-{measure}"] = _figure(
-            results,
-            multiples,
-            lambda model, method, measure=measure: results.values(model, method, measure),  # type: ignore[misc]
-            xlabel="length (× trained length)",
-            ylabel=description,
-            trained=1,
-            logarithmic=True,
-        )
-        figures[f"{about['name']}-{measure}"].axes[0].set_yscale("linear" if measure == "accuracy" else "log")
-    if (width := about["position_width"]) is not None:
-        figures[f"{about['name']}-positions"] = _figure(
-            results,
-            [width * i + width // 2 for i in range(about["tokens"][-1] // width)],
-            results.loss_by_position,
-            xlabel="position (tokens)",
-            ylabel=f"loss (nats per byte), means of {width} positions",
-            trained=about["trained"],
-            logarithmic=False,
-        )
-    return figures
+    return {
+        f"{about['name']}-{measure}": _figure(results, measure, what) for measure, what in about["measures"].items()
+    }
 
 
-def _figure(
-    results: Results,
-    x: Sequence[float],
-    line: Callable[[str, str], list[tuple[float, ...]]],
-    *,
-    xlabel: str,
-    ylabel: str,
-    trained: int,
-    logarithmic: bool,
-) -> Figure:
-    """Plot a line for each model and method. `line(model, method)` returns its values at the coordinates x."""
+def _figure(results: Results, measure: str, what: str) -> Figure:
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
+    multiples = [tokens / results.about["trained"] for tokens in results.about["tokens"]]
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))
     untuned = ["trained", *(row for row in results.models if row not in ("trained", "tuned"))]
     for axes, models, title in ((upper, untuned, "without fine-tuning"), (lower, ["tuned"], "fine-tuned")):
         for model in models:
             for method in results.methods(model):
-                _draw(axes, x, line(model, method), method, names.index(method))
-        axes.axvline(trained, color="0.45", linewidth=1, label="trained length")
-        axes.set(ylabel=ylabel, title=f"{results.about['name']}, {title}")
+                _draw(axes, multiples, results.values(model, method, measure), method, names.index(method))
+        axes.axvline(1, color="0.45", linewidth=1, label="trained length")
+        axes.set(ylabel=what, title=f"{results.about['name']}, {title}")
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    lower.set_xlabel(xlabel)
-    if logarithmic:
-        lower.set_xscale("log", base=2)
-        lower.set_xticks(x, [f"{value:g}" for value in x])
+    upper.set_yscale("linear" if measure == "accuracy" else "log")
+    lower.set_xlabel("length (× trained length)")
+    lower.set_xscale("log", base=2)
+    lower.set_xticks(multiples, [f"{value:g}" for value in multiples])
     return figure
 
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
 
 import ropewalk
 from ropewalk import Rope, schemes
@@ -23,13 +20,7 @@ LARGER_BASE = 50.0
 """Factor of the base in the fine-tune with a larger base, as in Xiong et al. 2023, arXiv:2309.16039 (ABF)."""
 
 
-class Plan(Protocol):
-    """The protocol of objects that compute the rotation at positions, such as a static `Rope` or a `SelfExtend`."""
-
-    def at(self, positions: Tensor, /) -> Any:
-        """Return the rotation of a `LanguageModel` for tokens at these positions."""
-
-
+Plan = Rope | ropewalk.SelfExtend
 _Choose = Callable[[Rope, int, int], Plan]
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-
-from ropewalk import _checks
-from ropewalk.tools.lab.train import Batch
+from training import Batch
 
 # Packages in every CPython since 3.11 that no distribution ships separately. Other packages are omitted: tkinter,
 # idlelib, venv, lib2to3 and test are often missing, and encodings consists of tables of numbers.
@@ -36,50 +34,34 @@ class Corpus:
     Args:
         train: all training files, concatenated, uint8 `[bytes]`.
         held_out: uint8 `[bytes]` for each held-out file.
-        train_files, held_out_files: their names relative to the standard library, in the same order.
         digest: SHA-256 of names and bytes in hexadecimal digits. It differs between Python versions.
     """
 
     train: Tensor
     held_out: tuple[Tensor, ...]
-    train_files: tuple[str, ...]
-    held_out_files: tuple[str, ...]
     digest: str
 
 
-def corpus(folder: Path | None = None) -> Corpus:
+def corpus() -> Corpus:
     """Read the corpus of about 8 MB, which takes about a second. Nothing is downloaded.
 
     The digest of a file's name decides whether the file is held out, so the split does not change when files are added
     or removed. The help topics (`pydoc_data/topics.py`), the only long English text, are in the training set.
-
-    Args:
-        folder: folder of the standard library. None means that of the running Python.
-
-    Raises:
-        RopeError: the sources are missing (not installed, or zipped).
     """
-    folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
+    folder = Path(sysconfig.get_path("stdlib"))
     names = sorted(_names(folder))
     texts = {name: (folder / name).read_bytes() for name in names}
     texts = {name: text for name, text in texts.items() if len(text) >= SMALLEST}
     held_out = tuple(name for name in texts if _is_held_out(name))
     train = tuple(name for name in texts if not _is_held_out(name))
     if not held_out or not train:
-        raise _checks.error(
-            "text.corpus",
-            "the folder must hold the sources of the standard library",
-            f"{len(texts)} usable files in {folder}",
-            "Use a Python that has them: some small images and zipped distributions do not.",
-        )
+        raise SystemExit(f"{folder} has no sources of the standard library. Use a Python that has them.")
     digest = hashlib.sha256()
     for name, text in texts.items():
         digest.update(f"{name}\0{len(text)}\0".encode() + text)
     return Corpus(
         train=_tensor(b"".join(texts[name] for name in train)),
         held_out=tuple(_tensor(texts[name]) for name in held_out),
-        train_files=train,
-        held_out_files=held_out,
         digest=digest.hexdigest(),
     )
 
@@ -112,15 +94,8 @@ def windows(texts: tuple[Tensor, ...], *, count: int, seq: int) -> Batch:
 
     Returns:
         A `Batch` of tokens and targets, int64 `[count, seq]`. Windows overlap if the files are too short.
-
-    Raises:
-        RopeError: no file has more than seq bytes.
     """
     long_enough = [text for text in texts if len(text) > seq]
-    if not long_enough:
-        raise _checks.error(
-            "text.windows", f"a held-out file must have more than seq={seq} bytes", "none", "Use shorter windows."
-        )
     places = [len(text) - seq for text in long_enough]
     ends = np.cumsum(places)
     chosen = (np.arange(count) + 0.5) * ends[-1] / count

@@ -1,13 +1,11 @@
 """Report the findings of a study in words: test claims of the literature on the numbers of every seed.
 
-A claim that holds only on some seeds depends on chance. The same is true of two methods whose order differs between
-seeds.
+A claim that holds only on some seeds depends on chance.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +40,6 @@ class Results:
         """Return the values of a measure, in the order of the lengths."""
         return list(zip(*(self._rows[model, method, seed][measure] for seed in self.seeds), strict=True))
 
-    def loss_by_position(self, model: str, method: str) -> list[tuple[float, ...]]:
-        """Return the loss by position at the longest length, in nats."""
-        return list(zip(*(self._rows[model, method, seed]["by_position"][-1] for seed in self.seeds), strict=True))
-
     def value(self, model: str, method: str, measure: str, times: float) -> tuple[float, ...]:
         """Return the value of a measure at a multiple of the trained length.
 
@@ -63,13 +57,11 @@ class Claim:
     """A statement about some cells of the result table, which is tested for each seed.
 
     Attributes:
-        task: name of the task.
         says: the statement. {steps} in it is replaced by the number of steps of a fine-tune.
         cells: the cells that the statement is about, all of one measure.
         holds: a function that gets the numbers in these cells for one seed, and returns whether the statement is true.
     """
 
-    task: str
     says: str
     cells: tuple[_Cell, ...]
     holds: Callable[[Sequence[float]], bool]
@@ -82,7 +74,6 @@ def _cells(model: str, methods: str, measure: str, *times: float) -> tuple[_Cell
 
 _COPY = (
     Claim(
-        "copy",
         "Without scaling, copying is nearly perfect at the trained length (accuracy of at least 0.9), but accuracy "
         "falls below 0.5 at twice that length",
         _cells(ZERO_SHOT, "none", "accuracy", 1, 2),
@@ -90,7 +81,6 @@ _COPY = (
     ),
     *(
         Claim(
-            "copy",
             f"At the trained length, a fixed {method} factor more than doubles the loss, but a dynamic {method} factor "
             "does not increase it",
             _cells(ZERO_SHOT, f"none, {method}, {method} dynamic", "loss", 1),
@@ -100,7 +90,6 @@ _COPY = (
     ),
     *(
         Claim(
-            "copy",
             f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give an accuracy of at least "
             "0.9 there",
             _cells(TUNED, method, "accuracy", 4),
@@ -110,7 +99,6 @@ _COPY = (
     ),
     *(
         Claim(
-            "copy",
             f"After fine-tuning at 4 times the trained length, accuracy there is lower {how} than with PI and with "
             "YaRN",
             _cells(TUNED, f"{method}, PI, YaRN", "accuracy", 4),
@@ -119,20 +107,17 @@ _COPY = (
         for method, how in (("none", "without scaling"), ("NTK", "with NTK"))
     ),
     Claim(
-        "copy",
         "No model that was fine-tuned at 4 times the trained length reaches an accuracy of 0.5 at 8 times that length",
         _cells(TUNED, "none, PI, NTK, YaRN, larger base", "accuracy", 8),
         lambda v: max(v) < 0.5,
     ),
     Claim(
-        "copy",
         "YaRN's attention factor helps at 2 and 4 times the trained length: accuracy is higher with YaRN than with by "
         "parts, which is YaRN without this factor",
         (*_cells(ZERO_SHOT, "YaRN, by parts", "accuracy", 2), *_cells(ZERO_SHOT, "YaRN, by parts", "accuracy", 4)),
         lambda v: v[0] > v[1] and v[2] > v[3],
     ),
     Claim(
-        "copy",
         "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK",
         _cells(ZERO_SHOT, "PI dynamic, NTK dynamic", "accuracy", 2),
         lambda v: v[0] > v[1],
@@ -144,21 +129,18 @@ _TRIAL = "none, PI, NTK, by parts, YaRN, PI dynamic, NTK dynamic"
 
 _TEXT = (
     Claim(
-        "text",
         "Without scaling, perplexity explodes beyond the trained length: at twice that length, the perplexity of the "
         "last bytes is more than twice as high",
         _cells(ZERO_SHOT, "none", "last", 1, 2),
         lambda v: v[1] > 2 * v[0],
     ),
     Claim(
-        "text",
         "PI without fine-tuning is bad at every length: from half to 4 times the trained length, its perplexity is at "
         "least 1.5 times the perplexity without scaling at the trained length",
         (*_cells(ZERO_SHOT, "none", "perplexity", 1), *_cells(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
         lambda v: min(v[1:]) >= 1.5 * v[0],
     ),
     Claim(
-        "text",
         "NTK with factor 4 works at twice the trained length and fails at 4 times: compared with no scaling at the "
         "trained length, its perplexity of the last bytes is at most 1.25 times as high in the first case, and more "
         "than 1.5 times as high in the second",
@@ -167,7 +149,6 @@ _TEXT = (
     ),
     *(
         Claim(
-            "text",
             f"At the trained length, a fixed {method} factor increases the perplexity by more than 5 %, but a dynamic "
             f"{method} factor does not increase it",
             _cells(ZERO_SHOT, f"none, {method}, {method} dynamic", "perplexity", 1),
@@ -176,7 +157,6 @@ _TEXT = (
         for method in ("PI", "YaRN")
     ),
     Claim(
-        "text",
         "YaRN's attention factor helps at 4 times the trained length: perplexity is lower with YaRN than with by "
         "parts, which is YaRN without this factor",
         _cells(ZERO_SHOT, "YaRN, by parts", "perplexity", 4),
@@ -184,7 +164,6 @@ _TEXT = (
     ),
     *(
         Claim(
-            "text",
             f"Without fine-tuning, at {times} times the trained length, the perplexity of YaRN dynamic is the lowest "
             f"of {among}, or within 1 % of it",
             _cells(ZERO_SHOT, f"YaRN dynamic, {others}", "perplexity", times),
@@ -197,14 +176,12 @@ _TEXT = (
         for times in (2, 4, 8)
     ),
     Claim(
-        "text",
         "At twice the trained length, perplexity is lower with dynamic NTK than with dynamic PI",
         _cells(ZERO_SHOT, "NTK dynamic, PI dynamic", "perplexity", 2),
         lambda v: v[0] < v[1],
     ),
     *(
         Claim(
-            "text",
             f"After fine-tuning at 4 times the trained length, perplexity there is lower {how}",
             _cells(TUNED, methods, "perplexity", 4),
             lambda v: v[0] < v[1],
@@ -216,7 +193,6 @@ _TEXT = (
         )
     ),
     Claim(
-        "text",
         "Of the fine-tuned models, only the one with the larger base still works at 8 times the trained length: "
         "only its perplexity of the last bytes is at most 1.2 times as high as at 4 times the trained length",
         _cells(TUNED, "larger base, none, PI, NTK, YaRN", "last", 4, 8),
@@ -224,60 +200,21 @@ _TEXT = (
     ),
 )
 
-CLAIMS = (*_COPY, *_TEXT)
+CLAIMS = {"copy": _COPY, "text": _TEXT}
 
-_NAMES = {
-    "accuracy": "Accuracy",
-    "loss": "Loss",
-    "perplexity": "Perplexity",
-    "last": "Perplexity of the last bytes",
-}
+_NAMES = {"accuracy": "Accuracy", "loss": "Loss", "perplexity": "Perplexity", "last": "Perplexity of the last bytes"}
 """Measures → their names in sentences."""
-
-_ORDERED = {"accuracy": True, "perplexity": False}
-"""Measures by which methods are ordered → whether larger values are better."""
 
 
 def paragraphs(results: Results) -> list[str]:
-    """Write paragraphs on one task: claims that held, failed, or depended on the seed, and the order of the methods."""
-    count = len(results.seeds)
-    several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
-    seeds = several if count > 1 else dict.fromkeys(several, "this seed")
-    held_on: dict[Claim, list[bool]] = {}
-    for claim in CLAIMS:
-        if claim.task == results.about["name"]:
-            # A study of fewer methods or lengths cannot test every claim.
-            with contextlib.suppress(KeyError):
-                held_on[claim] = _evaluate(claim, results)
-    paragraphs = []
-    if held_on:
-        on_each = " on each seed" if count > 1 else ""
-        paragraphs.append(f"The claims below are followed by their numbers{on_each}. 1x is the trained length.")
-    for verdict, belongs in _VERDICTS.items():
-        sentences = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
-        if sentences:
-            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {sentence}" for sentence in sentences))
-    orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
-    if orders:
-        sign = (
-            "> means the same order on every seed, ≈ an order that depends on the seed, = equal results on every seed"
-            if count > 1
-            else "the order may differ with another seed; = means equal results"
-        )
-        paragraphs.append(f"Methods from best to worst ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
-    return paragraphs
-
-
-_VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
-    "Expected, and true on {every}:": all,
-    "Expected, but not true on {any}:": lambda held: not any(held),
-    "True on some seeds only:": lambda held: any(held) and not all(held),
-}
-"""Headings of groups of claims → which claims belong to the group, by whether they held on each seed."""
-
-
-def _evaluate(claim: Claim, results: Results) -> list[bool]:
-    return [claim.holds(values) for values in zip(*(results.value(*cell) for cell in claim.cells), strict=True)]
+    """Write a paragraph for the claims that are true on every seed, on no seed, and on some seeds only."""
+    told: dict[str, list[str]] = {"True on every seed:": [], "True on no seed:": [], "True on some seeds only:": []}
+    every, none, some = told.values()
+    for claim in CLAIMS[results.about["name"]]:
+        with contextlib.suppress(KeyError):  # a study of fewer methods or lengths cannot test every claim
+            held = [claim.holds(v) for v in zip(*(results.value(*cell) for cell in claim.cells), strict=True)]
+            (every if all(held) else some if any(held) else none).append(_sentence(claim, held, results))
+    return ["\n- ".join([verdict, *sentences]) for verdict, sentences in told.items() if sentences]
 
 
 def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
@@ -292,32 +229,6 @@ def _number(cell: _Cell, results: Results) -> str:
     _, method, measure, times = cell
     values = results.value(*cell)
     return f"{method} at {times:g}x: {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
-
-
-def _orders(results: Results, model: str) -> list[str]:
-    """Write a line for each measure and length, with the methods from best to worst."""
-    about, methods = results.about, results.methods(model)
-    kind = "without" if model == ZERO_SHOT else "after"
-    lines = []
-    for measure, more_is_better in _ORDERED.items():
-        for tokens in about["tokens"]:
-            times = tokens / about["trained"]
-            if measure in about["measures"] and times in (1, 2, 4, 8) and len(methods) > 1:
-                order = _order({m: results.value(model, m, measure, times) for m in methods}, more_is_better)
-                lines.append(f"{_NAMES[measure]} at {times:g}x {kind} fine-tuning: {order}")
-    return lines
-
-
-def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
-    """Format the order as `a > b ≈ c`, from the best to the worst mean. = joins methods equal on every seed."""
-    sign = -1 if more_is_better else 1
-    names = sorted(values, key=lambda name: sign * sum(values[name]))
-    text = names[0]
-    for before, name in itertools.pairwise(names):
-        pairs = [(sign * a, sign * b) for a, b in zip(values[before], values[name], strict=True)]
-        joint = "=" if all(a == b for a, b in pairs) else ">" if all(a < b for a, b in pairs) else "≈"
-        text += f" {joint} {name}"
-    return text
 
 
 def decimals(value: float, measure: str) -> int:

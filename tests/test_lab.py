@@ -1,0 +1,280 @@
+"""Test the study in examples/lab: its numbers, that it continues after a kill, and that the quick one runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import oracle
+import ropewalk
+from each import each
+
+LAB = Path(__file__).parents[1] / "examples" / "lab"
+NAMES = ("model", "training", "methods", "text", "tasks", "findings", "report", "study")
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "lab.json").read_text(encoding="utf-8"))
+
+
+def tiny(modules: SimpleNamespace) -> list[Any]:
+    """Return both tasks with the sizes of the golden values, which train and measure in a second."""
+    recipe, size = modules.training.Recipe, modules.model.Size
+    common = {
+        "recipe": recipe(steps=4, learning_rate=1e-3, warmup=2), "sequences": 2, "test_sequences": 3,
+        "tune_recipe": recipe(steps=2, learning_rate=1e-3, warmup=1), "tune_sequences": 2,
+    }  # fmt: skip
+    small, tied = size(65, 16, 16, 1, 2), size(256, 16, 16, 1, 2, tied=True)
+    copy = dataclasses.replace(
+        modules.tasks.COPY, size=small, trained=16, lengths=(3, 7, 15, 31, 63), shortest=2, **common
+    )
+    lengths = (16, 32, 64, 128, 256)
+    return [copy, dataclasses.replace(modules.tasks.TEXT, size=tied, trained=32, lengths=lengths, **common)]
+
+
+def load() -> SimpleNamespace:
+    """Import the modules as `python examples/lab` does, with a corpus that is the same in every Python."""
+    sys.path.insert(0, str(LAB))
+    modules = SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+
+    def letters(seed: int, count: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(seed).integers(97, 105, count).astype(np.uint8))
+
+    corpus = modules.text.Corpus(letters(0, 4000), (letters(1, 900), letters(2, 700)), "made")
+    modules.own_corpus, modules.tasks._corpus = modules.tasks._corpus, lambda: corpus
+    return modules
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[SimpleNamespace]:
+    before = {name: sys.modules.pop(name, None) for name in NAMES}
+    try:
+        yield load()
+    finally:
+        sys.path.remove(str(LAB))
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def rows_of(lab: SimpleNamespace, folder: Path) -> Any:
+    return lab.study.run(tiny(lab)[:1], [3], folder)["rows"]
+
+
+def test_numbers_of_both_tasks(lab: SimpleNamespace, tmp_path: Path) -> None:
+    rows = lab.study.run(tiny(lab), [3], tmp_path, baselines=True)["rows"]
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    # A loss is a mean of float32 numbers of about 5, whose sums may be in another order on another machine.
+    losses = {file.stem: pytest.approx(load_file(file)["losses"].tolist(), rel=1e-5) for file in files}
+    assert losses == GOLDEN["losses"]
+    assert len(rows) == len(GOLDEN["rows"]) == 36
+    for row, wanted in zip(rows, GOLDEN["rows"], strict=True):
+        close = {
+            key: pytest.approx(value, rel=1e-5) if isinstance(value, list) else value for key, value in row.items()
+        }
+        assert close == wanted
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, TESTS)
+from pathlib import Path
+import test_lab
+lab = test_lab.load()
+count = 0
+replace = os.replace
+def killing(*files):
+    global count
+    count += 1
+    if count == STOP:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*files)
+os.replace = killing
+test_lab.rows_of(lab, Path(FOLDER))
+"""
+
+
+def test_a_killed_study_continues(lab: SimpleNamespace, tmp_path: Path) -> None:
+    """Killed between the write of a file and its move: in the first training, in a measurement, in a fine-tune."""
+    wanted = rows_of(lab, tmp_path / "whole")
+    for stop in (3, 9, 17):
+        script = KILLED.replace("STOP", str(stop)).replace("FOLDER", repr(str(tmp_path / "killed")))
+        script = script.replace("TESTS", repr(str(Path(__file__).parent)))
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+        assert done.returncode == -9, done.stderr
+    assert len(list((tmp_path / "killed" / "parts").glob("*.safetensors"))) < 6
+    assert rows_of(lab, tmp_path / "killed") == wanted
+    for file in (tmp_path / "whole" / "parts").glob("*.safetensors"):
+        continued = load_file(tmp_path / "killed" / "parts" / file.name)
+        assert all(torch.equal(value, continued[name]) for name, value in load_file(file).items())
+
+
+def test_a_folder_of_another_training(lab: SimpleNamespace, tmp_path: Path) -> None:
+    """It is refused, and other lengths are measured without training."""
+    rows_of(lab, tmp_path)
+    (copy, _) = tiny(lab)
+    shorter = dataclasses.replace(copy, lengths=(3, 7))
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "parts").glob("*.safetensors")}
+    rows = lab.study.run([shorter], [3], tmp_path)["rows"]
+    assert {len(row["loss"]) for row in rows} == {2}
+    assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "parts").glob("*.safetensors")}
+    other = dataclasses.replace(copy, recipe=dataclasses.replace(copy.recipe, learning_rate=1.0))
+    with pytest.raises(SystemExit, match=r"copy-3-trained\.json is of another training"):
+        lab.study.run([other], [3], tmp_path)
+
+
+def test_the_quick_study_runs(
+    lab: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lab.tasks, "COPY", tiny(lab)[0])
+    monkeypatch.setattr(sys, "argv", ["lab", "--quick", "--seed", "3", "--out", str(tmp_path)])
+    runpy.run_path(str(LAB / "__main__.py"), run_name="__main__")
+    said, text = capsys.readouterr().out, (tmp_path / "report.txt").read_text(encoding="utf-8")
+    assert "[6/6] copy-3-tuned-larger-base" in said
+    assert text.rstrip("\n") in said
+    assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 15
+    assert {path.name for path in tmp_path.glob("*.png")} == {"copy-accuracy.png", "copy-loss.png"}
+
+
+def test_frequencies_of_the_methods(lab: SimpleNamespace) -> None:
+    """By the papers' formulas, in mpmath. Dynamic methods do not change the trained range."""
+    base, dim, trained = 10_000.0, 32, 256
+    rope = ropewalk.Rope(head_dim=dim, base=base, pairing="half")
+    formulas = {
+        "none": lambda factor: oracle.inv_freq(base, dim),
+        "PI": lambda factor: oracle.linear(base, dim, factor),
+        "NTK": lambda factor: oracle.ntk(base, dim, factor),
+        "by parts": lambda factor: oracle.yarn(base, dim, factor, trained),
+        "Llama 3": lambda factor: oracle.by_parts(base, dim, factor, 1, 4, trained),
+        "YaRN": lambda factor: oracle.yarn(base, dim, factor, trained),
+        "larger base": lambda factor: oracle.inv_freq(50 * base, dim),
+    }
+    methods = {method.name: method for method in (*lab.methods.METHODS, *lab.methods.TUNES)}
+    assert set(methods) == {*formulas, "PI dynamic", "NTK dynamic", "YaRN dynamic", "Self-Extend"}
+
+    def check(row: tuple[str, int]) -> None:
+        name, n = row
+        plan, kind = methods[name].plan(rope, trained, n), name.removesuffix(" dynamic")
+        if (name != kind or name == "Self-Extend") and n <= trained:
+            assert plan == rope
+        elif name == "Self-Extend":
+
+            def farthest(group: int) -> int:
+                """The largest distance by the paper. Beyond the window: floor(m/G) − floor(n/G) + w − floor(w/G)."""
+                pairs = [(m, k) for m in range(n) for k in (0, max(0, m - 64), max(0, m - 65))]
+                return max(m - k if m - k < 64 else m // group - k // group + 64 - 64 // group for m, k in pairs)
+
+            assert (plan.rope, plan.window) == (rope, 64)
+            assert farthest(plan.group) < trained <= farthest(plan.group - 1)
+        else:
+            factor = 4.0 if name == kind else n / trained
+            # A few roundings of float64 on the way to each frequency.
+            np.testing.assert_allclose(plan.inv_freq, [float(w) for w in formulas[kind](factor)], rtol=1e-14)
+            wanted = 0.1 * math.log(factor) + 1 if kind == "YaRN" else 1.0
+            assert plan.attention_factor == pytest.approx(wanted, rel=1e-15)
+
+    each(((f"{name} {n}", (name, n)) for name in methods for n in (1, 256, 257, 1024, 2048)), check)
+
+
+def test_steps_of_adamw_written_out(lab: SimpleNamespace, tmp_path: Path) -> None:
+    """Loshchilov and Hutter 2019 (1711.05101), algorithm 2, with the clipping of Pascanu et al. 2013, in float64."""
+    recipe, rope = lab.training.Recipe(6, 1e-2, warmup=2, clip=0.05), ropewalk.Rope(4, 1e4, "half")
+
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        model = lab.model.LanguageModel(lab.model.Size(16, 8, 12, 1, 2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(10)
+        return model
+
+    def batch(step: int) -> Any:
+        rows = torch.from_numpy(np.random.default_rng((1, step)).integers(0, 16, size=(3, 6)))
+        return lab.training.Batch(rows[:, :-1], rows[:, 1:], rows[:, 1:] > 3)
+
+    model, reference = fresh(), fresh().double()
+    losses = lab.training.train(model, rope, batch, recipe, tmp_path / "x")
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in reference.named_parameters()}
+    rates = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4))]
+    for step, rate in enumerate(rates):
+        now = batch(step)
+        reference.zero_grad()
+        log_p = torch.log_softmax(reference(now.tokens, rope), dim=-1)
+        loss = -log_p.gather(-1, now.targets.unsqueeze(-1)).squeeze(-1)[now.mask].mean()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-4)
+        loss.backward()
+        length = math.sqrt(sum((p.grad**2).sum().item() for p in reference.parameters()))
+        assert length > recipe.clip
+        with torch.no_grad():
+            for name, p in reference.named_parameters():
+                g = p.grad * recipe.clip / length
+                m, v = moments[name]
+                m.mul_(0.9).add_(0.1 * g)
+                v.mul_(0.95).add_(0.05 * g * g)
+                p.mul_(1 - 0.01 * rate * (0.1 if p.ndim > 1 else 0.0))
+                p.sub_(0.01 * rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8))
+    # A step moves a weight by up to the rate, 0.01. A hundredth of that; measured after six steps in float32: 1.2e-5.
+    for (name, mine), p in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.double(), p, rtol=0, atol=1e-4, msg=name)
+
+
+def test_a_copy_by_hand(lab: SimpleNamespace) -> None:
+    made = lab.tasks.copy_batch(torch.tensor([[5, 63, 0]]))
+    assert made.tokens.tolist() == [[64, 5, 63, 0, 64, 5, 63]]
+    assert made.targets.tolist() == [[5, 63, 0, 64, 5, 63, 0]]
+    assert made.mask.tolist() == [[False, False, False, False, True, True, True]]
+
+
+def test_measures_by_hand(lab: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """−log softmax with the module math, of a model whose logits are a formula of token and position."""
+
+    def model(tokens: torch.Tensor, plan: object) -> torch.Tensor:
+        place, channel = torch.arange(tokens.shape[1], dtype=torch.float64), torch.arange(5, dtype=torch.float64)
+        return torch.sin(tokens[..., None] + 0.3 * place[:, None] + 1.7 * channel).float()
+
+    tokens, targets = torch.randint(5, (2, 7, 12), generator=torch.Generator().manual_seed(3))
+    losses, best = np.zeros((7, 12)), np.zeros((7, 12), dtype=int)
+    for row, place in np.ndindex(7, 12):
+        angles = (int(tokens[row, place]) + 0.3 * place + 1.7 * channel for channel in range(5))
+        logits = [float(np.float32(math.sin(angle))) for angle in angles]
+        losses[row, place] = math.log(sum(map(math.exp, logits))) - logits[int(targets[row, place])]
+        best[row, place] = logits.index(max(logits))
+    mask = torch.zeros(7, 12, dtype=torch.bool)
+    mask[:, 7:] = True
+    mask[0, 8] = False
+    batch = lab.training.Batch(tokens, targets, mask)
+    monkeypatch.setattr(lab.tasks, "_TOKENS_AT_ONCE", 36)  # three of the seven sequences at a time
+    # The logits are rounded to float32, which may go the other way where the sines differ: by 2⁻²⁴, twice in a loss.
+    found = lab.tasks.token_losses(model, None, batch)
+    np.testing.assert_allclose(found.numpy(), losses, rtol=0, atol=2**-23)
+    assert lab.tasks.perplexity(found) == pytest.approx(math.exp(losses.mean()), rel=1e-6)
+    accuracy, loss = lab.tasks.copy_accuracy(model, None, batch)
+    assert 0 < accuracy < 1
+    assert accuracy == (best == targets.numpy())[mask.numpy()].mean()
+    assert loss == pytest.approx(losses[mask.numpy()].mean(), abs=2**-23)
+
+
+def test_the_text_of_this_python(lab: SimpleNamespace) -> None:
+    corpus = lab.own_corpus()
+    assert 5e6 < len(corpus.train) < 12e6
+    held_out = sum(len(file) for file in corpus.held_out)
+    assert 0.05 < held_out / (held_out + len(corpus.train)) < 0.2
+    whole = corpus.train.numpy().tobytes()
+    assert not any(file.numpy().tobytes() in whole for file in corpus.held_out)
+    files = tuple(torch.arange(n, dtype=torch.uint8) + 100 * i for i, n in enumerate((30, 5, 50)))
+    found = lab.text.windows(files, count=12, seq=9)
+    assert torch.equal(found.targets, found.tokens + 1)
+    # 21 places in the first file and 41 in the third, whose bytes begin at 200; the second is too short.
+    assert found.tokens[:, 0].tolist() == [2, 7, 12, 18, *(200 + place for place in (2, 7, 12, 17, 22, 28, 33, 38))]
