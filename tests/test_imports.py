@@ -23,9 +23,10 @@ MODULES = {
 }
 
 # Maps each top-level module or package of ropewalk, and each one in tools/, to those that it may import.
-BOTTOM = {"_checks", "_layout"}
+BOTTOM = {"_checks", "_layout", "_rounding"}
 MAY_IMPORT = {
     "_layout": set(),
+    "_rounding": set(),
     "_checks": {"_layout"},
     "kernels": BOTTOM,
     "angles": BOTTOM | {"kernels"},
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     "tools": set(),
     "tools._files": set(),
     "tools._lock": {"_checks"},
-    "tools.diff": BOTTOM | {"configs", "engines", "rope", "rotation"},
+    "tools.diff": BOTTOM | {"configs", "engines", "rope"},
     "tools.convert": BOTTOM | {"tools._files", "tools._lock", "configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
+from ropewalk._rounding import FLOAT32, explained_error
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.rounding import FLOAT32, explained_error
 
 if TYPE_CHECKING:
     from ropewalk.rope.rope import Rope

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ropewalk._rounding import explained_error
 from ropewalk.engines import Answer, Rounding
 from ropewalk.rope.rope import Rope
-from ropewalk.rotation.rounding import explained_error
 from ropewalk.tools.diff.rope_difference import distances
 
 STEPS: Mapping[str, tuple[str, ...]] = {
