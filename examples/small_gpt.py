@@ -20,6 +20,8 @@ import ropewalk
 
 LAYERS, HEADS, KV_HEADS = 2, 4, 2
 Rotation = ropewalk.Rotation | ropewalk.TwoPass
+Cache = ropewalk.AttendingCache | None
+Step = Any  # one of a KVCache, or of the pages in server.py
 
 
 class Block(nn.Module):
@@ -29,7 +31,7 @@ class Block(nn.Module):
         self.attention = ropewalk.RotaryAttention(hidden, HEADS, num_kv_heads=KV_HEADS)
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: ropewalk.LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, cache: Cache) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, cache=cache)
         return x + self.down(nn.functional.gelu(self.up(self.mlp_norm(x))))
 
@@ -37,8 +39,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens [batch, seq] to the logits of the token after each, [batch, seq, vocabulary].
 
-    Without a step, the tokens are whole rows, and attention is causal. With a step of a KVCache,
-    they follow those in the cache. Build the cache with `**model.sizes`.
+    Without a step, the tokens are whole rows, and attention is causal. With a step, they follow
+    those in its cache. Build a KVCache with `**model.sizes`.
     """
 
     def __init__(self, vocabulary: int, hidden: int = 128) -> None:
@@ -51,7 +53,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden) for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary)
 
-    def forward(self, tokens: Tensor, step: ropewalk.CacheStep | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, step: Step | None = None) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotation = self.rope.at(positions) if step is None else step.rotation(self.rope)
         x = self.embed(tokens)
