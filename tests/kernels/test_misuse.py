@@ -76,6 +76,7 @@ for call in (
     lambda: KVCache(1, 1, 2, 8, capacity=9).step(3, attention_mask=freed(1, 3, dtype=torch.bool)),
     lambda: rotate_and_store(q, k, z, **to),
     lambda: rotate_and_store(q, k, k, **to | {'v_cache': freed(1, 9, 2, 8)}),
+    lambda: paged_attention(q, freed(1, 9, 2, 8), pool, block_table=at[None, :1].int(), lengths=at[1:2]),
     lambda: move_keys(freed(4, 2, 8), at, at, rope, at, at + 1),
     lambda: move_keys(pool[0], at, at, rope, at, at + 1, values=freed(9, 2)),
 ):

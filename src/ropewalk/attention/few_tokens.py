@@ -303,10 +303,11 @@ def _check_blocks(
     table: Tensor, lengths: Tensor, blocks: int, block_size: int, order: Tensor, window: int | None, sinks: int
 ) -> None:
     """Raise unless every row has its tokens in blocks of the pool. order: of the first new token of each row."""
-    low, high = lengths.aminmax()
+    of_rows = lengths.tolist()  # faster than two comparisons of tensors
+    low, high = min(of_rows), max(of_rows)
     if low < 0 or high > table.shape[1] * block_size:
         must = f"lengths must be from 0 to {table.shape[1] * block_size}, the slots of a row of block_table"
-        raise _checks.error(_WHO, must, str(int(low if low < 0 else high)), "Add the new blocks to the table first.")
+        raise _checks.error(_WHO, must, str(low if low < 0 else high), "Add the new blocks to the table first.")
     outside = (table < 0) | (table >= blocks)
     if not outside.any():
         return
