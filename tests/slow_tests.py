@@ -9,13 +9,13 @@ import pytest
 # text after "::" is the beginning of a test's name. Before them stands what they watch: `--since COMMIT`
 # leaves out those of which neither that nor their own file has changed.
 SLOW = {
-    "src/ropewalk/attention src/ropewalk/rotation src/ropewalk/kernels csrc": (
-        "attention/test_cache_axes.py::test_compiles_once",
-        "attention/test_cache_step.py::TestCompiledLayerByLayer",
-        "attention/test_interrupted.py::test_by_real_signals",
-        "attention/test_kv_cache.py",
-        "attention/test_random_requests.py::test_hundreds_of_random_requests",
-        "attention/test_fused_step.py::TestOtherUses::test_compiled",
+    "src/ropewalk/attention src/ropewalk/cache src/ropewalk/rotation src/ropewalk/kernels csrc": (
+        "cache/test_cache_axes.py::test_compiles_once",
+        "cache/test_cache_step.py::TestCompiledLayerByLayer",
+        "cache/test_interrupted.py::test_by_real_signals",
+        "cache/test_kv_cache.py",
+        "cache/test_random_requests.py::test_hundreds_of_random_requests",
+        "rotation/test_rotate_and_store.py::TestOtherUses::test_compiled",
         "parallel/test_context.py::test_equals_the_whole",
     ),
     "src/ropewalk/angles src/ropewalk/rotation src/ropewalk/kernels csrc": (

@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.attention import masks as masks
     from ropewalk.attention.attend import AttendingCache as AttendingCache
-    from ropewalk.attention.cache import CacheStep as CacheStep
-    from ropewalk.attention.cache import KVCache as KVCache
     from ropewalk.attention.few_tokens import paged_attention as paged_attention
-    from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
     from ropewalk.attention.layer import RotaryAttention as RotaryAttention
     from ropewalk.attention.layer import RotaryEmbedding as RotaryEmbedding
-    from ropewalk.attention.move import move_keys as move_keys
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
-    from ropewalk.attention.step import LayerCache as LayerCache
     from ropewalk.attention.two_pass import TwoPass as TwoPass
+    from ropewalk.cache.kv_cache import KVCache as KVCache
+    from ropewalk.cache.move import move_keys as move_keys
+    from ropewalk.cache.step import CacheStep as CacheStep
+    from ropewalk.cache.step import LayerCache as LayerCache
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import VisionRopes as VisionRopes
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from ropewalk.rope.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
     from ropewalk.rotation.qk_norm import QKNorm as QKNorm
+    from ropewalk.rotation.store import rotate_and_store as rotate_and_store
     from ropewalk.schemes import NTK as NTK
     from ropewalk.schemes import DynamicNTK as DynamicNTK
     from ropewalk.schemes import Llama3 as Llama3
@@ -56,10 +56,10 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AttendingCache": "attention.attend",
     "Axes": "rope.axes",
-    "CacheStep": "attention.cache",
+    "CacheStep": "cache.step",
     "DynamicNTK": "schemes",
-    "KVCache": "attention.cache",
-    "LayerCache": "attention.step",
+    "KVCache": "cache.kv_cache",
+    "LayerCache": "cache.step",
     "LearnedRope": "learned",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
@@ -79,9 +79,9 @@ _MODULE_OF = {
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
-    "move_keys": "attention.move",
+    "move_keys": "cache.move",
     "paged_attention": "attention.few_tokens",
-    "rotate_and_store": "attention.fused_step",
+    "rotate_and_store": "rotation.store",
 }
 _MODULES = {
     "conformance": "tools.check",

@@ -193,10 +193,19 @@ class TestWindow:
         with torch.no_grad(), pytest.raises(RopeError, match=r"must not be shorter than .* layer, 3, got window=2\."):
             layer(window=3)(hidden(2), step.rotation(ROPE), cache=step.layer(0))
 
-    def test_another_cache_is_refused(self) -> None:
+    def test_another_cache_takes_it_or_is_refused(self) -> None:
+        given: list[dict[str, Any]] = []
+
         class Own:
-            def attend(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+            def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+                given.append(options)
                 return q
+
+        class Taking(Own):
+            takes_window = True
+
+        layer(window=3)(hidden(2), None, cache=Taking())
+        assert given[0]["window"] == 3
 
         with pytest.raises(
             RopeError, match=r"window must be None with a cache of your own, .* got window=3 and a Own\."

@@ -260,7 +260,7 @@ def test_refuses_arguments() -> None:
         (r"x must have shape", (x[0], rotation), {}),
         ("rotation must be a Rotation, the result of SelfExtend.at, or None, got Rope", (x, ROPE), {}),
         (
-            "cache must be one layer of a step of a KVCache, .* or None, got <ropewalk.attention.cache.KV",
+            "cache must be one layer of a step of a KVCache, .* or None, got <ropewalk.cache.kv_cache.KV",
             (x, rotation),
             {"cache": cache},
         ),

@@ -342,7 +342,7 @@ def test_decode_calls_the_kernel(store: str | None, monkeypatch: pytest.MonkeyPa
             for i, tensors in enumerate(kept):
                 with monkeypatch.context() as patch:
                     if seq <= 8:
-                        patch.setattr(step, "_read", None)
+                        patch.setattr(step._plan, "read", None)
                     step.layer(i).attend(*(x.to(torch.bfloat16) for x in tensors), rotation=step.rotation(ROPE_64))
     assert len(calls) == 16
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import ropewalk
-from ropewalk.attention import step
+from ropewalk.cache import step
 from ropewalk.tools import bench, cli
 from ropewalk.tools.bench import decode_model, machine
 from ropewalk.tools.bench.decode import DecodeSettings
@@ -67,7 +67,7 @@ def test_all_are_right_and_timed(tmp_path: Path) -> None:
 def test_a_wrong_contender_is_not_timed(part: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step rotates by an earlier position, like a cache that counts wrongly."""
     at = ropewalk.Rope.at
-    monkeypatch.setattr(step.Step, "rotation", lambda self, rope: rope.at(self.positions - 1))
+    monkeypatch.setattr(step.CacheStep, "rotation", lambda self, rope: rope.at(self.positions - 1))
     monkeypatch.setattr(ropewalk.Rope, "at", lambda self, positions, **options: at(self, positions - 1, **options))
     said: list[str] = []
     *rows, dynamic, static = run(said.append, dtypes=(dtype,))[part]

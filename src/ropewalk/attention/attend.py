@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -25,6 +24,9 @@ class AttendingCache(Protocol):
 
     The protocol is for type checkers. `isinstance` with it raises a TypeError, because at run time it could only look
     for a method named `attend`, and `TwoPass`, which is not a cache, has one too.
+
+    If a cache has an attribute `takes_window` that is True, a layer with `window` passes it as the argument `window`.
+    Other caches apply their window themselves, and their layers have none.
 
     If a cache has an attribute `takes_norm` that is True, a layer with `qk_norm` may pass q and k before the norm, and
     the `QKNorm` as the argument `norm`: the cache calls `norm.rotate(rotation, q, k, layout="bshd")`, which keeps less
@@ -60,42 +62,6 @@ class AttendingCache(Protocol):
         """
 
 
-def rotate_and_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rotation: Rotation | TwoPass | None,
-    mask: Tensor | BlockMask | None,
-    scale: float,
-    append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    causal: bool = True,
-    dropout: float = 0.0,
-    norm: QKNorm | None = None,
-) -> Tensor:
-    """Rotate q and k and attend over dense keys, in two passes if rotation is a `TwoPass`.
-
-    Args:
-        q: queries of the new tokens, not rotated yet, `[batch, seq, heads, head_dim]`.
-        k, v: keys, not rotated yet, and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
-        rotation: rotation of the new tokens. None leaves q and k unchanged.
-        mask: as in `attend`. With a `TwoPass` it must be a tensor or None.
-        scale: factor of the scores.
-        append: function that stores the rotated keys and the values, and returns all keys and values. None attends
-            over the new keys only.
-        causal, dropout: as in `attend`.
-        norm: norm of q and k, applied before rotation. None disables it.
-
-    Returns:
-        `[batch, seq, heads, head_dim]`.
-    """
-    q, k = rotate(q, k, rotation, norm)
-    if append is not None:
-        k, v = append(k, v)
-    by = attend if rotation is None or rotation.passes == 1 else rotation.attend
-    return by(q, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
-
-
 def rotate(q: Tensor, k: Tensor, rotation: Rotation | TwoPass | None, norm: QKNorm | None) -> tuple[Tensor, Tensor]:
     """Normalize and rotate q and k, each if it is not None. Return q, rotated twice for a `TwoPass`, and k."""
     if norm is not None and rotation is not None and rotation.passes == 1:
@@ -109,16 +75,18 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
+    rotation: Rotation | TwoPass | None = None,
     mask: Tensor | BlockMask | None,
     scale: float,
     causal: bool = True,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Call PyTorch's attention: FlexAttention for a BlockMask, scaled_dot_product_attention otherwise.
+    """Attend over dense keys: in two passes if rotation has two, with FlexAttention for a BlockMask, or with SDPA.
 
     Args:
-        q: rotated queries, `[batch, seq, heads, head_dim]`.
+        q: queries, as `rotate` returns them, `[batch, seq, heads, head_dim]`.
         k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
+        rotation: the rotation of the new tokens. With a `TwoPass`, mask must be a tensor or None.
         mask: a BlockMask; or a tensor `[batch, heads, seq, keys]`, each axis of full size or 1, that is bool (True:
             the query attends to the key) or additive in the dtype of q. It replaces the causal mask.
         scale: factor of the scores.
@@ -133,6 +101,8 @@ def attend(
         RopeError: mask is a tensor without four axes, or a BlockMask is combined with dropout. PyTorch checks the
             other arguments.
     """
+    if rotation is not None and rotation.passes == 2:
+        return rotation.attend(q, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
     if isinstance(mask, Tensor) and mask.ndim != 4:
         check_mask("attend", mask, q, k.shape[1])
     seq, keys, heads, kv_heads = q.shape[1], k.shape[1], q.shape[2], k.shape[2]

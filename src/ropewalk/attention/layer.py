@@ -10,12 +10,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
-from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
-from ropewalk.attention.attend import AttendingCache
+from ropewalk.attention.attend import AttendingCache, attend, not_a_rotation, rotate
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, restrict
-from ropewalk.attention.step import LayerCache
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -223,21 +221,13 @@ class RotaryAttention(torch.nn.Module):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
         if cache is None:
-            attended = attention.rotate_and_attend(
-                q,
-                k,
-                v,
-                rotation=rotation,
-                mask=self._own_mask(q, k, mask),
-                scale=scale,
-                causal=self.causal,
-                dropout=self.dropout if self.training else 0.0,
-                norm=norm,
-            )
-        elif isinstance(cache, LayerCache):
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm, window=self.window)
+            mask, dropout = self._own_mask(q, k, mask), self.dropout if self.training else 0.0
+            q, k = rotate(q, k, rotation, norm)
+            attended = attend(q, k, v, rotation=rotation, mask=mask, scale=scale, causal=self.causal, dropout=dropout)
         else:
-            more = {} if norm is None else {"norm": norm}
+            more: dict[str, Any] = {} if norm is None else {"norm": norm}
+            if self.window is not None and getattr(cache, "takes_window", False):
+                more["window"] = self.window
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **more)
             if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
                 shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
@@ -279,9 +269,8 @@ class RotaryAttention(torch.nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
             raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
-        ours = isinstance(cache, LayerCache)  # which checks rotation itself
-        if rotation is not None and not ours and not isinstance(rotation, (Rotation, TwoPass)):
-            raise attention.not_a_rotation(who, rotation)
+        if rotation is not None and not isinstance(rotation, (Rotation, TwoPass)):
+            raise not_a_rotation(who, rotation)
         if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
@@ -289,7 +278,8 @@ class RotaryAttention(torch.nn.Module):
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
             )
-        if self.window is not None and cache is not None and not ours and not isinstance(mask, BlockMask):
+        takes_window = cache is None or getattr(cache, "takes_window", False)
+        if self.window is not None and not takes_window and not isinstance(mask, BlockMask):
             raise _checks.error(
                 who,
                 "window must be None with a cache of your own, which applies its window itself",

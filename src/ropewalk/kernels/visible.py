@@ -47,7 +47,7 @@ class StoreArguments(NamedTuple):
             with scales. `v_cache` is None if v is.
         slots: for each token block · block_size + slot in the block, or −1 to write nothing, int64.
         k_scales, v_scales: where the scale of each head is written if the caches have 8 bits, float32 `[blocks,
-            block_size, kv_heads]`; numbers and scales are those of `attention.quantized.quantize`, bit for bit. None
+            block_size, kv_heads]`; numbers and scales are those of `rotation.store.quantize`, bit for bit. None
             for other caches.
     """
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import rotate, rotate_and_attend
+from ropewalk.attention.attend import attend, rotate
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.parallel.ring import check_supported, ring_attention
 from ropewalk.positions.context_parallel import Order, check_chunks, chunks
@@ -183,8 +183,9 @@ class ContextParallel:
             must = f"mask must be None or a BlockMask of {tokens} queries and {self._seq} keys"
             got = f"{mask.seq_lengths[0]} and {mask.seq_lengths[1]}" if isinstance(mask, BlockMask) else "a dense mask"
             raise _checks.error(_WHO, must, got, "Pass context.block_mask(mask_mod).")
-        gather = partial(flex_cp_allgather, seq_dim=1, pg_name=name)
-        return rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale, append=gather, norm=norm)
+        q, k = rotate(q, k, rotation, norm)
+        k, v = flex_cp_allgather(k, v, seq_dim=1, pg_name=name)
+        return attend(q, k, v, mask=mask, scale=scale)
 
 
 def _visible(step: int, queries: Tensor, keys: Tensor, ends: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention import tokens
-from ropewalk.attention.quantized import LARGEST, quantize
+from ropewalk.cache import tokens
 from ropewalk.positions.sizes import can_read
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import writable
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.store import LARGEST, quantize
 
 _WHO = "move_keys"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -120,7 +120,7 @@ def outcome(requests: RowRequests, possible: list[RowRequests]) -> str:
 
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_at_any_instruction(kind: str, way: str) -> None:
-    """At every 61st instruction of the modules of attention."""
+    """At every 61st instruction of attention and cache."""
     possible, found = states(kind, way, 5), Counter[str]()
     for at in itertools.count(1, 61):
         requests = copy.deepcopy(possible[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from ropewalk import KVCache, QKNorm, Rope, RopeError
-from ropewalk.attention.store import PlainStore
+from ropewalk.cache.store import LatentStore
 from ropewalk.kernels import backend
 
 HEADS, LATENT, NOPE, ROTARY, VALUE = 4, 10, 6, 4, 5
@@ -85,7 +85,7 @@ def test_equals_unabsorbed_attention(size: dict[str, int], dtype: torch.dtype, n
 
 @pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
 def test_one_call_rotates_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainStore, "write", None)
+    monkeypatch.setattr(LatentStore, "write", None)
     cache, rows = cache_of(capacity=20), torch.randn(2, 3, LATENT + ROTARY)
     run(cache, torch.randn(2, 2, HEADS, NOPE + ROTARY), rows[:, :2])
     run(cache, torch.randn(2, 1, HEADS, NOPE + ROTARY), rows[:, 2:])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_cases import same_in_8_bits
 from ropewalk import KVCache, QKNorm, Rope
-from ropewalk.attention.quantized import QuantizedStore
+from ropewalk.cache.quantized import QuantizedStore
 from ropewalk.kernels import backend
 
 NAMES = ("int8", "fp8")

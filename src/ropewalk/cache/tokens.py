@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.cache.ring import EMPTY
 from ropewalk.positions import sizes
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.writable import check_memory
-
-EMPTY = 2**62
-"""Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
 
 _MAX_LAYERS = 65_536  # far above any model; it keeps a wrong number from filling the memory
 
@@ -80,15 +78,10 @@ def check_shape(who: str, num_layers: int, num_kv_heads: int, head_dim: int, dty
     num_layers = _checks.integer(who, "num_layers", num_layers, at_least=1, at_most=_MAX_LAYERS)
     num_kv_heads = _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
     head_dim = _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
-    check_dtype(who, dtype)
-    return num_layers, num_kv_heads, head_dim
-
-
-def check_dtype(who: str, value: object) -> None:
-    """Raise unless a cache can store keys and values in this dtype."""
-    if value not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         must = "dtype must be float16, bfloat16, float32 or float64"
-        raise _checks.error(who, must, str(value), "Pass the dtype of the model, or of autocast.")
+        raise _checks.error(who, must, str(dtype), "Pass the dtype of the model, or of autocast.")
+    return num_layers, num_kv_heads, head_dim
 
 
 def check_positions(who: str, positions: Tensor) -> None:
@@ -137,13 +130,6 @@ def moved_positions(who: str, places: Tensor, old: Tensor, new: Tensor) -> Tenso
     return torch.where(is_moved, new.to(places.device)[order][which], places)
 
 
-def check_no_window(who: str, name: str, window: int | None, got: str, fix: str) -> None:
-    """Raise if the cache has a window, because it may have evicted older keys."""
-    if window is not None:
-        must = f"{name} must be None in a cache with a window, which has evicted older keys"
-        raise _checks.error(who, must, got, fix)
-
-
 def check_no_sinks(who: str, must: str, sinks: int) -> None:
     """Raise if a cache with sinks is given positions."""
     if sinks:
@@ -176,7 +162,7 @@ def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tens
     ):
         raise _checks.error(
             who,
-            f"positions must be an int64 or float32 tensor [axes, batch, seq], [batch, seq] = "
+            "positions must be an int64 or float32 tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {length.device}",
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
@@ -186,11 +172,7 @@ def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tens
 
 
 def rope_of_each_layer(
-    who: str,
-    rope: Rope | Sequence[Rope | None],
-    num_layers: int,
-    head_dim: int,
-    latent: int | None,
+    who: str, rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int, latent: int | None
 ) -> Sequence[Rope | None]:
     """Check the `rope` argument of `shift` and return the rope that has rotated the keys of each layer."""
     each = [rope] * num_layers if isinstance(rope, Rope) else rope

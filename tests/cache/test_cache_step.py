@@ -43,8 +43,8 @@ ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
 def store(step: CacheStep) -> None:
     """Append random keys and values in every layer."""
-    k = torch.ones(*step.order.shape, *step._heads, dtype=step._stores[0].dtype)
-    for i in range(len(step._stores)):
+    k = torch.ones(*step.order.shape, *step._kept.heads, dtype=step._kept.stores[0].dtype)
+    for i in range(len(step._kept.stores)):
         step.layer(i).append(k, k)
 
 
@@ -100,7 +100,7 @@ def test_padding_alone_leaves_the_next_position() -> None:
 def test_no_slot_is_written_twice() -> None:
     """On a GPU, the order of two writes to one slot is undefined."""
     step = KVCache(1, 2, 1, 2, window=3, sinks=2).step(9, attention_mask=torch.tensor([[1] * 9, [1] * 7 + [0] * 2]))
-    for slots in step._slots[1].tolist():
+    for slots in step._plan.slots[1].tolist():
         assert sorted(slot for slot in slots if slot < 5) == [0, 1, 2, 3, 4]
 
 

@@ -28,203 +28,14 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention import tokens
-from ropewalk.attention.step import Step
-from ropewalk.attention.store import Store, create_stores
-from ropewalk.attention.tokens import EMPTY, NewTokens, read_range
-from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.cache import tokens
+from ropewalk.cache.plan import Plan
+from ropewalk.cache.ring import EMPTY, Ring
+from ropewalk.cache.step import CacheStep, Kept
+from ropewalk.cache.store import Store, create_stores
+from ropewalk.cache.tokens import read_range
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation import writable
-
-
-class Ring:
-    """The slots of a row, by the order of tokens alone. They are the same in every row and layer.
-
-    The first tokens of a row stay in the sink slots. The others fill the remaining slots, the ring, in their order.
-    With a window, the ring wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not
-    fit are discarded.
-
-    Args:
-        capacity: number of slots in a cache that keeps every token. None with a window.
-        window: number of slots in the ring of a cache with a window. None with a capacity.
-        sinks: with window, number of slots in front of the ring.
-
-    Attributes:
-        ring: number of slots in the ring.
-        count: number of slots for tokens. One extra slot, with index count, receives discarded tokens.
-    """
-
-    def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
-        self.sinks = sinks
-        self.evicts = window is not None
-        self.ring = capacity or window or 0
-        self.count = sinks + self.ring
-
-    def assign(self, order: Tensor, real: Tensor | None, total: Tensor) -> Tensor:
-        """Return the slot of each new token, int64 `[batch, seq]`.
-
-        Discarded tokens get the slot `count`. The slots of the other tokens are distinct.
-
-        Args:
-            order: order of the new tokens, int64 `[batch, seq]`.
-            real: False for padding, bool `[batch, seq]`. None means no padding.
-            total: number of tokens in each row, including the new ones, int64 `[batch]`.
-        """
-        if self.evicts:
-            kept = (order < self.sinks) | (order >= total[:, None] - self.ring)
-            slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
-            slot = torch.where(kept, slot, self.count)
-        else:
-            slot = order.clamp(max=self.count)
-        return slot if real is None else torch.where(real, slot, self.count)
-
-    def order(self, length: Tensor) -> Tensor:
-        """Return the order of the token in each slot, int64 `[batch, count]`, and `EMPTY` for empty slots.
-
-        Args:
-            length: number of tokens in each row, int64 `[batch]`.
-        """
-        slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
-        if not self.evicts:
-            return torch.where(slot <= last, slot, EMPTY)
-        in_ring = last - (last - slot) % self.ring  # the newest token that maps to this slot
-        in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
-        if not self.sinks:
-            return in_ring
-        return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
-
-
-class CacheStep(Step):
-    """One forward pass with a cache, created by `KVCache.step`: positions of the new tokens, and the attention mask.
-
-    The cache counts these tokens once its last layer has appended them. If the forward pass raises before that, the
-    cache keeps its previous tokens; see `KVCache.rollback`.
-
-    Attributes:
-        positions: positions of the new tokens, to which they are rotated: `[batch, seq]`, or `[axes, batch, seq]` if
-            such positions were passed; int64 or float. Padding has the position that was passed for it, or that of the
-            token before it. Padding in front of the first token has the position of that token.
-        order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
-            before it, or of the first token.
-        key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
-            for empty slots. Compare it with `order` to build a mask by the order of tokens.
-        key_positions: positions of the same keys, int64 `[batch, keys]`, and 2⁶² for empty slots. For a token with a
-            position on each of several axes, it is the largest of them. Read it before the next call that changes the
-            cache; the first use of an outdated step raises a `RopeError`.
-        causal: True if the mask is known to be a plain causal mask over the filled slots.
-    """
-
-    _who = "KVCache"
-
-    def __init__(
-        self,
-        cache: KVCache,
-        new: NewTokens,
-        real: Tensor | None,
-        *,
-        lengths: tuple[int, int] | None,
-        advances: bool,
-        previous: Step | None,
-    ) -> None:
-        ring, seq = cache._ring, new.order.shape[1]
-        # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
-        # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
-        concatenates = ring.evicts and seq > 1
-        slot = ring.assign(new.order, real, new.length)
-        row, padding = cache._row, None if real is None else ~real
-        self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
-        key_positions = None  # likewise
-        if concatenates:
-            is_first = lengths is not None and lengths[1] == 0
-            filled = slice(ring.count if is_first else None, None)
-            causal = is_first and seq <= ring.ring
-            order, place = (x if padding is None else x.masked_fill(padding, EMPTY) for x in (new.order, new.place))
-            self._key_order = torch.cat([ring.order(cache.length), order], dim=1)
-            key_positions = torch.cat([cache._key_positions[:, : ring.count], place], dim=1)
-        else:
-            filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
-            causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
-        super().__init__(
-            cache._stores,
-            cache._heads,
-            cache._latent,
-            cache.window,
-            positions=new.positions,
-            order=new.order,
-            flat_slots=torch.add(slot, row, alpha=ring.count + 1),
-            causal=causal and padding is None,
-            filled=filled,
-            keys=ring.count + (seq if concatenates else 0),
-            key_positions=key_positions,
-            concatenates=concatenates,
-            advances=advances,
-            previous=previous,
-        )
-        self._ring, self._sinks, self._new = ring, ring.sinks, new
-        self._padding, self._slots = padding, (row, slot)
-        self._state, self._changing = (cache._key_positions, cache.length, cache.position), cache._changing
-
-    @property
-    def key_order(self) -> Tensor:
-        return self._ring.order(self._new.length) if self._key_order is None else self._key_order
-
-    def _visible_keys(self, window: int | None) -> VisibleKeys | None:
-        # A compiled layer has one graph for any number of cached tokens.
-        count = self._ring.count if torch.compiler.is_compiling() else self._filled.stop
-        if self._ring.evicts:  # the slots of a ring are not in the order of their tokens, but all of them are visible
-            return VisibleKeys(self.order, count, sinks=self._sinks) if window == self._window else None
-        return VisibleKeys(self.order, count, window=window)
-
-    def _find_key_positions(self) -> Tensor:
-        return self._state[0].scatter(1, self._slots[1], self._new.place)[:, : self._ring.count]
-
-    def _find_sinks(self) -> tuple[Tensor, int]:
-        slot = torch.arange(self._keys, device=self.order.device)[None]
-        is_sink = slot < self._sinks if self._key_order is None else self._key_order < self._sinks
-        return is_sink, 0 if self._concatenates else self._sinks
-
-    def _build_mask(self, *, every: bool) -> Tensor:
-        ring, order = self._ring, self.order[:, :, None]
-        if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
-            mask = torch.arange(ring.count if every else self._filled.stop, device=order.device) <= order
-        else:
-            distance = order - self._key_order[:, None, :]
-            in_window = distance < ring.ring
-            if ring.sinks:
-                in_window = in_window | (self._key_order < ring.sinks)[:, None]
-            mask = ((distance >= 0) & in_window)[..., slice(None) if every else self._filled]
-        if self._padding is not None:
-            mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
-        return mask[:, None]
-
-    def _write(self, store: Store, k: Tensor, v: Tensor) -> None:
-        store.write(self._slots, k, v)
-
-    def _read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
-        return store.read(self._ring.count if every else self._filled.stop)
-
-    def _write_and_read(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
-        if not self._concatenates:
-            return super()._write_and_read(store, k, v, every=every)
-        if self._padding is not None:  # NaN in padding would pass through the mask
-            k, v = (x.masked_fill(self._padding[:, :, None, None], 0) for x in (k, v))
-        kept = k, v
-        if every or self._filled.start is None:  # otherwise, nothing was cached before
-            keys, values = store.read(self._ring.count)
-            kept = torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
-        self._write(store, k, v)
-        return kept
-
-    def _finish(self) -> None:
-        key_positions, length, position = self._state
-        self._changing.append("the last layer of a step")
-        key_positions.scatter_(1, self._slots[1], self._new.place)
-        length.copy_(self._new.length)
-        position.copy_(self._new.position)
-        self._complete = True
-        self._changing.clear()
-        if not torch.compiler.is_compiling():  # the cache keeps the step, but not its large tensors
-            self._masks, self._prepared = {}, (None, None)
 
 
 class KVCache:
@@ -258,8 +69,8 @@ class KVCache:
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
         store: how each layer keeps its keys and values. None keeps them as they are, in `dtype`. "int8" and "fp8" keep
-            8 bits for each number and a scale for each head of a token (`ropewalk.attention.quantized.QuantizedStore`
-            states the error). Or a class as `ropewalk.attention.store.Store` describes it.
+            8 bits for each number and a scale for each head of a token (`ropewalk.cache.quantized.QuantizedStore`
+            states the error). Or a class as `ropewalk.cache.store.Store` describes it.
         latent: number of channels, the first ones of head_dim, that are also the values, so only keys are stored. A
             model with multi-head latent attention (DeepSeek, Kimi) has kv_lora_rank, one head, and head_dim
             kv_lora_rank + qk_rope_head_dim, and absorbs the projections of keys and values into q and the output. Its
@@ -319,18 +130,15 @@ class KVCache:
             )
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
-        self._ring, self._heads = Ring(self.capacity, self.window, self.sinks), (heads[0], heads[1])
+        self._ring = Ring(self.capacity, self.window, self.sinks)
         shape = (batch, self._ring.count + 1)
-        size = (*shape, *self._heads)
-        self._stores = create_stores(who, store, self.num_layers, size, dtype, device, latent)
-        self._latent = latent
-        self._kept_keys = (self.num_layers, heads[1], latent)
+        self._stores = create_stores(who, store, self.num_layers, (*shape, heads[0], heads[1]), dtype, device, latent)
+        self._kept = Kept(self._stores, (heads[0], heads[1]), latent, changing=[])
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape, EMPTY, dtype=torch.int64, device=device)
         self._row = torch.arange(batch, device=device)[:, None]
         self._pending: CacheStep | None = None  # the newest step; None if it was planned under torch.compile
-        self._changing: list[str] = []  # the call that is changing tensors, if one is or was interrupted
 
     @property
     def keys(self) -> list[Tensor]:
@@ -390,15 +198,15 @@ class KVCache:
         if at is not None:
             self._truncate(at, added)
         new = tokens.place_tokens(real, seq, self.length, self.position, given)
-        lengths = read_range(self.length if self._ring.evicts and seq > 1 else new.length)
-        if lengths is not None and lengths[1] > (self.capacity or lengths[1]):
-            raise self._full(lengths[1])
+        plan = Plan(self._ring, self._row, new, real, self.length)
+        if plan.lengths is not None and plan.lengths[1] > (self.capacity or plan.lengths[1]):
+            raise self._full(plan.lengths[1])
         advanced = previous is not None and previous._advances and at is None and positions is None
         step = CacheStep(
-            self,
+            self._kept,
+            plan,
             new,
-            real,
-            lengths=lengths,
+            (self._key_positions, self.length, self.position),
             advances=not isinstance(added, Tensor) or (read_range(added) or (0, 0))[0] > 0,
             previous=previous if advanced else None,
         )
@@ -423,7 +231,9 @@ class KVCache:
             RopeError: an argument has a wrong type, shape or value, or only some layers have appended (see `rollback`).
         """
         self._check_finished("KVCache.shift")
-        ropes = tokens.rope_of_each_layer("KVCache.shift", rope, *self._kept_keys)
+        ropes = tokens.rope_of_each_layer(
+            "KVCache.shift", rope, self.num_layers, self._kept.heads[1], self._kept.latent
+        )
         by: int | tuple[int, ...] | Tensor = delta
         most: int | Tensor
         each: int | Tensor
@@ -459,7 +269,7 @@ class KVCache:
         """
         who = "KVCache.move"
         self._check_finished(who)
-        ropes = tokens.rope_of_each_layer(who, rope, *self._kept_keys)
+        ropes = tokens.rope_of_each_layer(who, rope, self.num_layers, self._kept.heads[1], self._kept.latent)
         row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
         tokens.check_no_sinks(who, "move must not be called", self.sinks)
         moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
@@ -487,7 +297,7 @@ class KVCache:
                 store.rotate(rotation, rows)
         self._key_positions.copy_(moved)
         self.position.copy_(position)
-        self._changing.clear()
+        self._kept.changing.clear()
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
         """Drop all tokens of the given rows, which then start a new text at position 0. No memory is freed.
@@ -508,13 +318,13 @@ class KVCache:
             self._check_finished("KVCache.reset")
         # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
         stopped = self._pending is None or not self._pending._is_complete()
-        end = torch.full_like(self.length, self._ring.count) if stopped or self._changing else self.length
+        end = torch.full_like(self.length, self._ring.count) if stopped or self._kept.changing else self.length
         self._begin("KVCache.reset")
         self._clear(torch.zeros_like(self.length), end * chosen)
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
-        self._changing.clear()
+        self._kept.changing.clear()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace the tokens of row i by those of row `rows[i]`, for all rows at once.
@@ -541,7 +351,7 @@ class KVCache:
             store.reorder(rows, filled)
         for tensor in (self._key_positions, self.length, self.position):
             tensor.copy_(tensor.index_select(0, rows))
-        self._changing.clear()
+        self._kept.changing.clear()
 
     def rollback(self) -> None:
         """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
@@ -553,11 +363,11 @@ class KVCache:
             RopeError: the cache has a window, the step had several tokens, and a layer has appended, but not all are
                 done. Those layers have overwritten keys of older tokens. Or an exception has stopped another call.
         """
-        if self._changing:
-            raise tokens.interrupted("KVCache.rollback", self._changing)
+        if self._kept.changing:
+            raise tokens.interrupted("KVCache.rollback", self._kept.changing)
         pending = self._pending
         stored = 0 if pending is None or pending._complete else pending._count_stored()
-        if pending is not None and pending._concatenates and stored:
+        if pending is not None and pending._plan.concatenates and stored:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
@@ -571,8 +381,8 @@ class KVCache:
 
         Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
         """
-        if self._changing:
-            raise tokens.interrupted(who, self._changing)
+        if self._kept.changing:
+            raise tokens.interrupted(who, self._kept.changing)
         if torch.compiler.is_compiling() or self._pending is None:
             return None
         return self._pending if self._pending._is_complete(who) else None
@@ -580,7 +390,7 @@ class KVCache:
     def _begin(self, who: str) -> None:
         """Mark the cache as changing, until `_changing` is cleared after the last change, and drop the newest step."""
         writable.check_elements(who, self.length, "Call it under torch.inference_mode(), as when the cache was built.")
-        self._changing.append(who)
+        self._kept.changing.append(who)
         self._drop_step()
 
     def _drop_step(self) -> None:
@@ -588,9 +398,9 @@ class KVCache:
         pending = self._pending
         if not torch.compiler.is_compiling() and pending is not None:
             pending._outdated = True
-            if not (pending._concatenates or pending._complete):
+            if not (pending._plan.concatenates or pending._complete):
                 for store in self._stores:
-                    store.clear(pending._slots)
+                    store.clear(pending._plan.slots)
         self._pending = None
 
     def _full(self, length: int) -> _checks.RopeError:
@@ -606,7 +416,9 @@ class KVCache:
         """Drop the first token at position `at` or later and all tokens stored after it, if the added tokens fit."""
         who = "KVCache.step"
         fix = "To go back, use a cache with capacity. To start a new text in a row, call reset(rows=...)."
-        tokens.check_no_window(who, "at", self.window, "positions", fix)
+        if self.window is not None:
+            must = "at must be None in a cache with a window, which has evicted older keys"
+            raise _checks.error(who, must, "positions", fix)
         tokens.check_per_row(who, "at", at, self.length)
         tokens.check_positions(who, at)
         places = self._key_positions[:, : max(1, self._count_filled())]
@@ -623,7 +435,7 @@ class KVCache:
         self.length.copy_(length)
         self.position.copy_(at)
         places.masked_fill_(slot >= length[:, None], EMPTY)
-        self._changing.clear()
+        self._kept.changing.clear()
 
     def _clear(self, begin: Tensor, end: Tensor) -> None:
         """Clear the slots of each row from begin up to end, int64 `[batch]`: a mask would not hide NaN in them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.few_tokens import attend_cached
-from ropewalk.attention.quantized import STORES
+from ropewalk.cache.quantized import STORES
 from ropewalk.kernels.visible import StoreArguments, VisibleKeys
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
@@ -47,8 +48,7 @@ class Store(Protocol):
 
         Args:
             slots: a slot for each token, of shape `tokens`.
-            k, v: rotated keys, and values, `[*tokens, kv_heads, head_dim]` in
-                `dtype`.
+            k, v: rotated keys, and values, `[*tokens, kv_heads, head_dim]` in `dtype`.
         """
 
     def rotate_and_write(
@@ -109,43 +109,38 @@ class Store(Protocol):
 
 
 class PlainStore:
-    """Keys and values as two tensors `[batch, slots of a row, kv_heads, head_dim]`.
+    """Keys and values as they are: two tensors `[batch, slots of a row, kv_heads, head_dim]`."""
 
-    Args:
-        keys: the memory, which is used as it is.
-        values: likewise; or the number of the first channels of `keys` that are the values (MLA).
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor | int) -> None:
-        self.latent = None if isinstance(values, Tensor) else values
-        self.keys, self.dtype = keys, keys.dtype
-        self._kept = [keys, values] if isinstance(values, Tensor) else [keys]
+    def __init__(
+        self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        self.keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.dtype = dtype
 
     @property
     def values(self) -> Tensor:
-        return self._kept[1] if self.latent is None else self.keys[..., : self.latent]
+        return self._values
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.keys, self._values]
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        for kept, new in zip(self._kept, (k, v), strict=False):
+        for kept, new in zip(self._tensors, (k, v), strict=False):
             kept.index_put_(slots, new)
 
     def rotate_and_write(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
     ) -> Tensor | None:
-        if self.latent is None:
-            store = StoreArguments(v, self.keys, self._kept[1], slots)
-        else:
-            store = StoreArguments(None, self.keys, None, slots)
+        store = StoreArguments(v, self.keys, self._values, slots)
         rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
         return rotated
 
     def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        if self.latent is not None:
-            return None
-        return attend_cached(q, far_q, self.keys, self._kept[1], visible, scale=scale)
+        return attend_cached(q, far_q, self.keys, self._values, visible, scale=scale)
 
     def read(self, count: int) -> tuple[Tensor, Tensor]:
-        return self.keys[:, :count], self.values[:, :count]
+        return self.keys[:, :count], self._values[:, :count]
 
     def rotate(self, rotation: Rotation, rows: Tensor | None) -> None:
         if rows is None:
@@ -156,12 +151,53 @@ class PlainStore:
         self.keys.index_copy_(0, rows, rotated)
 
     def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
-        for kept in self._kept:
+        for kept in self._tensors:
             kept[slots] = 0
 
     def reorder(self, rows: Tensor, count: int) -> None:
-        for some in [kept[:, :count] for kept in self._kept]:
+        for some in [kept[:, :count] for kept in self._tensors]:
             some.copy_(some.index_select(0, rows))
+
+
+class LatentStore(PlainStore):
+    """Rows of latent attention: keys whose first channels are also the values.
+
+    Args:
+        latent: number of these channels.
+    """
+
+    def __init__(
+        self,
+        latent: int,
+        shape: tuple[int, int, int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype, self.latent = dtype, latent
+
+    @property
+    def values(self) -> Tensor:
+        return self.keys[..., : self.latent]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.keys]
+
+    def rotate_and_write(
+        self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
+    ) -> Tensor | None:
+        store = StoreArguments(None, self.keys, None, slots)
+        rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
+        return rotated
+
+    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> None:
+        """Return None, as no kernel attends over latent rows."""
+
+    def read(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the keys, also as values: PyTorch's fused attention on a CPU supports values of their width only."""
+        return self.keys[:, :count], self.keys[:, :count]
 
 
 def create_stores(
@@ -186,16 +222,13 @@ def create_stores(
         if make is not None:
             must, fix = "store must be None with latent rows", "Omit store; such rows have no other store yet."
             raise _checks.error(who, must, _checks.shown(make), fix)
-    if make is not None:
-        make = STORES.get(make, make) if isinstance(make, str) else make
-        if not callable(make):
-            must = "store must be 'int8', 'fp8', a class of stores or None"
-            raise _checks.error(
-                who, must, _checks.shown(make), "Pass a name, or a class that the cache calls for each layer."
-            )
-        return [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-    count = num_layers if latent is not None else 2 * num_layers
-    made = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
-    if latent is not None:
-        return [PlainStore(rows, latent) for rows in made]
-    return [PlainStore(keys, values) for keys, values in zip(made[:num_layers], made[num_layers:], strict=True)]
+        make = partial(LatentStore, latent)
+    elif make is None:
+        make = PlainStore
+    elif isinstance(make, str):
+        make = STORES.get(make, make)
+    if not callable(make):
+        must = "store must be 'int8', 'fp8', a class of stores or None"
+        fix = "Pass a name, or a class that the cache calls for each layer."
+        raise _checks.error(who, must, _checks.shown(make), fix)
+    return [make(shape, dtype=dtype, device=device) for _ in range(num_layers)]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
-from ropewalk.attention.quantized import quantize
 from ropewalk.kernels.visible import StoreArguments
 from ropewalk.positions.sizes import can_read
 from ropewalk.rotation import writable
@@ -19,6 +18,16 @@ from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm, run_fused
 
 _WHO = "rotate_and_store"
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The largest number of each dtype of 8 bits."""
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return heads `[..., head_dim]` in 8 bits, and the scale of each, float32 `[...]`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scales = (wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]).clamp(min=2.0**-100).float()
+    scaled = wide / scales
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scales[..., 0]
 
 
 def rotate_and_store(

@@ -1,0 +1,167 @@
+"""The plan of one forward pass: the slots of the new tokens, and the keys that they attend to.
+
+This is the only file that knows what a window, sinks, padding and several new tokens mean for slots:
+
+| cache | new tokens | they attend to | `visible`, for the kernel over the slots | `build_mask` |
+|---|---|---|---|---|
+| capacity | any number | slots from 0, after the write | with any window of the layer | slot ≤ order |
+| window, sinks | one in each row | all slots, after the write | without a shorter window of the layer | slot ≤ order |
+| window, sinks | several | all slots before the write, then the new keys | none | by the order of both |
+
+The keys of sinks have another distance, so their scores belong to another rotation of the queries (`find_sinks`).
+`LayerCache.attend` selects the attention from these answers and that of the store.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.attention.mask_tensors import restrict
+from ropewalk.cache.ring import EMPTY, Ring
+from ropewalk.cache.store import Store
+from ropewalk.cache.tokens import NewTokens, read_range
+from ropewalk.kernels.visible import VisibleKeys
+
+
+class Plan:
+    """The slots of the new tokens of a step, and the keys that they attend to.
+
+    Args:
+        ring: the slots of the cache.
+        row: row numbers, int64 `[batch, 1]`.
+        new: places of the new tokens.
+        real: False for padding, bool `[batch, seq]`. None means no padding.
+        length: number of tokens in each row before this step, int64 `[batch]`.
+
+    Attributes:
+        slots: row and slot of each new token, for `Store.write`.
+        flat_slots: row · slots of a row + slot of each token, int64 `[batch, seq]`, for `Store.rotate_and_write`.
+        concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
+        lengths: the smallest and largest number of tokens in the slots that are read. None if reading them is not free.
+        keys: number of keys of the mask.
+        filled: the keys that some token attends to, a slice of those of the mask.
+        causal: whether the mask is known to be a plain causal mask over `filled`.
+        masks: the results of `mask`, which all layers use.
+    """
+
+    def __init__(self, ring: Ring, row: Tensor, new: NewTokens, real: Tensor | None, length: Tensor) -> None:
+        seq = new.order.shape[1]
+        self.ring, self.order, self._length = ring, new.order, new.length
+        self._padding = None if real is None else ~real
+        slot = ring.assign(new.order, real, new.length)
+        self.slots, self.flat_slots = (row, slot), torch.add(slot, row, alpha=ring.count + 1)
+        # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
+        # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
+        self.concatenates = ring.evicts and seq > 1
+        self.lengths = lengths = read_range(length if self.concatenates else new.length)
+        self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
+        if self.concatenates:
+            is_first = lengths is not None and lengths[1] == 0
+            self.filled = slice(ring.count if is_first else None, None)
+            causal = is_first and seq <= ring.ring
+            self._key_order = torch.cat([ring.order(length), self.without_padding(new.order)], dim=1)
+        else:
+            self.filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
+            causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
+        self.causal = causal and real is None
+        self.keys = ring.count + (seq if self.concatenates else 0)
+        self.masks: dict[bool, Tensor] = {}
+
+    def without_padding(self, numbers: Tensor) -> Tensor:
+        """Return numbers of the new tokens, `[batch, seq]`, with `EMPTY` for padding."""
+        return numbers if self._padding is None else numbers.masked_fill(self._padding, EMPTY)
+
+    @property
+    def key_order(self) -> Tensor:
+        """Order of each key, int64 `[batch, keys]`."""
+        return self.ring.order(self._length) if self._key_order is None else self._key_order
+
+    def find_sinks(self) -> tuple[Tensor, int]:
+        """Return which keys are sinks, bool `[batch or 1, keys]`, and their number if they are the first keys."""
+        slot = torch.arange(self.keys, device=self.order.device)[None]
+        is_sink = slot < self.ring.sinks if self._key_order is None else self._key_order < self.ring.sinks
+        return is_sink, 0 if self.concatenates else self.ring.sinks
+
+    def check_window(self, window: int) -> int:
+        """Return the window of a layer. Raise if it is no number of tokens, or the cache has a shorter one."""
+        window = window if torch.compiler.is_compiling() else _checks.length("KVCache", "window", window)
+        if self.ring.window is None or window <= self.ring.window:
+            return window
+        raise _checks.error(
+            "KVCache",
+            f"the window of a cache must not be shorter than that of the layer, {window}",
+            f"window={self.ring.window}",
+            "Build a separate cache for the layers with this window.",
+        )
+
+    def within(self, window: int) -> Tensor | None:
+        """Return the mask of a layer's window, as `CacheStep.within`."""
+        if self.check_window(window) == self.ring.window:
+            return None
+        return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
+
+    def visible(self, window: int | None) -> VisibleKeys | None:
+        """Describe the keys in the slots to a kernel that reads them there, or return None if it cannot express them.
+
+        Args:
+            window: number of tokens that each token attends to. None means no limit.
+        """
+        # A compiled layer has one graph for any number of cached tokens.
+        count = self.ring.count if torch.compiler.is_compiling() else self.filled.stop
+        if not self.ring.evicts:
+            return VisibleKeys(self.order, count, window=window)
+        if self.concatenates or window != self.ring.window:
+            return None
+        # The slots of a ring are not in the order of their tokens, but all of them are visible.
+        return VisibleKeys(self.order, count, sinks=self.ring.sinks)
+
+    def mask(self, *, every: bool) -> Tensor:
+        """Return the mask, bool `[batch, 1, seq, keys]`, for all keys, or for those of `filled`."""
+        if torch.compiler.is_compiling():
+            return self._build_mask(every=every)
+        if every not in self.masks:
+            self.masks[every] = self._build_mask(every=every)
+        return self.masks[every]
+
+    def combine_masks(self, window: int | None, mask: Tensor | None) -> Tensor | None:
+        """Combine the user's mask with those of the plan and of the layer's window, for the keys of `filled`.
+
+        None stands for a plain causal mask. A compiled layer has one graph for any number of cached tokens, so its mask
+        is for all keys.
+        """
+        within = None if window is None else self.within(window)
+        mask = mask if within is None else restrict(mask, within)
+        if torch.compiler.is_compiling():
+            return restrict(mask, self.mask(every=True))
+        if mask is not None:
+            return restrict(mask, self.mask(every=True))[..., self.filled]
+        return None if self.causal else self.mask(every=False)
+
+    def _build_mask(self, *, every: bool) -> Tensor:
+        ring, order = self.ring, self.order[:, :, None]
+        if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
+            mask = torch.arange(ring.count if every else self.filled.stop, device=order.device) <= order
+        else:
+            distance = order - self._key_order[:, None, :]
+            in_window = distance < ring.ring
+            if ring.sinks:
+                in_window = in_window | (self._key_order < ring.sinks)[:, None]
+            mask = ((distance >= 0) & in_window)[..., slice(None) if every else self.filled]
+        if self._padding is not None:
+            mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
+        return mask[:, None]
+
+    def read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in the slots of a layer, after its write: all of them, or those of `filled`."""
+        return store.read(self.ring.count if every else self.filled.stop)
+
+    def concatenate(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer before its write, all or those of `filled`, with the new ones."""
+        if self._padding is not None:  # NaN in padding would pass through the mask
+            k, v = (x.masked_fill(self._padding[:, :, None, None], 0) for x in (k, v))
+        if not every and self.filled.start is not None:  # nothing was cached before
+            return k, v
+        keys, values = store.read(self.ring.count)
+        return torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)

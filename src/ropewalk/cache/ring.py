@@ -1,0 +1,67 @@
+"""The slots of a row, by the order of its tokens alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EMPTY = 2**62
+"""Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
+
+
+class Ring:
+    """The slots of a row. They are the same in every row and layer.
+
+    The first tokens of a row stay in the sink slots. The others fill the remaining slots, the ring, in their order.
+    With a window, the ring wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not
+    fit are discarded.
+
+    Args:
+        capacity: number of slots in a cache that keeps every token. None with a window.
+        window: number of slots in the ring of a cache with a window. None with a capacity.
+        sinks: with window, number of slots in front of the ring.
+
+    Attributes:
+        evicts: whether there is a window.
+        ring: number of slots in the ring.
+        count: number of slots for tokens. One extra slot, with index count, receives discarded tokens.
+    """
+
+    def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
+        self.window, self.sinks = window, sinks
+        self.evicts = window is not None
+        self.ring = capacity or window or 0
+        self.count = sinks + self.ring
+
+    def assign(self, order: Tensor, real: Tensor | None, total: Tensor) -> Tensor:
+        """Return the slot of each new token, int64 `[batch, seq]`.
+
+        Discarded tokens get the slot `count`. The slots of the other tokens are distinct.
+
+        Args:
+            order: order of the new tokens, int64 `[batch, seq]`.
+            real: False for padding, bool `[batch, seq]`. None means no padding.
+            total: number of tokens in each row, including the new ones, int64 `[batch]`.
+        """
+        if self.evicts:
+            kept = (order < self.sinks) | (order >= total[:, None] - self.ring)
+            slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
+            slot = torch.where(kept, slot, self.count)
+        else:
+            slot = order.clamp(max=self.count)
+        return slot if real is None else torch.where(real, slot, self.count)
+
+    def order(self, length: Tensor) -> Tensor:
+        """Return the order of the token in each slot, int64 `[batch, count]`, and `EMPTY` for empty slots.
+
+        Args:
+            length: number of tokens in each row, int64 `[batch]`.
+        """
+        slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
+        if not self.evicts:
+            return torch.where(slot <= last, slot, EMPTY)
+        in_ring = last - (last - slot) % self.ring  # the newest token that maps to this slot
+        in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
+        if not self.sinks:
+            return in_ring
+        return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
