@@ -1,6 +1,6 @@
 """Test the page of `plots.explorer` in a real browser: figures and controls, on narrow and dark screens.
 
-Numbers are read from Plotly's figures and compared with tests/oracle.py. The tests are skipped without Chromium.
+Numbers are read from Plotly's figures and compared with oracle.py. The tests are skipped without Chromium.
 """
 
 from __future__ import annotations

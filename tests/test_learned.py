@@ -265,7 +265,7 @@ class TestCasts:
 
     def test_fsdp2_mixed_precision(self, tmp_path: Path) -> None:
         """FSDP casts the parameters that it gathers, which is an error unless the module has its own policy."""
-        ((status, output),) = processes.run(Path(__file__).parent / "learned_fsdp_worker.py", 1, tmp_path)
+        ((status, output),) = processes.run(Path(__file__).parent / "support" / "learned_fsdp_worker.py", 1, tmp_path)
         assert status == 0, output
         *_, said, after = output.splitlines()
         assert said.startswith("LearnedRope: inv_freq must be float32 or float64, got torch.bfloat16. Something cast")

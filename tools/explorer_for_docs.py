@@ -74,7 +74,7 @@ def check_link() -> None:
 
 def take_screenshots(folder: Path) -> None:
     """Take screenshots: of the page, wide, dark, and as narrow as a phone; and the figure of the home page."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from browser import Browser
 
     with tempfile.TemporaryDirectory() as temporary:

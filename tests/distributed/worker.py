@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))  # the folder of modules that tests share
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import dtensor_checks
 import module_checks

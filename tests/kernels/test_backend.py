@@ -82,7 +82,7 @@ def run(backend: str | None, program: str, without: bool = False) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "ROPEWALK_BACKEND"}
     if backend is not None:
         environment["ROPEWALK_BACKEND"] = backend
-    prelude = PRELUDE.format(tests=str(Path(__file__).parent.parent), without=without)
+    prelude = PRELUDE.format(tests=str(Path(__file__).parents[1] / "support"), without=without)
     ran = subprocess.run(
         [sys.executable, "-c", prelude + program], capture_output=True, text=True, env=environment, timeout=600
     )

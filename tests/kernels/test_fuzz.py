@@ -1,6 +1,6 @@
 """Random valid and invalid calls: an exact result or a RopeError, and no write outside the tensors.
 
-    python tests/kernels/test_fuzz.py 20000 [first seed]
+    PYTHONPATH=tests/support python tests/kernels/test_fuzz.py 20000 [first seed]
 
 runs this number of cases, and prints how many of each kind there were and a digest of all results. Two commits with the
 same digest, of the same tests and seed, compute the same bits. `csrc/tests/sanitize --python` runs the cases under

@@ -24,7 +24,7 @@ from ropewalk.parallel import ContextParallel
 from ropewalk.parallel.ring import _Kernel
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
-WORKER = Path(__file__).parents[1] / "context_parallel_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "context_parallel_worker.py"
 
 
 @pytest.mark.parametrize("size", [2, 4])

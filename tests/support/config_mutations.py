@@ -24,7 +24,7 @@ import numpy as np
 
 from ropewalk import RopeError, from_config
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
     "text_models", "class_defaults", "released", "vision_towers", "diffusers", "deployed", "remote_towers",
     *(f"engine_models/remote_of_{engine}" for engine in ("mlx_lm", "sglang", "vllm")),

@@ -36,5 +36,5 @@ def configure(build: Path, *options: str) -> str:
     """Let CMake generate the Ninja files of the kernels without Python. Return its output."""
     for program in (CC, CXX, "ninja"):
         need(program)
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return output(need("cmake"), "-G", "Ninja", "-S", root, "-B", build, *options)
