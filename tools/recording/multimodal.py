@@ -24,8 +24,6 @@ WHOLE = ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl_moe", "paddleocr_vl")
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 CANVAS = "minicpmv4_7"
 MODELS = (*WHOLE, *TIMESTAMPS, *OMNI, "hunyuan_vl", "hy_v4_vl", "glm_image", CANVAS)
-# One model of each function.
-RECORDED = (*WHOLE[:3], "glm4v", "qwen3_vl", *OMNI, "hunyuan_vl", "hy_v4_vl", "glm_image", CANVAS)
 
 
 @dataclass
@@ -239,18 +237,6 @@ def record(row: dict[str, Any]) -> dict[str, Any]:
         raise KeyError(row["model"]) from e
     positions = positions * torch.tensor(row["batch"]["attention_mask"])
     return {**row, "positions": positions.tolist(), "deltas": deltas.tolist()}
-
-
-def make(count: int) -> list[dict[str, Any]]:
-    """Draw new batches of each model."""
-    rows = []
-    for model in RECORDED:
-        for seed in range(count):
-            draw = random.Random(f"{model} {seed}")
-            config, parts, sound = random_rows(model, draw)
-            rows.append({"id": f"{model} {seed}", "model": model, "config": config, "sound": sound,
-                         "batch": batch_of(parts, model, draw)})  # fmt: skip
-    return rows
 
 
 GOLDEN = files.Golden("positions/multimodal.json", lambda row: str(row["id"]), record, rows="cases")
