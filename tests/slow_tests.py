@@ -50,12 +50,10 @@ SLOW = {
     "src/ropewalk/configs src/ropewalk/schemes": (
         "configs/gguf/test_read.py::test_every_truncation_of_a_file",
         "configs/gguf/test_read.py::test_mutated_bytes",
-        "configs/test_hf.py::test_nothing_but_ropes_or_rope_errors",
         "configs/test_mutations.py",
         "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
         "configs/test_windows.py::test_windows_are_those_of_the_masks",
     ),
-    "src/ropewalk/positions": ("positions/test_multimodal_models.py::test_hundreds_of_mixtures",),
     "src/ropewalk/integrations src/ropewalk/configs": (
         "integrations/test_hub_kernel.py::TestLayers::test_compiled",
         "integrations/test_hub_kernel.py::TestModels",
@@ -68,7 +66,6 @@ SLOW = {
         "integrations/test_transformers_vision.py::test_compiled",
     ),
     "src/ropewalk/tools/check src/ropewalk/tools/commands/check.py": (
-        "conformance/test_check.py::test_graph_breaks",
         "conformance/test_right.py::test_forms",
         "conformance/test_right.py::test_transformers",
         "conformance/test_wrong.py",

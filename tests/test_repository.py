@@ -123,7 +123,7 @@ def test_a_change_runs_the_slow_tests_of_what_it_touches(monkeypatch: pytest.Mon
     for changed, run in (
         ([], []),
         (["src/ropewalk/kernels_of_others.py", "tests/gpu.py"], []),
-        (["src/ropewalk/positions/pack.py"], [t for t in every if t.startswith("positions/")]),
+        (["src/ropewalk/tools/plots/figures.py"], ["test_explorer_browser.py"]),
         (["tests/gpu/test_step.py"], ["gpu/"]),
         (["docs/start.md", "tests/checkpoints/test_killed.py"], ["checkpoints/test_killed.py", "test_docs.py"]),
     ):
