@@ -1,1 +1,1 @@
-"""Attention over rotated queries and keys: masks, PyTorch's kernels, KV caches and Self-Extend."""
+"""What attends, without state: attention over rotated queries and keys, masks, Self-Extend, and a kernel for few tokens."""
