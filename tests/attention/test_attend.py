@@ -164,18 +164,21 @@ class TestWindow:
         ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
         torch.testing.assert_close(ours, reference(made, x, mask_of_window(6, window)), **EXACT)
 
-    @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}, {"window": 5}])
-    def test_with_a_cache(self, size: dict[str, int]) -> None:
-        """The window of the layer applies, even if the cache keeps more tokens."""
+    @pytest.mark.parametrize(
+        "size", [{"capacity": 9}, {"window": 3}, {"window": 5}, {"window": 5, "sinks": 2}], ids=str
+    )
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+    def test_with_a_cache(self, size: dict[str, int], dtype: torch.dtype) -> None:
+        """The window of the layer applies, even if the cache keeps more tokens, also in the kernel for few tokens."""
         made, x = layer(window=3), hidden(9)
-        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
-        pieces = []
+        wanted = reference(made, x, mask_of_window(9, 3))
+        cache, pieces, made = KVCache(1, 2, 2, HEAD_DIM, dtype=dtype, **size), [], made.to(dtype)
         with torch.no_grad():
             for start, stop in ((0, 5), (5, 6), (6, 8), (8, 9)):
                 step = cache.step(stop - start)
-                rotation = step.rotation(ROPE, dtype=torch.float64)
-                pieces.append(made(x[:, start:stop], rotation, cache=step.layer(0)))
-        torch.testing.assert_close(torch.cat(pieces, dim=1), reference(made, x, mask_of_window(9, 3)), **EXACT)
+                rotation = step.rotation(ROPE, dtype=dtype)
+                pieces.append(made(x[:, start:stop].to(dtype), rotation, cache=step.layer(0)).double())
+        torch.testing.assert_close(torch.cat(pieces, dim=1), wanted, rtol=0, atol=ROUNDING[dtype])
 
     def test_with_a_cache_and_a_mask(self) -> None:
         made, x = layer(window=3), hidden(6)

@@ -156,6 +156,18 @@ def test_a_rejected_draft_is_dropped(data: st.DataObject, batch: int) -> None:
         torch.testing.assert_close(out[row], wanted[-4:], **EXACT)
 
 
+@pytest.mark.parametrize("size", [{"capacity": 8}, {"window": 3}, {"window": 2, "sinks": 1}], ids=str)
+def test_padding_may_be_nan(size: dict[str, int]) -> None:
+    """A mask would not hide it, as 0 · NaN is NaN."""
+    (rope, rotary), cache = ROPES["default"], cache_of(1, **size)
+    x, real = torch.randn(1, 8, HIDDEN, dtype=torch.float64), torch.tensor([[1, 0, 1, 1, 1, 0, 0, 1]])
+    padded = x.masked_fill(real[..., None] == 0, torch.nan)
+    pieces = ((0, 3), (3, 5), (5, 8))
+    out = torch.cat([run(cache, padded[:, i:j], rope, attention_mask=real[:, i:j]) for i, j in pieces], dim=1)
+    kept = real[0] == 1
+    torch.testing.assert_close(out[0, kept], run_whole_row(x[0, kept], rotary, *distances(5, size)), **EXACT)
+
+
 def test_positions_may_have_gaps() -> None:
     rope, rotary = ROPES["default"]
     cache, x = cache_of(1, capacity=5), torch.randn(1, 4, HIDDEN, dtype=torch.float64)
