@@ -2,14 +2,15 @@
 
 This is the only file that knows what a window, sinks, padding and several new tokens mean for slots:
 
-| cache | new tokens | they attend to | `visible`, for the kernel over the slots | `build_mask` |
+| cache | new tokens | they attend to | `visible`, for the kernel over the slots | `mask` |
 |---|---|---|---|---|
 | capacity | any number | slots from 0, after the write | with any window of the layer | slot ≤ order |
 | window, sinks | one in each row | all slots, after the write | without a shorter window of the layer | slot ≤ order |
 | window, sinks | several | all slots before the write, then the new keys | none | by the order of both |
 
 The keys of sinks have another distance, so their scores belong to another rotation of the queries (`find_sinks`).
-`LayerCache.attend` selects the attention from these answers and that of the store.
+`LayerCache.attend` selects the attention from these answers and from that of the store, which may have no kernel for a
+call: none attends over latent rows, float64 or other programs' stores.
 """
 
 from __future__ import annotations
