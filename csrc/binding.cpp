@@ -169,14 +169,12 @@ bool is_contiguous(const ropewalk::TensorView &x) {
 // The tensors of a call and how they are rotated.
 struct Call {
     bool ok = false, grad = false;  // ok: whether all match; grad: whether PyTorch records gradients
-    int count;
+    int count = 0;
     PyObject *tensors[2];
     ropewalk::TensorView views[2], cos, sin;
     Axes at;
     int64_t size;  // of an element
     ropewalk_rotation r{};  // complete except for the outputs
-
-    Call(nb::handle q, nb::handle k) : count(k.is_none() ? 1 : 2), tensors{q.ptr(), k.ptr()} {}
 
     // Complete `r`, given the views. Returns false if a size or dtype does not match.
     bool match(const Axes &axes, int64_t head_dim, int64_t rotary_dim, bool interleaved, int64_t offset, bool per_head) {
@@ -223,9 +221,10 @@ struct Call {
 // Read a call with plain tensors. `ok` is false if they are not plain or do not match; Python then handles the call.
 Call read_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim, int64_t rotary_dim,
                 bool interleaved, int64_t offset, bool per_head, bool profiled = false) {
-    Call call(q, k);
+    Call call;
     const Axes *axes = axes_of(layout.ptr());
     if (!axes || torch.is_observed(profiled)) return call;
+    call.count = k.is_none() ? 1 : 2, call.tensors[0] = q.ptr(), call.tensors[1] = k.ptr();
     for (int n = 0; n < call.count; ++n) {
         if (!torch.view(call.tensors[n], call.views[n])) return call;
     }
@@ -244,39 +243,41 @@ Call read_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::
 }
 
 // Read a call of an operator of PyTorch, which may be recorded. rotation/checks.py has checked it, so what does not match raises. A
-// table for each head has an axis of batch.
-Call read_checked(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, bool interleaved, int64_t offset) {
-    Call call(q, k);
-    const Axes *axes = axes_of(layout.ptr());
-    require(axes, "layout must be one of _layout.py", "another");
-    for (int n = 0; n < call.count; ++n) require_memory(torch.memory_of(call.tensors[n], call.views[n]));
+// table for each head has an axis of batch. Tensors without elements are left out, so `count` may be 0.
+Call read_checked(const nb::list &tensors, const nb::list &outputs, nb::handle cos, nb::handle sin, const nb::tuple &layout,
+                  bool interleaved, int64_t offset) {
+    Call call;
+    const Axes axes = axes_from(layout);
+    ropewalk::TensorView of_outputs[2];
+    require(tensors.size() <= 2 && outputs.size() == tensors.size(), "there must be one or two tensors", "another number");
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        ropewalk::TensorView &x = call.views[call.count], &y = of_outputs[call.count];
+        if (torch.api->view_of(nb::object(tensors[i]).ptr(), &x) != 0) throw nb::python_error();
+        if (x.elements() == 0) continue;
+        require_memory(x.data && torch.memory_of(nb::object(outputs[i]).ptr(), y));
+        bool matches = y.axes == x.axes && dtype_of(y) == dtype_of(x);
+        for (int n = 0; matches && n < x.axes; ++n) matches = y.shape[n] == x.shape[n];
+        require(matches, "an output must have the size and dtype of its tensor", "another");
+        ++call.count;
+    }
+    if (call.count == 0) return call;
     require_memory(torch.memory_of(cos.ptr(), call.cos) && torch.memory_of(sin.ptr(), call.sin));
     const ropewalk::TensorView &x = call.views[0], &table = call.cos;
     call.ok = x.axes > 0 && table.axes > 0 &&
-              call.match(*axes, x.shape[x.axes - 1], 2 * table.shape[table.axes - 1], interleaved, offset, table.axes == 4);
+              call.match(axes, x.shape[x.axes - 1], 2 * table.shape[table.axes - 1], interleaved, offset, table.axes == 4);
     require(call.ok, "the tensors must match in sizes and dtypes", "others");
+    for (int n = 0; n < call.count; ++n) {
+        call.r.tensors[n].out = of_outputs[n].first(), axes.strides(of_outputs[n].strides, call.r.tensors[n].out_stride);
+    }
     return call;
 }
 
-// Get a view of an output [like `x`].
-ropewalk::TensorView output_view(nb::handle output, const ropewalk::TensorView &x) {
-    ropewalk::TensorView view;
-    require_memory(torch.memory_of(output.ptr(), view));
-    bool matches = view.axes == x.axes && dtype_of(view) == dtype_of(x);
-    for (int i = 0; matches && i < x.axes; ++i) matches = view.shape[i] == x.shape[i];
-    require(matches, "an output must have the size and dtype of its tensor", "another");
-    return view;
-}
-
-// Rotate q to p and, unless it is None, k to r.
-void rotate(nb::handle q, nb::handle p, nb::handle k, nb::handle r, nb::handle cos, nb::handle sin, nb::handle layout,
+// Rotate q, or q and k, into the outputs.
+void rotate(const nb::list &tensors, const nb::list &outputs, nb::handle cos, nb::handle sin, const nb::tuple &layout,
             bool interleaved, int64_t offset, bool inverse) {
-    Call call = read_checked(q, k, cos, sin, layout, interleaved, offset);
+    Call call = read_checked(tensors, outputs, cos, sin, layout, interleaved, offset);
+    if (call.count == 0) return;
     call.r.inverse = inverse;
-    for (int n = 0; n < call.count; ++n) {
-        const ropewalk::TensorView view = output_view(n == 0 ? p : r, call.views[n]);
-        call.r.tensors[n].out = view.first(), call.at.strides(view.strides, call.r.tensors[n].out_stride);
-    }
     const int threads = threads_of_torch();
     nb::gil_scoped_release release;
     run(call.r, call.size, elements_of(call.r), threads);
@@ -496,16 +497,13 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     return outputs[0];
 }
 
-// Compute the gradients of cos and sin, contiguous [batch, token, pairs] or [batch, head, token, pairs], from q, k or None, and the
+// Compute the gradients of cos and sin, contiguous [batch, token, pairs] or [batch, head, token, pairs], from q, or q and k, and the
 // gradients of the rotated tensors.
-void table_gradient(nb::handle q, nb::handle p, nb::handle k, nb::handle r, nb::handle d_cos, nb::handle d_sin, nb::handle layout,
+void table_gradient(const nb::list &tensors, const nb::list &grads, nb::handle d_cos, nb::handle d_sin, const nb::tuple &layout,
                     bool interleaved, int64_t offset) {
-    Call call = read_checked(q, k, d_cos, d_sin, layout, interleaved, offset);
+    Call call = read_checked(tensors, grads, d_cos, d_sin, layout, interleaved, offset);
+    if (call.count == 0) return;
     ropewalk_table_gradient g{};
-    for (int n = 0; n < call.count; ++n) {
-        const ropewalk::TensorView view = output_view(n == 0 ? p : r, call.views[n]);
-        call.r.tensors[n].out = view.first(), call.at.strides(view.strides, call.r.tensors[n].out_stride);
-    }
     // A gradient is written, so no two rows of a batch may have one row of it.
     const ropewalk::TensorView &to = call.cos;
     require(to.axes >= 3 && to.shape[0] == call.r.batch && is_contiguous(to) && is_contiguous(call.sin) &&
@@ -733,8 +731,7 @@ void use_level(const std::string &name) {
 NB_MODULE(_cpu, m) {
     m.def("levels", &levels);
     m.def("use_level", &use_level);
-    m.def("rotate", &rotate, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-          nb::arg(), nb::arg());
+    m.def("rotate", &rotate);
     m.def("use_openmp", &use_openmp);
     m.def("use_torch", &use_torch);
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
@@ -745,8 +742,7 @@ NB_MODULE(_cpu, m) {
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg());
-    m.def("table_gradient", &table_gradient, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
-          nb::arg(), nb::arg(), nb::arg());
+    m.def("table_gradient", &table_gradient);
     m.def("angles", &angles, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }

@@ -305,41 +305,57 @@ def test_sizes_that_reach_the_compiled_code() -> None:
     rows = torch.zeros(2, 4, dtype=torch.int64)
     freed = torch.zeros(2, 4, 3, 8)
     freed.untyped_storage().resize_(0)
-    rotate = {"q": x, "p": x, "k": None, "r": None, "cos": table, "sin": table}
-    rotate |= {"layout": "bshd", "interleaved": False, "offset": 0}
+    rotate = {"tensors": [x], "outputs": [x], "cos": table, "sin": table}
+    rotate |= {"layout": (0, 1, 2, 4), "interleaved": False, "offset": 0}
     angles = {"positions": rows, "axis": None, "steps": steps, "factor": 1.0, "cos": table, "sin": table}
     match, output = "the tensors must match in sizes and dtypes", "an output must have the size and dtype"
     row, sizes = "gradients of tables must have a row for each token", "positions, steps, axes and tables must match"
+    axes = "the axes of a layout must be those of _layout.py"
+
+    def with_k(k: Tensor) -> dict[str, Any]:
+        return {"tensors": [x, k], "outputs": [x, k]}
+
+    def with_tables(t: Tensor) -> dict[str, Any]:
+        return {"cos": t, "sin": t}
+
     for function, arguments, changes, message in (
-        ("rotate", rotate, {"layout": "bsdh"}, "layout must be one of"),
-        ("rotate", rotate, {"layout": "thd"}, match),
-        ("rotate", rotate, {"q": freed}, "a tensor must have memory"),
+        ("rotate", rotate, {"layout": (0, 1, 2)}, axes),
+        ("rotate", rotate, {"layout": (0, 1, 2, 3)}, axes),
+        ("rotate", rotate, {"layout": (0, 1, 3, 4)}, axes),
+        ("rotate", rotate, {"layout": (-1, 0, 1, 4)}, axes),
+        ("rotate", rotate, {"layout": (0, 1, 1, 4)}, axes),
+        ("rotate", rotate, {"layout": (0, 1, 2**62, 4)}, axes),
+        ("rotate", rotate, {"layout": (None, 1, 2, 4)}, axes),
+        ("rotate", rotate, {"layout": (None, 0, 1, 3)}, match),
+        ("rotate", rotate, {"outputs": []}, "there must be one or two tensors"),
+        ("rotate", rotate, {"tensors": [x] * 3, "outputs": [x] * 3}, "there must be one or two tensors"),
+        ("rotate", rotate, {"tensors": [freed]}, "a tensor must have memory"),
+        ("rotate", rotate, {"outputs": [freed]}, "a tensor must have memory"),
         ("rotate", rotate, {"sin": torch.zeros(0)}, "a tensor must have memory"),
-        ("rotate", rotate, {"q": rows}, match),
-        ("rotate", rotate, {"q": torch.tensor(1.0)}, match),
-        ("rotate", rotate, {"k": x.double(), "r": x.double()}, match),
-        ("rotate", rotate, {"k": x[:1], "r": x[:1]}, match),
-        ("rotate", rotate, {"k": x[:, :3], "r": x[:, :3]}, match),
-        ("rotate", rotate, {"k": x[..., :6], "r": x[..., :6]}, match),
+        ("rotate", rotate, {"tensors": [rows], "outputs": [rows]}, match),
+        ("rotate", rotate, {"tensors": [torch.tensor(1.0)], "outputs": [torch.tensor(1.0)]}, match),
+        ("rotate", rotate, with_k(x.double()), match),
+        ("rotate", rotate, with_k(x[:1]), match),
+        ("rotate", rotate, with_k(x[:, :3]), match),
+        ("rotate", rotate, with_k(x[..., :6]), match),
         ("rotate", rotate, {"cos": table[..., :3]}, match),
         ("rotate", rotate, {"cos": table.double()}, match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), table.bfloat16()), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), table[:, :3]), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(3, 4, 4)), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(2, 2, 4, 4)), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(1, 1, 1, 4, 4)), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(4, 5)), match),
-        ("rotate", rotate, dict.fromkeys(("cos", "sin"), torch.zeros(4)[0]), match),
+        ("rotate", rotate, with_tables(table.bfloat16()), match),
+        ("rotate", rotate, with_tables(table[:, :3]), match),
+        ("rotate", rotate, with_tables(torch.zeros(3, 4, 4)), match),
+        ("rotate", rotate, with_tables(torch.zeros(2, 2, 4, 4)), match),
+        ("rotate", rotate, with_tables(torch.zeros(1, 1, 1, 4, 4)), match),
+        ("rotate", rotate, with_tables(torch.zeros(4, 5)), match),
+        ("rotate", rotate, with_tables(torch.zeros(4)[0]), match),
         ("rotate", rotate, {"offset": 1}, match),
         ("rotate", rotate, {"offset": -1}, match),
-        ("rotate", rotate, {"p": x[:1]}, output),
-        ("rotate", rotate, {"p": x.double()}, output),
-        ("rotate", rotate, {"k": x, "r": x[:, :, :2]}, output),
-        ("table_gradient", rotate, {"p": x[..., :7]}, output),
-        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[:1]), row),
-        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[0]), row),
-        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table[0, 0]), row),
-        ("table_gradient", rotate, dict.fromkeys(("cos", "sin"), table.double()), row),
+        ("rotate", rotate, {"outputs": [x[:1]]}, output),
+        ("rotate", rotate, {"outputs": [x.double()]}, output),
+        ("table_gradient", rotate, {"outputs": [x[..., :7]]}, output),
+        ("table_gradient", rotate, with_tables(table[:1]), row),
+        ("table_gradient", rotate, with_tables(table[0]), row),
+        ("table_gradient", rotate, with_tables(table[0, 0]), row),
+        ("table_gradient", rotate, with_tables(table.double()), row),
         ("table_gradient", rotate, {"cos": table.mT.contiguous().mT}, row),
         ("table_gradient", rotate, {"sin": table.mT.contiguous().mT}, row),
         ("angles", angles, {"positions": rows.int()}, sizes),

@@ -26,33 +26,29 @@ def use_torch(
     """
 
 def rotate(
-    q: Tensor,
-    p: Tensor,
-    k: Tensor | None,
-    r: Tensor | None,
+    tensors: list[Tensor],
+    outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: Layout,
+    layout: tuple[int | None, int, int, int],
     interleaved: bool,
     offset: int,
     inverse: bool,
     /,
 ) -> None:
-    """Rotate q to p and k to r, each with at least one element. Raise RopeError if a size or dtype does not match."""
+    """Rotate q, or q and k, into the outputs. Raise RopeError if a size or dtype does not match."""
 
 def table_gradient(
-    q: Tensor,
-    p: Tensor,
-    k: Tensor | None,
-    r: Tensor | None,
+    tensors: list[Tensor],
+    grads: list[Tensor],
     d_cos: Tensor,
     d_sin: Tensor,
-    layout: Layout,
+    layout: tuple[int | None, int, int, int],
     interleaved: bool,
     offset: int,
     /,
 ) -> None:
-    """Write the gradients of cos and sin, given q, k and the gradients p and r of what they are rotated to."""
+    """Write the gradients of cos and sin, given q and k and the gradients of what they are rotated to."""
 
 def angles(positions: Tensor, axis: Tensor | None, steps: Tensor, factor: float, cos: Tensor, sin: Tensor, /) -> None:
     """Write cos and sin of int64 positions `[..., tokens]`, or with `axis`, the axis of each pair, `[axes, ...]`."""

@@ -82,8 +82,8 @@ def rotate(
     options: Options,
 ) -> None:
     """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
-    if flat := _flatten(tensors, outputs):
-        _cpu.rotate(*flat, cos, sin, *options)
+    layout, interleaved, offset, inverse = options
+    _cpu.rotate(tensors, outputs, cos, sin, AXES[layout], interleaved, offset, inverse)
 
 
 def table_gradient(
@@ -97,10 +97,12 @@ def table_gradient(
     x = tensors[0]
     batch, tokens, heads, _ = AXES[options.layout]
     shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)
-    dtype, flat = torch.float64 if x.dtype == torch.float64 else torch.float32, _flatten(tensors, grads)
-    d_cos, d_sin = ((torch.empty if flat else torch.zeros)(shape, dtype=dtype, device="cpu") for _ in range(2))
-    if flat:
-        _cpu.table_gradient(*flat, d_cos, d_sin, *options[:3])
+    made, dtype = (
+        torch.empty if x.numel() else torch.zeros,
+        torch.float64 if x.dtype == torch.float64 else torch.float32,
+    )
+    d_cos, d_sin = made(shape, dtype=dtype, device="cpu"), made(shape, dtype=dtype, device="cpu")
+    _cpu.table_gradient(tensors, grads, d_cos, d_sin, AXES[options.layout], options.interleaved, options.offset)
     return d_cos, d_sin
 
 
@@ -114,12 +116,3 @@ def angles(
     if cos.numel():
         _cpu.angles(positions, axis, phase_steps, factor, cos, sin)
     return cos, sin
-
-
-_Flat = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
-def _flatten(tensors: list[Tensor], others: list[Tensor]) -> _Flat | None:
-    """Return q, its output, k and its output, without the tensors that have no elements. None if there is none."""
-    given = [(x, y) for x, y in zip(tensors, others, strict=True) if x.numel()]
-    return None if not given else (*given[0], *given[1]) if len(given) == 2 else (*given[0], None, None)
