@@ -9,88 +9,67 @@ is a row of JSON, with times in seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import harness
 import torch
+from harness import tables
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.case import BASE, HEAD_DIM, tables
-from ropewalk.tools.bench.clocks import OnCpu
-from ropewalk.tools.bench.measure import sample_alternately
+from ropewalk.tools.bench import BASE, DTYPES, HEAD_DIM, OnCpu, sample_alternately, summary
 
 Q_HEADS, KV_HEADS, EPS = 16, 8, 1e-6  # Qwen 3, 0.6 B
 CAPACITY, BLOCK = 1024, 16  # tokens in each row, and in a page
+
+SEPARATE = "separate calls"
 
 Step = tuple[Tensor, Tensor, Tensor]
 """Rotated q, and the new keys and values as stored in the cache."""
 
 
-def rows(
-    batches: Sequence[int] = (1, 8, 64),
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
-    *,
-    rounds: int = 30,
-    seconds: float = 10.0,
-) -> list[dict[str, Any]]:
+def measure(batch: int, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time a decode step, with one token in each row of the batch, by one fused call and by separate calls.
 
-    Args:
-        batches, dtypes: every combination is measured.
-        rounds, seconds: as in `measure.rows`.
-
     Returns:
-        A row for JSON for each case and contender. It has batch, dtype, threads, contender, and state, which is "timed"
-        or "wrong". A timed row also has median and least, the median and the smallest sample in seconds, and
-        of_separate, its median divided by that of the separate calls. A wrong row also has error and allowed.
+        A row for JSON for each contender. Its state is "timed" or "wrong". A timed row has of_separate, its median
+        divided by that of the separate calls.
     """
-    results = []
-    for dtype in dtypes:
-        for batch in batches:
-            with torch.inference_mode():
-                results += _case(batch, dtype, rounds, seconds)
-    return results
-
-
-def _case(batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(batch, 1, heads, HEAD_DIM, generator=generator).to(dtype) for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
+        torch.randn(batch, 1, heads, HEAD_DIM, generator=generator).to(DTYPES[dtype])
+        for heads in (Q_HEADS, KV_HEADS, KV_HEADS)
     )
-    weights = [torch.rand(HEAD_DIM, generator=generator).to(dtype) + 0.5 for _ in range(2)]
+    weights = [torch.rand(HEAD_DIM, generator=generator).to(DTYPES[dtype]) + 0.5 for _ in range(2)]
     positions = torch.randint(0, CAPACITY, (batch, 1), generator=generator)
     contenders = _contenders(q, k, v, weights, positions)
     truth = _exact(q, k, v, weights, positions)
-    allowed = 4 * torch.finfo(dtype).eps * max(float(x.abs().max()) for x in truth)  # rounding of norm and rotation
+    allowed = (
+        4 * torch.finfo(DTYPES[dtype]).eps * max(float(x.abs().max()) for x in truth)
+    )  # rounding of norm and rotation
     samplers: dict[str, Callable[[], float]] = {}
-    states: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, (call, result) in contenders.items():
         call()
         got = result()
         errors = [] if got is None else [float((x.double() - y).abs().max()) for x, y in zip(got, truth, strict=True)]
-        states[name] = {"state": "timed"}
-        if not all(error <= allowed for error in errors):
-            states[name] = {"state": "wrong", "error": str(max(errors)), "allowed": allowed}
-            continue
-        samplers[name] = OnCpu().prepare([call]).sample
-    samples = sample_alternately(samplers, rounds, seconds)
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    about = {"batch": batch, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-    separate = medians.get("separate calls")
-    return [
-        {
-            **about,
-            "contender": name,
-            **state,
-            **({"median": medians[name], "least": min(samples[name])} if name in medians else {}),
-            **({"of_separate": medians[name] / separate} if name in medians and separate else {}),
-        }
-        for name, state in states.items()
-    ]
+        right = all(error <= allowed for error in errors)
+        rows[name] = {"batch": batch, "dtype": dtype, "contender": name, "state": "timed" if right else "wrong"}
+        if right:
+            samplers[name] = OnCpu().prepare([call])
+        else:
+            rows[name] |= {"error": str(max(errors)), "allowed": allowed}
+    samples = sample_alternately(samplers, options.rounds, options.seconds)
+    found = {name: summary(taken) for name, taken in samples.items()}
+    separate = found[SEPARATE]["median"] if SEPARATE in found else None
+    for name, row in rows.items():
+        if name in found:
+            row |= {**found[name], "of_separate": found[name]["median"] / separate if separate else None}
+    return list(rows.values())
 
 
 def _contenders(
@@ -126,7 +105,7 @@ def _contenders(
     slots = row * CAPACITY + positions
     contenders: dict[str, tuple[Callable[[], object], Callable[[], Step | None]]] = {}
     for name, call, pages in (
-        ("separate calls", separate, False),
+        (SEPARATE, separate, False),
         ("one call", fused, False),
         ("one call, pages", fused, True),
     ):
@@ -160,6 +139,23 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, weights: list[Tensor], positions: Te
     return rotated[0], rotated[1], v.double()
 
 
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = harness.parser(__doc__)
+    parser.set_defaults(rounds=150)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="rows of the batch (1 8 64)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options = parser.parse_args(arguments)
+    out = harness.Results(options, rows=[])
+    for dtype in options.dtypes:
+        for batch in options.rows:
+            with torch.inference_mode():
+                rows = measure(batch, dtype, options)
+            out.found["rows"] += rows
+            for row in rows:
+                print(json.dumps(row), flush=True)
+            out.write()
+    return out.found
+
+
 if __name__ == "__main__":
-    for row in rows(rounds=150):
-        print(json.dumps(row))
+    main()

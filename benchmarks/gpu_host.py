@@ -6,12 +6,11 @@ so the times do not include its C launcher, `cuLaunchKernel` and other calls of 
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,6 +19,7 @@ from triton.compiler import CompiledKernel
 import ropewalk
 from ropewalk.kernels import backend, gpu
 from ropewalk.rotation.qk_norm import QKNorm, StoreArguments, run_fused
+from ropewalk.tools import bench
 
 
 class Driver:
@@ -33,17 +33,6 @@ class Driver:
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
-
-
-def measure(call: Callable[[], Any], count: int = 300, repetitions: int = 15) -> list[float]:
-    """Return the microseconds of a call, once for each repetition."""
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    return times
 
 
 def frames(call: Callable[[], Any]) -> int:
@@ -60,8 +49,11 @@ def frames(call: Callable[[], Any]) -> int:
     return entered - 1  # without `call`
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.parser(__doc__)
+    parser.set_defaults(threads=1, rounds=15)
+    options = parser.parse_args(arguments)
+    out = harness.Results(options, rows=[])
     triton.runtime.driver.set_active(Driver())
     launched = []
     CompiledKernel._init_handles = lambda _: None
@@ -94,15 +86,19 @@ def main() -> None:
         "fused step with norm and cache": lambda: run_fused(rotation, q, k, layout="bshd", norm=norm, store=store),
         "torch.empty_like(q), for comparison": lambda: torch.empty_like(q),
     }
-    print(f"torch {torch.__version__}, Triton {triton.__version__}, Python {sys.version.split()[0]}; µs")
-    for name, call in calls.items():
+    print(f"Triton {triton.__version__}, Python {sys.version.split()[0]}; µs, with the 10th and 90th percentile")
+    for name in harness.select(list(calls), options.only):
+        call = calls[name]
         torch.set_grad_enabled("gradients" in name or "backward" in name)
         for _ in range(50):
             call()
         launched.clear()
         entered = frames(call)
-        launches, times = len(launched), measure(call)
-        of_times = f"{statistics.median(times):6.1f} (min {min(times):5.1f})"
+        launches, sample = len(launched), bench.OnCpu().prepare([call])
+        times = bench.summary([sample() for _ in range(options.rounds)])
+        of_times = f"{1e6 * times['median']:6.1f} ({1e6 * times['p10']:5.1f} to {1e6 * times['p90']:5.1f})"
+        out.found["rows"].append({"call": name, "frames": entered, "launches": launches, **times})
+        out.write()
         print(f"{name:<36} {of_times}  frames {entered:3}  launches {launches}")
 
 

@@ -2,61 +2,45 @@
 
 --rehearse runs small sizes on the CPU, in Triton's interpreter (TRITON_INTERPRET=1), and times nothing.
 
-Each time is the median of 15 replays of a CUDA graph. A graph rotates several sets of tensors, three times the L2 cache
-or 64 sets, so that tensors of a long sequence come from memory. `share` is the time of `copy_` divided by that of the
-rotation. `right` says whether the result is that of the tile in use, bit for bit.
+Each time is the median of 15 replays (--rounds) of a CUDA graph. A graph rotates several sets of tensors, three times
+the L2 cache or 64 sets, so that tensors of a long sequence come from memory. `share` is the time of `copy_` divided by
+that of the rotation. `right` says whether the result is that of the tile in use, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+import harness
 import torch
 
+from gpu import Replayed
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu, gpu_plans
+from ropewalk.tools import bench
 
 DEFAULT_TILES = ("64x4", "32x4", "16x4", "128x4", "64x8", "32x8", "64x2", "32x2")
 SIZES = ((4, 4096), (1, 1024), (1, 1), (8, 1), (64, 1), (256, 1))  # batch, tokens
 HEADS, HEAD_DIM, L2_BYTES = (32, 8), 128, 52_000_000
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
+def microseconds(calls: list[Callable[[], object]], rounds: int) -> float:
     """Return the time of one of the calls, in a CUDA graph of all of them."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(15):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(2_000_000)  # so that the host is ahead
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    sample = Replayed().prepare(calls)
+    return 1e6 * bench.summary([sample() for _ in range(rounds)])["median"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time tile sizes of the rotation on a GPU.")
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.parser(__doc__)
+    parser.set_defaults(rounds=15)
     parser.add_argument("--tile", action="append", help="BYTESxWARPS, e.g. 32x4; may be repeated")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--rehearse", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    out = harness.Results(options, rows=[])
     tiles = [gpu_plans.Tile(*map(int, tile.split("x"))) for tile in options.tile or DEFAULT_TILES]
     device, sizes = ("cpu", ((2, 3),)) if options.rehearse else ("cuda", SIZES)
-    rows = []
     for dtype, (batch, tokens) in itertools.product((torch.bfloat16, torch.float32), sizes):
         moved = 2 * batch * tokens * sum(HEADS) * HEAD_DIM * dtype.itemsize
         count = 1 if options.rehearse else min(64, 1 + 3 * L2_BYTES // moved)
@@ -69,7 +53,7 @@ def main() -> None:
         cos, sin = torch.randn(table, device=device), torch.randn(table, device=device)
         flat = [torch.cat([x.flatten() for x in q_and_k]) for q_and_k in (*sets, *outputs)]
         pairs = list(zip(flat[:count], flat[count:], strict=True))
-        copy = 1.0 if options.rehearse else microseconds([partial(y.copy_, x) for x, y in pairs])
+        copy = 1.0 if options.rehearse else microseconds([partial(y.copy_, x) for x, y in pairs], options.rounds)
         for interleaved, in_place in itertools.product((False, True), (False, True)):
             how, key = Options("bshd", interleaved, 0), (dtype.itemsize, interleaved)
             wanted, in_use = [torch.empty_like(x) for x in sample], gpu_plans.TILES[key]
@@ -82,7 +66,7 @@ def main() -> None:
                 gpu_plans._rotation_plan.cache_clear()
                 result = [x.clone() for x in sample]
                 gpu.rotate(result, result, cos, sin, how)
-                time = 1.0 if options.rehearse else microseconds(calls)
+                time = 1.0 if options.rehearse else microseconds(calls, options.rounds)
                 row = {
                     "dtype": str(dtype).removeprefix("torch."),
                     "batch": batch,
@@ -94,12 +78,11 @@ def main() -> None:
                     "share": round(copy / time, 3),
                     "right": all(map(torch.equal, result, wanted)),
                 }
-                rows.append(row)
+                out.found["rows"].append(row)
                 print(*row.values(), flush=True)
-            gpu_plans.TILES[key] = in_use
-            gpu_plans._rotation_plan.cache_clear()
-    if options.json:
-        options.json.write_text(json.dumps(rows))
+            gpu.TILES[key] = in_use
+            gpu._rotation_plan.cache_clear()
+    out.write()
 
 
 if __name__ == "__main__":

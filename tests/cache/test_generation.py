@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ropewalk import KVCache, Rope, from_config
-from ropewalk.tools.bench import decode_caches, decode_model
 
 NEW = 12
 
@@ -21,6 +23,17 @@ CACHES: dict[str, Callable[..., Any]] = {
     "window": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, window=30, dtype=torch.float64),
     "sinks": lambda layers, heads, dim: KVCache(layers, 1, heads, dim, window=26, sinks=4, dtype=torch.float64),
 }
+
+
+def benchmark(name: str) -> Any:
+    """Import a script of benchmarks/, with which the speed of the same model is measured."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
 Logits = Callable[[Tensor, Any, Any], Tensor]
 """tokens `[1, seq]`, a rotation and a step or None → the logits of the last token `[1, vocabulary]`."""
 
@@ -48,8 +61,9 @@ def generate_with(cache: Any, logits: Logits, rope: Rope, prompt: Tensor) -> lis
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_checkpoint_of_transformers(kind: str) -> None:
-    size = decode_caches.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
-    model, theirs = decode_model.build_models(size, torch.float64)
+    decode = benchmark("decode")
+    size = decode.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50)
+    model, theirs = decode.build_models(size, torch.float64)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():  # shared with the weights of transformers
         torch.nn.init.normal_(parameter, std=0.2 if "embed" in name else 0.8)

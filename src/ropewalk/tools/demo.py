@@ -1,18 +1,14 @@
 """A short tour with the published config of Llama 3.1 8B, without a download.
 
-It reads the config, checks and times the rotation, and draws plots. Every check measures an error, and raises if the
-error exceeds a documented bound. For comparison, the usual float32 code (Hugging Face's Llama, from the benchmark) runs
-in the same process and is timed in the same way.
+It reads the config, checks angles and rotation, and draws plots. Every check measures an error, and raises if the error
+exceeds a documented bound. The angles of the usual float32 code (Hugging Face's Llama) are measured for comparison.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +18,6 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks, plots
-from ropewalk.tools.bench.baselines import hugging_face, hugging_face_tables
-from ropewalk.tools.bench.case import rotation_error
-from ropewalk.tools.bench.clocks import OnCpu
-from ropewalk.tools.bench.measure import sample_alternately
 
 Say = Callable[[str], None]
 
@@ -47,7 +39,6 @@ CONFIG: dict[str, object] = {
 }
 """The keys about rotation in `config.json` of Llama 3.1 8B. head_dim is 4096 / 32 = 128."""
 
-_LAYERS = 32  # as CONFIG says
 _WINDOW_STARTS, _WINDOW = (0, 8_064, 130_816), 256
 _LAST_POSITIONS = (255, 8_191, 131_071, 1_048_575, 2**31 - 1)
 
@@ -87,12 +78,8 @@ def run(folder: Path, say: Say) -> None:
         f"  {len(model.layers)} equal layers, {rope.rotary_dim // 2} pairs of channels with wavelengths from "
         f"{rope.wavelength[0]:.2f} to {rope.wavelength[-1]:,.0f} tokens"
     )
-    positions = torch.cat([torch.arange(start, start + _WINDOW) for start in _WINDOW_STARTS])
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, len(positions), heads, rope.head_dim, generator=generator) for heads in (32, 8))
-    tokens = _Tokens(rope, positions, q, k)
-    _check_angles(tokens, say)
-    _compare(tokens, say)
+    _check_angles(rope, say)
+    _check_rotation(rope, say)
     say("[4/4] Plot")
     if no_plots:
         say(f"  left out: {no_plots}")
@@ -103,35 +90,14 @@ def run(folder: Path, say: Say) -> None:
     say(f"All checks passed in {time.perf_counter() - started:.1f} s.")
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A rope and the tokens that it rotates.
-
-    Args:
-        rope: the rope.
-        positions: int64 `[tokens]`.
-        q, k: float32 `[1, tokens, 32, 128]` and `[1, tokens, 8, 128]`.
-    """
-
-    rope: ropewalk.Rope
-    positions: Tensor
-    q: Tensor
-    k: Tensor
-
-    def usual_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin as the usual code does: float32 `[tokens, 1, 128]`, which broadcast over heads."""
-        cos, sin = hugging_face_tables(torch.from_numpy(self.rope.inv_freq).float(), positions[None])
-        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-
-    def exact(self, positions: Tensor) -> Tensor:
-        """Compute cos + i sin with mpmath, taking inv_freq as exact: complex128 `[tokens, pairs]`."""
-        mpmath = _import_mpmath()
-        with mpmath.workdps(40):
-            factors = [
-                [complex(mpmath.expj(mpmath.mpf(w) * p)) for w in self.rope.inv_freq.tolist()]
-                for p in positions.tolist()
-            ]
-        return torch.tensor(factors, dtype=torch.complex128)
+def _exact(rope: ropewalk.Rope, positions: Tensor) -> Tensor:
+    """Compute cos + i sin with mpmath, taking inv_freq as exact: complex128 `[tokens, pairs]`."""
+    mpmath = _import_mpmath()
+    with mpmath.workdps(40):
+        factors = [
+            [complex(mpmath.expj(mpmath.mpf(w) * p)) for w in rope.inv_freq.tolist()] for p in positions.tolist()
+        ]
+    return torch.tensor(factors, dtype=torch.complex128)
 
 
 def _import_mpmath() -> Any:
@@ -142,54 +108,33 @@ def _import_mpmath() -> Any:
         raise _checks.missing_package("demo", "mpmath", "demo") from e
 
 
-def _check_angles(tokens: _Tokens, say: Say) -> None:
+def _check_angles(rope: ropewalk.Rope, say: Say) -> None:
     """Check cos and sin of all pairs against mpmath, for the 16 tokens up to each of several positions."""
     say("[2/4] Check cos and sin against mpmath (40 digits): largest error of the 16 tokens up to each position")
     say(f"  {'position':>13}  {'ropewalk':>9}  usual float32 code")
     for last in _LAST_POSITIONS:
         positions = torch.arange(last - 15, last + 1)
-        exact, rotation = tokens.exact(positions), tokens.rope.at(positions)
-        ours = _largest_gap((rotation.cos, rotation.sin), exact)
-        usual = _largest_gap((table.squeeze(1) for table in tokens.usual_tables(positions)), exact)
+        exact, rotation = _exact(rope, positions), rope.at(positions)
+        angle = positions[:, None].float() * torch.from_numpy(rope.inv_freq).float()  # as LlamaRotaryEmbedding
+        ours, usual = (_largest_gap(pair, exact) for pair in ((rotation.cos, rotation.sin), (angle.cos(), angle.sin())))
         say(f"  {last:>13,}  {ours:9.1e}  {usual:.1e}")
         _require(f"cos and sin up to position {last:,}", ours, _TABLE_FLOOR + last * _TABLE_PER_TOKEN)
 
 
-def _compare(tokens: _Tokens, say: Say) -> None:
-    """Compare time and error of ropewalk and of the usual code on the same tensors, with alternating runs.
-
-    Errors are those of every 32nd token against a float64 rotation by mpmath's angles.
-    """
+def _check_rotation(rope: ropewalk.Rope, say: Say) -> None:
+    """Check rotated q and k of some tokens against a float64 rotation by mpmath's angles."""
+    positions = torch.cat([torch.arange(start, start + _WINDOW, 32) for start in _WINDOW_STARTS])
     ranges = ", ".join(f"{start:,}-{start + _WINDOW - 1:,}" for start in _WINDOW_STARTS)
-    say(f"[3/4] Rotate {len(tokens.positions)} tokens at positions {ranges}: largest error of a pair, relative to its")
-    say(f"  length, and time in the median of 15 alternating runs with {torch.get_num_threads()} CPU threads")
-    rotation = tokens.rope.at(tokens.positions)
-    usual = hugging_face(*tokens.usual_tables(tokens.positions))
-    calls: dict[str, Callable[[], Any]] = {
-        "ropewalk, angles": lambda: tokens.rope.at(tokens.positions),
-        "usual float32 code, angles": lambda: tokens.usual_tables(tokens.positions),
-        "ropewalk": lambda: rotation(tokens.q, tokens.k, layout="bshd"),
-        "usual float32 code": lambda: usual(tokens.q, tokens.k),
-    }
-    samplers = {name: OnCpu().prepare([call]).sample for name, call in calls.items()}
-    samples = sample_alternately(samplers, rounds=15, seconds=math.inf)
-    times = {name: 1e3 * statistics.median(taken) for name, taken in samples.items()}
-    say(f"  {'':>20}  error of q   error of k   angles, once  q and k, each layer  pass of {_LAYERS} layers")
-    rows = torch.arange(0, len(tokens.positions), 32)
-    factor = tokens.exact(tokens.positions[rows]).unsqueeze(1)
-    for name in ("ropewalk", "usual float32 code"):
-        errors = [
-            rotation_error(before[0, rows], after[0, rows], factor, tokens.rope.pairing).item()
-            for before, after in zip((tokens.q, tokens.k), calls[name](), strict=True)
-        ]
-        angles, layer = times[f"{name}, angles"], times[name]
-        say(
-            f"  {name:>20}  {errors[0]:<11.1e}  {errors[1]:<11.1e}  {angles:9.2f} ms  {layer:15.2f} ms  "
-            f"{angles + _LAYERS * layer:14.1f} ms"
-        )
-        if name == "ropewalk":
-            _require("rotated q", errors[0], _ROTATION_BOUND)
-            _require("rotated k", errors[1], _ROTATION_BOUND)
+    say(f"[3/4] Rotate {len(positions)} tokens at positions {ranges}: largest error of a pair, relative to its length")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, len(positions), heads, rope.head_dim, generator=generator) for heads in (32, 8))
+    factor = _exact(rope, positions).unsqueeze(1)
+    for name, before, after in zip("qk", (q, k), rope.at(positions)(q, k, layout="bshd"), strict=True):
+        exact, found = (torch.complex(*x.double().chunk(2, dim=-1)) for x in (before, after))
+        exact *= factor
+        error = ((found - exact).abs() / exact.abs()).max().item()
+        say(f"  {name}: {error:.1e}")
+        _require(f"rotated {name}", error, _ROTATION_BOUND)
     say(f"  CPU kernel of ropewalk: {ropewalk.backends()['cpu kernel']}")
 
 
@@ -202,6 +147,5 @@ def _require(what: str, measured: float, bound: float) -> None:
 
 
 def _largest_gap(tables: Iterable[Tensor], exact: Tensor) -> float:
-    pairs = exact.shape[-1]
     parts = zip(tables, (exact.real, exact.imag), strict=True)
-    return torch.stack([(table[..., :pairs].double() - part).abs() for table, part in parts]).max().item()
+    return torch.stack([(table.double() - part).abs() for table, part in parts]).max().item()

@@ -16,7 +16,7 @@ import click
     help="The folder for the pictures.",
 )
 def demo(folder: Path) -> None:
-    """Rotate q and k as Llama 3.1 8B does, check and time the result, and draw pictures.
+    """Rotate q and k as Llama 3.1 8B does, check the result, and draw pictures.
 
     Nothing is downloaded.
     """

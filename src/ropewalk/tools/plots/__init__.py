@@ -3,8 +3,8 @@
     figure = ropewalk.plots.inv_freq(rope)
     ropewalk.plots.save(figure, "inv_freq.png")
 
-Most functions take a Rope and return a matplotlib Figure that is 1000 pixels wide. `differences` takes several ropes,
-and `times_copy` takes the rows of a benchmark. The functions use neither pyplot nor global state, so they need no
+Most functions take a Rope and return a matplotlib Figure that is 1000 pixels wide. `differences` takes several ropes.
+The functions use neither pyplot nor global state, so they need no
 display. ropewalk's extra `plots` installs matplotlib. `explorer` returns an interactive HTML page and needs Plotly
 instead, which the extra `explore` installs.
 """
@@ -17,11 +17,10 @@ from ropewalk.tools.plots.field import angle_field
 from ropewalk.tools.plots.figure import FORMATS, blank, check_path, save
 from ropewalk.tools.plots.frequencies import inv_freq
 from ropewalk.tools.plots.interactive import explorer
-from ropewalk.tools.plots.timings import times_copy
 from ropewalk.tools.plots.vectors import pairs, rotated_vector
 
 __all__ = [
     "FORMATS", "angle_field", "blank", "check_path", "decay", "differences", "explorer", "inv_freq", "pairs",
-    "rotated_vector", "save", "times_copy",
+    "rotated_vector", "save",
 ]  # fmt: skip
 __dir__ = __all__.copy

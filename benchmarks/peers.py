@@ -1,6 +1,11 @@
-"""The rotations of other libraries with which the benchmark on a CPU compares ropewalk.
+"""Time the rotation on a CPU against copies, the usual code and other libraries.
 
-A library is imported only when its rotation is prepared. The extra `bench` installs all of them but vLLM.
+    python benchmarks/peers.py --json benchmarks/results/NAME.json
+    python benchmarks/peers.py --only ropewalk --only Hugging --no-compile --tokens 4096
+
+New tensors are in memory that the process has already used. Cases whose q has at least 16 MiB are also measured with
+new tensors in new memory from the system, for contenders that return new tensors. A library is imported only when its
+rotation is prepared. The extra `bench` of ropewalk installs all of them but vLLM.
 """
 
 from __future__ import annotations
@@ -9,13 +14,59 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import harness
 import numpy as np
 import torch
+from harness import Case, Contender, eager, full_width, with_inputs
 from torch import Tensor
 
-from ropewalk.tools.bench.baselines import Rotate
-from ropewalk.tools.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, Case, Inputs, tables
-from ropewalk.tools.bench.contenders import Call, Contender, eager, full_width, with_inputs
+import ropewalk
+from ropewalk.tools import bench
+from ropewalk.tools.bench import BASE, DTYPES, FLOOR, HEAD_DIM, KV_HEADS, Q_HEADS, Call, Inputs, Rotate
+
+_LARGE = 16 * 2**20  # bytes: glibc's own rule keeps smaller blocks, and maps larger ones anew sooner or later
+
+
+def meta(case: Case) -> Rotate:
+    """Prepare Meta's apply_rotary_emb: complex pairs times cos + i sin. Source: llama, llama/model.py."""
+    factor = torch.complex(*case.tables).unsqueeze(-2)
+
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * factor).flatten(-2).type_as(x)
+
+    return lambda q, k: (rotate(q), rotate(k))
+
+
+def _ropewalk_table(case: Case, inputs: Inputs) -> Call:
+    rope, positions = ropewalk.Rope(HEAD_DIM, BASE, "half"), case.positions
+    return Call(lambda: rope.at(positions), lambda rotation: (rotation.cos, rotation.sin))
+
+
+def _hugging_face_table(case: Case, inputs: Inputs) -> Call:
+    """Prepare cos and sin as in LlamaRotaryEmbedding: angles in float32, tables of full width.
+
+    Source: transformers, models/llama/modeling_llama.py.
+    """
+    inv_freq = (1.0 / (BASE ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))).to(case.device)
+    positions = case.positions if case.decode else case.positions[None]
+
+    def run() -> tuple[Tensor, Tensor]:
+        angle = (inv_freq[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+        angle = torch.cat((angle, angle), dim=-1)
+        return angle.cos(), angle.sin()
+
+    return Call(run, lambda found: tuple(t[..., : HEAD_DIM // 2].reshape(case.tables[0].shape) for t in found))
+
+
+USUAL = (
+    Contender("Hugging Face", "half", eager(bench.hugging_face)),
+    Contender("Hugging Face, compiled", "half", eager(bench.hugging_face, compiled=True)),
+    Contender("Meta", "interleaved", eager(meta)),
+    Contender("Meta, compiled", "interleaved", eager(meta, compiled=True)),
+    Contender("ropewalk, table", "tables", with_inputs(_ropewalk_table), backward=False),
+    Contender("Hugging Face, table", "tables", with_inputs(_hugging_face_table), own_angles=True, backward=False),
+)
 
 
 def _rotary_embedding_torch(case: Case) -> Rotate:
@@ -99,7 +150,7 @@ def _jax(case: Case, inputs: Inputs) -> Call:
     """Prepare the formula of Hugging Face's Llama in JAX, compiled by jax.jit for the CPU."""
     jax = import_module("jax")
     jnp = jax.numpy
-    tables = [jnp.from_dlpack(case.add_head_axis(t).contiguous()) for t in full_width(case)]
+    tables = [jnp.from_dlpack(t.unsqueeze(-2).contiguous()) for t in full_width(case)]
     q, k, *grads = (jnp.from_dlpack(x) for x in inputs)
 
     def rotate(x: Any, cos: Any, sin: Any) -> Any:
@@ -143,7 +194,7 @@ def _vllm(case: Case, inputs: Inputs) -> Call:
     operator = torch.ops._C.rotary_embedding.default
     q, k = (x.clone() for x in inputs)
     flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
-    cache = torch.cat(tables(torch.arange(int(case.positions.max()) + 1)), dim=-1).to(case.dtype)
+    cache = torch.cat(harness.tables(torch.arange(int(case.positions.max()) + 1)), dim=-1).to(case.dtype)
     positions = case.positions
     return Call(lambda: operator(positions, flat_q, flat_k, HEAD_DIM, cache, True), lambda _: (q, k))
 
@@ -157,3 +208,44 @@ PEERS = (
     Contender("hub kernel, in place", "half", with_inputs(partial(_hub_kernel, True)), backward=False, in_place=True),
     Contender("vLLM, in place", "half", with_inputs(_vllm), backward=False, in_place=True),
 )
+
+CONTENDERS = (
+    Contender(FLOOR, "copy", with_inputs(bench.copy)),
+    Contender("clone", "copy", eager(lambda case: lambda q, k: (q.clone(), k.clone())), backward=False),
+    Contender(
+        "mul_", "negate", eager(lambda case: lambda q, k: (q.mul_(-1.0), k.mul_(-1.0)), in_place=True),
+        backward=False, in_place=True,
+    ),
+    Contender("ropewalk", "half", eager(bench.ropewalk_of)),
+    Contender("ropewalk, in place", "half", with_inputs(bench.ropewalk_in_place), backward=False, in_place=True),
+    Contender("ropewalk, compiled", "half", eager(bench.ropewalk_of, compiled=True)),
+    *USUAL,
+    *PEERS,
+)  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 128, 1024, 4096, 16_384])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--no-backward", action="store_true", help="do not time forward + backward")
+    parser.add_argument("--no-compile", action="store_true", help="do not time torch.compile")
+    options = parser.parse_args(arguments)
+    names = harness.select([one.name for one in CONTENDERS], options.only)
+    chosen = [one for one in CONTENDERS if one.name in names and not (options.no_compile and "compiled" in one.name)]
+    out = harness.Results(options, threads=options.threads, rows=[])
+    passes = ("forward",) if options.no_backward else ("forward", "forward + backward")
+    cases = [Case(n, DTYPES[name], passes=what) for name in options.dtypes for n in options.tokens for what in passes]
+    for memory in harness.memories():
+        with harness.using(memory):
+            for case in cases:
+                if memory == "new" and case.tokens * Q_HEADS * HEAD_DIM * case.dtype.itemsize < _LARGE:
+                    continue
+                returning = [one for one in chosen if memory != "new" or not (one.in_place or one.does == "tables")]
+                rows = harness.measure(case, returning, bench.OnCpu(), options, memory=memory)
+                out.add(f"{case.title}, {harness.MEMORY[memory]}", rows)
+    return out.found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,22 +1,36 @@
-"""Sweep head sizes and memory layouts: the time of ropewalk per byte of q and k, relative to heads of 128 channels."""
+"""Time ropewalk with other head sizes and memory layouts, per byte of q and k, relative to heads of 128 channels.
+
+    python benchmarks/sweep.py --json benchmarks/results/NAME-sweep.json
+
+Every form is timed into new tensors, in memory that the process has as far as it can be told, and in place. Every form
+has about as many channels as the usual one, except for the single head of MLA.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import harness
 import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.tools.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, rotation_error
-from ropewalk.tools.bench.clocks import OnCpu
-from ropewalk.tools.bench.measure import sample_alternately, summary, to_json_number
-from ropewalk.tools.bench.memory import DESCRIBED, memories, using
-from ropewalk.tools.bench.report import Report, Say, describe_time
+from ropewalk.tools.bench import (
+    BASE,
+    DTYPES,
+    HEAD_DIM,
+    KV_HEADS,
+    Q_HEADS,
+    OnCpu,
+    describe_time,
+    rotation_error,
+    sample_alternately,
+    summary,
+)
 
 _FIRST = 100  # position of the first token
 Draw = Callable[..., Tensor]
@@ -38,24 +52,6 @@ class Form:
     make: Callable[[Draw, int], tuple[Tensor, ...]]
     rotary_dim: int | None = None
     pairing: Literal["half", "interleaved"] = "half"
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """Settings of the sweep.
-
-    Args:
-        tokens: the number of tokens.
-        dtypes: "float32", "bfloat16" or both.
-        threads: the number of PyTorch's threads. None means PyTorch's current number.
-        rounds, seconds: as in `measure.rows`, for each dtype.
-    """
-
-    tokens: int = 1024
-    dtypes: Sequence[str] = ("float32", "bfloat16")
-    threads: int | None = None
-    rounds: int = 30
-    seconds: float = 30.0
 
 
 def _heads(head_dim: int) -> Callable[[Draw, int], tuple[Tensor, ...]]:
@@ -95,48 +91,14 @@ FORMS = (
 )
 
 
-def run_sweep(settings: SweepSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
-    """Run the sweep and report the results. New tensors are in memory that the process has, as far as it can be told.
-
-    Args:
-        settings: what to measure.
-        say: called with each line of the report.
-        json_file: file for the results as JSON.
-
-    Returns:
-        The content of the JSON file: the entries of `machine.describe`, and date, settings, threads and rows. Every row
-        has dtype, form (a name in `FORMS`), in_place, memory, bytes (of q and k), state ("timed" or "wrong"), error and
-        allowed. A timed row also has the entries of `measure.summary`, in seconds of one call, and times_128 (the
-        median per byte divided by that of the form "128").
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    threads, memory = torch.get_num_threads(), memories()[-1]
-    out = Report(asdict(settings), {"threads": threads, "rows": []}, say, json_file)
-    about = (
-        f"{settings.tokens:,} tokens; q and k have about {Q_HEADS * HEAD_DIM:,} and {KV_HEADS * HEAD_DIM:,} channels"
-    )
-    out.introduce(f"torch {torch.__version__}, {threads} threads", f"{about}; {DESCRIBED[memory]}")
-    with using(memory):
-        for name in settings.dtypes:
-            rows = [{"memory": memory, **row} for row in _measure(name, settings)]
-            out.found["rows"] += rows
-            _show(name, rows, say)
-            out.write()
-    return out.found
-
-
-def _measure(dtype: str, settings: SweepSettings) -> list[dict[str, Any]]:
+def measure(dtype: str, options: argparse.Namespace, names: Sequence[str]) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     allowed = 4 * torch.finfo(getattr(torch, dtype)).eps
     rows: list[dict[str, Any]] = []
     samplers: dict[str, Callable[[], float]] = {}
-    for form in FORMS:
+    for form in (form for form in FORMS if form.name in names):
         tensors = form.make(
-            lambda *axes: torch.randn(axes, generator=generator).to(getattr(torch, dtype)), settings.tokens
+            lambda *axes: torch.randn(axes, generator=generator).to(getattr(torch, dtype)), options.tokens
         )
         for in_place, call in enumerate(_calls(form, tensors)):
             error = _error(form, tensors, call())
@@ -144,13 +106,13 @@ def _measure(dtype: str, settings: SweepSettings) -> list[dict[str, Any]]:
                 "dtype": dtype,
                 "form": form.name,
                 "in_place": bool(in_place),
-                "error": to_json_number(error),
+                "error": error if math.isfinite(error) else str(error),
             }
             rows.append({**row, "allowed": allowed, "state": "timed" if error <= allowed else "wrong"})
             rows[-1]["bytes"] = sum(x.numel() * x.element_size() for x in tensors)
             if error <= allowed:
-                samplers[f"{form.name} {in_place}"] = OnCpu().prepare([call]).sample
-    samples = sample_alternately(samplers, settings.rounds, settings.seconds)
+                samplers[f"{form.name} {in_place}"] = OnCpu().prepare([call])
+    samples = sample_alternately(samplers, options.rounds, options.seconds)
     usual: dict[bool, float] = {}
     for row in rows:  # heads of 128 come first
         if row["state"] == "timed":
@@ -201,15 +163,34 @@ def _like(x: Tensor) -> Tensor:
     return copy.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
 
 
-def _show(dtype: str, rows: Sequence[dict[str, Any]], say: Say) -> None:
-    say("")
-    say(f"{dtype}: median, and time per byte relative to heads of 128")
-    say(f"  {'channels of a head':<28} {'new tensors':>10}  {'':>8}  {'in place':>10}")
+def show(dtype: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(f"\n{dtype}: median, and time per byte relative to heads of 128")
+    print(f"  {'channels of a head':<28} {'new tensors':>10}  {'':>8}  {'in place':>10}")
     for new, in_place in zip(rows[::2], rows[1::2], strict=True):
-        say(f"  {new['form']:<28} {_cell(new)}  {_cell(in_place)}")
+        print(f"  {new['form']:<28} {_cell(new)}  {_cell(in_place)}")
 
 
 def _cell(row: dict[str, Any]) -> str:
     if row["state"] == "wrong":
         return f"{'wrong':>10}  {float(row['error']):>8.1e}"
     return f"{describe_time(row['median']):>10}  {row['times_128']:>8.2f}"
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options = parser.parse_args(arguments)
+    names, memory = harness.select([form.name for form in FORMS], options.only), harness.memories()[-1]
+    out = harness.Results(options, threads=options.threads, rows=[])
+    with harness.using(memory):
+        for dtype in options.dtypes:
+            rows = [{"memory": memory, **row} for row in measure(dtype, options, names)]
+            out.found["rows"] += rows
+            show(dtype, rows)
+            out.write()
+    return out.found
+
+
+if __name__ == "__main__":
+    main()
