@@ -252,9 +252,7 @@ class Results:
         self.found["versions"] |= {name: version for name in _PACKAGES if (version := _version(name))}
         self._file = options.json
         self.write()
-        print(f"torch {torch.__version__}, {options.threads} threads, {self.found['machine']['cpu']}")
-        if (load := self.found["machine"]["load"] or 0.0) > 0.5:
-            print(f"Warning: the machine is busy (load {load:.1f}). Compare only times within the same table.")
+        print(bench.heading(self.found))
 
     def write(self) -> None:
         bench.write(self.found, self._file)
@@ -262,7 +260,7 @@ class Results:
     def add(self, title: str, rows: Sequence[dict[str, Any]]) -> None:
         """Add the rows of one case to `found["rows"]`, print them as a table, and write the file."""
         self.found["rows"] += rows
-        bench.show(title, rows, print)
+        print(bench.table(title, rows), flush=True)
         self.write()
 
 

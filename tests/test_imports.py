@@ -48,10 +48,8 @@ MAY_IMPORT = {
     "integrations": BOTTOM | {"configs", "conformance", "formats", "rope", "rotation", "schemes"},
     # Tools stand on the library, and nothing in the library imports one. They import each other by public names.
     "tools": set(),
-    "tools._files": set(),
-    "tools._lock": {"_checks"},
     "tools.diff": BOTTOM | {"configs", "engines", "rope"},
-    "tools.convert": BOTTOM | {"tools._files", "tools._lock", "configs", "rope", "rotation", "schemes"},
+    "tools.convert": BOTTOM | {"configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
     "tools.plots": BOTTOM,

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import ropewalk
 from checkpoint_files import CONFIG, refused, run, weights, write_model
 from ropewalk import RopeError, from_config
-from ropewalk.tools import _lock
 from ropewalk.tools import convert as checkpoints
 from ropewalk.tools.convert import layouts, raw
+from ropewalk.tools.convert.files import hold
 from ropewalk.tools.convert.verify import verify
 
 
@@ -252,7 +252,7 @@ def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_writer_at_a_time(model: Path, tmp_path: Path) -> None:
-    with _lock.hold("convert", tmp_path / ".b.lock", "it"):
+    with hold(tmp_path / ".b.lock", "it"):
         output = run(model, tmp_path / "b", "--to", "interleaved", status=1)
     assert f"only one process may write {tmp_path / 'b'} at a time" in output
     assert sorted(os.listdir(tmp_path)) == ["model"]

@@ -109,10 +109,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_quick_limits_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(bench, "run", lambda **settings: asked.append((settings["rounds"], settings["seconds"])))
+    monkeypatch.setattr(bench, "rows", lambda *_, **limits: asked.append(limits) or [])
+    monkeypatch.setattr(bench, "table", lambda *_: "")
     for options in ([], ["--quick"]):
-        assert CliRunner().invoke(cli.main, ["bench", *options]).exit_code == 0
-    assert asked == [(30, 30.0), (5, 5.0)]
+        assert CliRunner().invoke(cli.main, ["bench", "--tokens", "1", "--dtype", "float32", *options]).exit_code == 0
+    assert asked == [{"rounds": 30, "seconds": 30.0}, {"rounds": 5, "seconds": 5.0}]
 
 
 @pytest.mark.usefixtures("compiler")

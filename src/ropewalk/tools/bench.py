@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk._checks import error
 
 BASE, HEAD_DIM, Q_HEADS, KV_HEADS = 500_000.0, 128, 32, 8  # Llama 3 without scaling
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,7 +36,6 @@ Inputs = tuple[Tensor, ...]
 """q and k."""
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function from queries and keys to rotated queries and keys of the same shapes and dtypes."""
-Say = Callable[[str], None]
 CHUNK = 512  # tokens checked at a time, to limit the memory of float64 tensors
 _SAMPLE = 2e-3  # seconds: shorter calls on a CPU are repeated, and their mean is one sample
 _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_")
@@ -386,14 +384,18 @@ def write(found: dict[str, Any], json_file: Path | None) -> None:
         json_file.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def show(title: str, rows: Sequence[dict[str, Any]], say: Say) -> None:
-    """Print the rows of one case as a table."""
+def table(title: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of one case as a table, after an empty line."""
     width = max(24, *(len(row["contender"]) for row in rows))
-    say("")
-    say(title)
-    say(f"  {'':<{width}} {'median':>10}  {'10-90 % of samples':>23}  {'GB/s':>6}  {'x copy_':>7}")
-    for row in rows:
-        say(f"  {row['contender']:<{width}} {_line(row)}")
+    head = f"  {'':<{width}} {'median':>10}  {'10-90 % of samples':>23}  {'GB/s':>6}  {'x copy_':>7}"
+    return "\n".join(["", title, head, *(f"  {row['contender']:<{width}} {_line(row)}" for row in rows)])
+
+
+def heading(found: dict[str, Any]) -> str:
+    """Return a line about the machine in `found`, the result of `describe`, with a warning if it is busy."""
+    machine, load = found["machine"], found["machine"]["load"] or 0.0
+    busy = f"\nWarning: the machine is busy (load {load:.1f}). Compare only times within the same table."
+    return f"torch {torch.__version__}, {found['threads']} threads, {machine['cpu']}{busy if load > 0.5 else ''}"
 
 
 def describe_time(seconds: float) -> str:
@@ -409,50 +411,3 @@ def _line(row: dict[str, Any]) -> str:
     spread = f"{describe_time(row['p10'])} - {describe_time(row['p90'])}"
     ratio = "" if row["times_copy"] is None else f"{row['times_copy']:.2f}"
     return f"{describe_time(row['median']):>10}  {spread:>23}  {row['gb_per_s']:>6.1f}  {ratio:>7}"
-
-
-def run(
-    *,
-    tokens: Sequence[int],
-    dtypes: Sequence[str],
-    device: str,
-    compiled: bool,
-    rounds: int,
-    seconds: float,
-    json_file: Path | None,
-    say: Say,
-) -> dict[str, Any]:
-    """Run the benchmark, and report the results.
-
-    Args:
-        tokens, dtypes: every combination is a table. dtypes are names in DTYPES.
-        device: "cpu" or "cuda".
-        compiled: whether to include torch.compile.
-        rounds, seconds: as for `rows`, for each table.
-        json_file: file for the results as JSON, which is first written at the start.
-        say: called with each line of the report.
-
-    Returns:
-        The content of the JSON file: what `describe` returns, and settings and rows.
-
-    Raises:
-        RopeError: there is no GPU that the kernels can use.
-        OSError: the file cannot be written.
-    """
-    kernel, clock = ropewalk.backends()["gpu kernel"], OnGpu() if device == "cuda" else OnCpu()
-    if device == "cuda" and kernel.startswith("not usable"):
-        must, got = "--device cuda needs a GPU that the kernels can use", kernel.removeprefix("not usable: ")
-        raise error("bench", must, got, "Run it on a machine with a GPU.")
-    settings = {"tokens": tokens, "dtypes": dtypes, "device": device, "rounds": rounds, "seconds": seconds}
-    found: dict[str, Any] = {**describe(), "settings": settings, "rows": []}
-    write(found, json_file)
-    say(f"torch {torch.__version__}, {found['threads']} threads, {found['machine']['cpu']}")
-    if (load := found["machine"]["load"] or 0.0) > 0.5:
-        say(f"Warning: the machine is busy (load {load:.1f}). Compare only times within the same table.")
-    contenders = [one for one in CONTENDERS if compiled or "compiled" not in one.name]
-    for case in (Case(n, DTYPES[name], device) for name in dtypes for n in tokens):
-        timed = rows(case, contenders, clock, rounds=rounds, seconds=seconds)
-        show(case.title, timed, say)
-        found["rows"] += timed
-        write(found, json_file)
-    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from ropewalk import _checks
 from ropewalk.tools.commands._options import Length
 
 
@@ -67,15 +69,25 @@ def bench(
     q and k are those of one layer of Llama 3. Every result is checked before its computation is timed. On a CPU,
     OMP_NUM_THREADS sets the number of threads.
     """
+    import ropewalk
     from ropewalk.tools import bench as the_bench
 
-    the_bench.run(
-        tokens=tokens,
-        dtypes=dtype,
-        device=device,
-        compiled=compiled,
-        rounds=min(rounds, 5) if quick else rounds,
-        seconds=min(seconds, 5.0) if quick else seconds,
-        json_file=json_file,
-        say=click.echo,
-    )
+    kernel = ropewalk.backends()["gpu kernel"]
+    if device == "cuda" and kernel.startswith("not usable"):
+        must, got = "--device cuda needs a GPU that the kernels can use", kernel.removeprefix("not usable: ")
+        raise _checks.error("bench", must, got, "Run it on a machine with a GPU.")
+    limits: dict[str, Any] = {
+        "rounds": min(rounds, 5) if quick else rounds,
+        "seconds": min(seconds, 5.0) if quick else seconds,
+    }
+    settings = {"tokens": tokens, "dtype": dtype, "device": device, **limits}
+    found: dict[str, Any] = {**the_bench.describe(), "settings": settings, "rows": []}
+    the_bench.write(found, json_file)  # raises now if the file cannot be written
+    click.echo(the_bench.heading(found))
+    contenders = [one for one in the_bench.CONTENDERS if compiled or "compiled" not in one.name]
+    clock = the_bench.OnGpu() if device == "cuda" else the_bench.OnCpu()
+    for case in (the_bench.Case(n, the_bench.DTYPES[name], device) for name in dtype for n in tokens):
+        rows = the_bench.rows(case, contenders, clock, **limits)
+        click.echo(the_bench.table(case.title, rows))
+        found["rows"] += rows
+        the_bench.write(found, json_file)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ropewalk import _checks
-from ropewalk.tools import _files, _lock
 from ropewalk.tools.convert import pth, shards
+from ropewalk.tools.convert.files import hold, replaced
 from ropewalk.tools.convert.plan import Plan
 
 _STATE = ".ropewalk.json"
@@ -58,7 +58,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     check_target(plan, folder)
     target = folder.resolve()
     unfinished = _hidden_folder(folder)
-    with _lock.hold("convert", target.with_name(f".{target.name}.lock"), str(folder)):
+    with hold(target.with_name(f".{target.name}.lock"), str(folder)):
         try:
             _prepare(unfinished, _state(plan))
             _write_weights(plan, unfinished, progress)
@@ -149,7 +149,7 @@ def _write_weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
 
 def _write_file(file: Path, make: Callable[[Path], None]) -> None:
     """Write a file with `make`. It appears when it is complete and flushed to the disk."""
-    with _files.replaced(file) as new:
+    with replaced(file) as new:
         make(new)
         with new.open("rb+") as written:
             os.fsync(written.fileno())
