@@ -84,7 +84,7 @@ def test_lengths() -> None:
 
 def test_the_list_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    files = {path.name for path in EXAMPLES.iterdir()} - {"README.md", "__pycache__"}
     assert set(re.findall(r"^\| \[`(.+?)`\]\(\1\)", text, re.MULTILINE)) == files
 
 

@@ -14,7 +14,7 @@ import torch
 
 import ropewalk
 from each import each
-from ropewalk.attention import step
+from ropewalk.cache import step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("harness", "peers", "gpu", "sweep", "decode", "fused_step")
@@ -63,7 +63,7 @@ def test_sweep_and_fused_step(scripts: dict[str, Any], tmp_path: Path) -> None:
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotate a decode step by an earlier position, like a cache that counts wrongly."""
     at = ropewalk.Rope.at
-    monkeypatch.setattr(step.Step, "rotation", lambda self, rope: rope.at(self.positions - 1))
+    monkeypatch.setattr(step.CacheStep, "rotation", lambda self, rope: rope.at(self.positions - 1))
     monkeypatch.setattr(ropewalk.Rope, "at", lambda self, positions, **options: at(self, positions - 1, **options))
 
 
