@@ -23,6 +23,7 @@ import oracle
 import ropewalk
 from each import each
 
+HERE = Path(__file__).parent
 LAB = Path(__file__).parents[1] / "examples" / "lab"
 NAMES = ("model", "training", "methods", "text", "tasks", "findings", "report", "study")
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "lab.json").read_text(encoding="utf-8"))
@@ -89,7 +90,7 @@ def test_numbers_of_both_tasks(lab: SimpleNamespace, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, TESTS)
+sys.path[:0] = TESTS
 from pathlib import Path
 import test_lab
 lab = test_lab.load()
@@ -111,7 +112,7 @@ def test_a_killed_study_continues(lab: SimpleNamespace, tmp_path: Path) -> None:
     wanted = rows_of(lab, tmp_path / "whole")
     for stop in (4, 9):
         script = KILLED.replace("STOP", str(stop)).replace("FOLDER", repr(str(tmp_path / "killed")))
-        script = script.replace("TESTS", repr(str(Path(__file__).parent)))
+        script = script.replace("TESTS", repr([str(HERE), str(HERE / "support")]))
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
         assert done.returncode == -9, done.stderr
     assert len(list((tmp_path / "killed" / "parts").glob("*.safetensors"))) < 6

@@ -1,7 +1,7 @@
-"""Measure every model of tests/tiny_models.py before and after `accelerate`, and write docs/transformers-models.md.
+"""Measure each model of tests/support/tiny_models.py with and without `accelerate`; write docs/transformers-models.md.
 
     python tools/transformers_table.py              measure all models, in about five minutes
-    python tools/transformers_table.py towers       measure only the vision towers of tests/tiny_towers.py (30 s)
+    python tools/transformers_table.py towers       measure only the vision towers of tests/support/tiny_towers.py
     python tools/transformers_table.py llama phi3   measure only these models, and print the rows without writing
 
 tests/integrations/test_transformers_table.py makes the same measurements, and compares them with bounds.

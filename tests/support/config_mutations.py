@@ -1,6 +1,6 @@
 """Change configs at random, and check that reading them gives `ModelRopes` or a `RopeError`.
 
-python tests/config_mutations.py 200000 [FOLDER ...]     a longer run, by hand, also of the configs in folders
+python tests/support/config_mutations.py 200000 [FOLDER ...]     a longer run, by hand, also of the configs in folders
 """
 
 from __future__ import annotations

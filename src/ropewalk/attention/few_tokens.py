@@ -46,8 +46,8 @@ def attend_cached(
 
     Returns:
         A new tensor of the shape of q, with 0 for a token that attends to no key. None if the caller must use
-        PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, or a transform, mode or
-        compilation is active.
+        PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, a transform or a mode is
+        active, or the program is exported or compiled for a GPU.
     """
     if not torch.compiler.is_compiling():
         return _run(q, far_q, keys, values, visible, scale)

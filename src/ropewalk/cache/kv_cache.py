@@ -388,7 +388,7 @@ class KVCache:
         return self._pending if self._pending._is_complete(who) else None
 
     def _begin(self, who: str) -> None:
-        """Mark the cache as changing, until `_changing` is cleared after the last change, and drop the newest step."""
+        """Mark the cache as changing, until `_kept.changing` is cleared at the end, and drop the newest step."""
         writable.check_elements(who, self.length, "Call it under torch.inference_mode(), as when the cache was built.")
         self._kept.changing.append(who)
         self._drop_step()

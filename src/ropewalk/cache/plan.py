@@ -1,6 +1,6 @@
 """The plan of one forward pass: the slots of the new tokens, and the keys that they attend to.
 
-This is the only file that knows what a window, sinks, padding and several new tokens mean for slots:
+It decides what a window, sinks and several new tokens mean for the keys that are seen; `ring.py` computes slots:
 
 | cache | new tokens | they attend to | `visible`, for the kernel over the slots | `mask` |
 |---|---|---|---|---|
@@ -10,7 +10,7 @@ This is the only file that knows what a window, sinks, padding and several new t
 
 The keys of sinks have another distance, so their scores belong to another rotation of the queries (`find_sinks`).
 `LayerCache.attend` selects the attention from these answers and from that of the store, which may have no kernel for a
-call: none attends over latent rows, float64 or other programs' stores.
+call: those of ropewalk have none over latent rows and float64.
 """
 
 from __future__ import annotations

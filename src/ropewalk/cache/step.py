@@ -67,7 +67,6 @@ class CacheStep:
         key_positions: positions of the same keys, int64 `[batch, keys]`, and 2⁶² for empty slots. For a token with a
             position on each of several axes, it is the largest of them. Read it before the next call that changes the
             cache; the first use of an outdated step raises a `RopeError`.
-        causal: True if the mask is known to be a plain causal mask over the filled slots.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class CacheStep:
             advances: whether every row is longer after this pass than before it.
             previous: the step before this one, if the positions of every row have advanced since then.
         """
-        self.positions, self.order, self.causal = new.positions, new.order, plan.causal
+        self.positions, self.order = new.positions, new.order
         self._kept, self._plan, self._new, self._state, self._advances = kept, plan, new, state, advances
         # Whether each layer has begun to store. Each has a list, so code compiled for one layer serves every layer.
         self._stored = [[False] for _ in kept.stores]
@@ -380,8 +379,8 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return the keys and values to attend over.
 
-        Use it with your own attention; `attend` calls it as well. The last layer must append last: the cache then
-        counts the tokens.
+        Use it with your own attention, instead of `attend`. The last layer must append last: the cache then counts the
+        tokens.
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.

@@ -21,7 +21,7 @@ class VisibleKeys(NamedTuple):
         first: order of the keys of each row minus their index, except for sinks, int64 `[batch]`. None means 0.
         counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
         window: number of tokens that each token attends to, itself included. None means no limit.
-        sinks: number of keys at the start of a row to which another rotation of the queries belongs.
+        sinks: number of first keys that no window hides, and to which another rotation of the queries may belong.
         key_scales, value_scales: factor of each head of keys and of values that have 8 bits, float32 `[blocks,
             block_size, kv_heads]`. None for other keys and values.
     """

@@ -144,7 +144,7 @@ def check_supported(who: str, q: Tensor) -> None:
     """Raise unless PyTorch has a flash kernel for q on its device, which is a CPU or a CUDA device."""
     if q.is_cuda and (q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] % 8):
         must = "on a GPU q must be bfloat16 or float16, with head_dim a multiple of 8, for PyTorch's flash kernel"
-        fix = "Use autocast or mixed precision, or pass mask=context.block_mask(), which needs all keys on each rank."
+        fix = "Use autocast, or pass mask=context.block_mask(mask_mod), which needs all keys on each rank."
         raise _checks.error(who, must, f"{q.dtype} and head_dim={q.shape[-1]}", fix)
 
 

@@ -7,7 +7,7 @@ has the whole table. Each rank then rotates its shards as plain tensors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ropewalk.kernels.backend import PLAIN
 from ropewalk.kernels.observed import must_trace
 from ropewalk.rotation import checks, ops, writable
 from ropewalk.rotation.placements import from_local, is_dtensor, is_shard, replicate
-
-if TYPE_CHECKING:
-    pass
 
 Rotation = Any  # `api`, which defines it, imports this module
 _WHO = "Rotation"
