@@ -16,9 +16,9 @@ from ropewalk import CacheStep, LayerCache, TwoPass
 from ropewalk.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-import benchmark_picture  # noqa: E402
-import benchmark_tables  # noqa: E402
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import picture  # noqa: E402
+import tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR, SPEED = (
@@ -31,23 +31,23 @@ SOURCE = sorted((ROOT / "src").rglob("*.py"))
 # The front page.
 
 
-@pytest.mark.parametrize("page", benchmark_tables.TABLES)
+@pytest.mark.parametrize("page", tables.TABLES)
 def test_the_tables_of_benchmarks_are_the_recorded_ones(page: str) -> None:
-    """If this fails, run tools/benchmark_tables.py."""
+    """If this fails, run benchmarks/tables.py."""
     text = (ROOT / page).read_text("utf-8")
-    assert benchmark_tables.filled(page, text) == text
+    assert tables.filled(page, text) == text
 
 
 def test_a_wrong_number_in_a_table_is_found() -> None:
     wrong = SPEED.replace("| `clone` of q and k | ", "| `clone` of q and k | 9")
-    assert benchmark_tables.filled("docs/speed.md", wrong) == SPEED != wrong
+    assert tables.filled("docs/speed.md", wrong) == SPEED != wrong
 
 
-@pytest.mark.parametrize("theme", benchmark_picture.THEMES)
+@pytest.mark.parametrize("theme", picture.THEMES)
 def test_the_picture_of_benchmarks_is_drawn_from_the_results(theme: str) -> None:
-    """If this fails, run tools/benchmark_picture.py."""
+    """If this fails, run benchmarks/picture.py."""
     committed = (ROOT / "docs" / "assets" / f"speed-{theme}.svg").read_text("utf-8")
-    assert benchmark_picture.drawn(benchmark_picture.THEMES[theme]) == committed
+    assert picture.drawn(picture.THEMES[theme]) == committed
 
 
 def outputs(page: str) -> dict[str, str]:

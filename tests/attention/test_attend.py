@@ -285,15 +285,15 @@ class TestReadsFilledSlotsOnly:
     def test_first_tokens_need_no_mask(self, size: dict[str, int]) -> None:
         cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
         step = cache.step(4)
-        assert step.causal
+        assert step._plan.causal
         assert step.mask.shape[-1] == step.key_positions.shape[1]  # shapes do not depend on the number of cached tokens
         made, x = layer(), hidden(4)
         with torch.no_grad():
             out = made(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
         torch.testing.assert_close(out, reference(made, x, written_out.causal(4)), **EXACT)
-        assert cache.step(1).causal
-        assert not cache.step(2).causal
-        assert not cache.step(1, attention_mask=torch.tensor([[1], [0]])).causal
+        assert cache.step(1)._plan.causal
+        assert not cache.step(2)._plan.causal
+        assert not cache.step(1, attention_mask=torch.tensor([[1], [0]]))._plan.causal
 
 
 class Exported(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Draw docs/assets/speed-light.svg and speed-dark.svg from benchmarks/results: python tools/benchmark_picture.py
+"""Draw docs/assets/speed-light.svg and speed-dark.svg from benchmarks/results: python benchmarks/picture.py
 
 A bar is the median time of a rotation, divided by that of `copy_` in the same run, in memory that the process already
 has. The label gives the range of the runs. Each machine with a file MACHINE-run-1.json has a bar in every row.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from benchmark_tables import DTYPES, ONE_THREAD, RESULTS, ROOT, RUNS, results, rows, span
+from tables import DTYPES, ONE_THREAD, RESULTS, ROOT, RUNS, results, rows, span
 
 
 class Theme(NamedTuple):
