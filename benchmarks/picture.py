@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from tables import DTYPES, ONE_THREAD, RESULTS, ROOT, RUNS, results, rows, span
+from result_tables import DTYPES, ONE_THREAD, RESULTS, ROOT, RUNS, results, rows, span
 
 
 class Theme(NamedTuple):

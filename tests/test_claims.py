@@ -18,7 +18,7 @@ from ropewalk.tools import cli
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import picture  # noqa: E402
-import tables  # noqa: E402
+import result_tables  # noqa: E402
 
 README = (ROOT / "README.md").read_text("utf-8")
 INDEX, START, TOUR, SPEED = (
@@ -31,16 +31,16 @@ SOURCE = sorted((ROOT / "src").rglob("*.py"))
 # The front page.
 
 
-@pytest.mark.parametrize("page", tables.TABLES)
+@pytest.mark.parametrize("page", result_tables.TABLES)
 def test_the_tables_of_benchmarks_are_the_recorded_ones(page: str) -> None:
-    """If this fails, run benchmarks/tables.py."""
+    """If this fails, run benchmarks/result_tables.py."""
     text = (ROOT / page).read_text("utf-8")
-    assert tables.filled(page, text) == text
+    assert result_tables.filled(page, text) == text
 
 
 def test_a_wrong_number_in_a_table_is_found() -> None:
     wrong = SPEED.replace("| `clone` of q and k | ", "| `clone` of q and k | 9")
-    assert tables.filled("docs/speed.md", wrong) == SPEED != wrong
+    assert result_tables.filled("docs/speed.md", wrong) == SPEED != wrong
 
 
 @pytest.mark.parametrize("theme", picture.THEMES)

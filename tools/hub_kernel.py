@@ -27,7 +27,7 @@ from ropewalk.integrations import hub
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import tables  # noqa: E402
+import result_tables  # noqa: E402
 
 SOURCE = ROOT / "src" / "ropewalk"
 ENTRY = "integrations.hub"
@@ -126,7 +126,7 @@ def layers() -> str:
 
 def benchmark() -> str:
     """Return the rows of the table in docs/speed.md that write new tensors, as the kernel does, and the formula."""
-    heading, *body = tables.rotation()
+    heading, *body = result_tables.rotation()
     kept = [row for row in body if row[0].startswith(("`clone`", "**ropewalk, new", "Hugging Face"))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *kept))
 

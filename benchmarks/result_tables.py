@@ -1,4 +1,4 @@
-"""Write the tables of the pages from the files in benchmarks/results: python benchmarks/tables.py
+"""Write the tables of the pages from the files in benchmarks/results: python benchmarks/result_tables.py
 
 A table is found by its first row and replaced. Each number is the median of a run. A range gives those of two runs.
 tests/test_claims.py fails if a page has other numbers than the results.
