@@ -363,7 +363,7 @@ class LayerCache:
 
         # Attend, in the first way that is possible. A graph for a dynamic number of tokens must not depend on it.
         attended = None
-        if concatenated is None and mask is None and isinstance(seq, int) and seq <= MAX_TOKENS:
+        if mask is None and isinstance(seq, int) and seq <= MAX_TOKENS:
             visible = plan.visible(window)
             if visible is not None and (two is None or two.sinks):
                 near, far = (rotated, None) if two is None else rotated.chunk(2, dim=1)

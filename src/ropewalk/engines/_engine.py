@@ -204,11 +204,8 @@ class Engine:
             answer = self.answer(config.by_transformers)
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."
             return replace(answer, notes=(said, *answer.notes))
-        if (
-            twice := sorted(config.stated_twice - {"rope_theta"})
-            if not (self.reads_by_transformers or self.built_in)
-            else []
-        ):
+        twice = sorted(config.stated_twice - {"rope_theta"})
+        if twice and not (self.reads_by_transformers or self.built_in):
             said = f"which value it reads of {', '.join(twice)}, which the file states twice, was not recorded"
             return Answer(None, refusal=said, why="unknown", evidence="not recorded")
         read = _built_in.read if self.built_in else _model_files.read
