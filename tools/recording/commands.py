@@ -1,8 +1,9 @@
 """engine_commands.json: the arguments that engines have about ropes, and what they do to the parameters of a config.
 
-A row "arguments" lists the options of the engine's command that concern ropes or override a config. The other rows
-apply an override, or the flags of llama.cpp. Only the lines that do this are run: those of vLLM and SGLang on a config
-object of transformers, and those of llama.cpp as in `engine_rules/`.
+A row "arguments" lists the options of the engine's command that concern ropes or lengths, or override a config. The
+other rows apply an override, or the flags of llama.cpp, or say whether the engine then accepts a length. Only the lines
+that do this are run: those of vLLM and SGLang on a config object of transformers, and those of llama.cpp as in
+`engine_rules/`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .stubbed import package_folder
 _ARGUMENTS = {
     "vLLM": ("vllm", "engine/arg_utils.py", r'add_argument\(\s*"(--[a-z-]+)"'),
     "SGLang": ("sglang", "srt/arg_groups/fields/*.py", r"(?m)^    ([a-z_]+): A\["),
-    "llama.cpp": ("", "common/arg.cpp", r'[{ ]"(--[a-z-]+)"[},]'),
+    "llama.cpp": ("", "common/arg.cpp", r'[{ ]"(--?[a-z-]+)"[},]'),
 }
 """For each engine, its package, the files that define its options, and an expression for their names."""
 
@@ -39,10 +40,13 @@ def commands(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
         return {**result, "arguments": _arguments(engine, source)}
     if engine == "llama.cpp":
         return {**result, **_rope(row["flags"], row["rotary_dim"], _folder(engine, source))}
-    return {**result, "rope_parameters": _overridden(engine, row["config"], row["override"])}
+    config = _overridden(engine, row["config"], row["override"]).get_text_config()
+    if "length" in row:
+        return {**result, "accepted": {"vLLM": _vllm_accepts, "SGLang": _sglang_accepts}[engine](config, row)}
+    return {**result, "rope_parameters": dict(config.rope_parameters)}
 
 
-_RECORDED = ("arguments", "inv_freq", "attention_factor", "rope_parameters")
+_RECORDED = ("arguments", "inv_freq", "attention_factor", "rope_parameters", "accepted")
 
 
 def _folder(engine: str, source: Path | None) -> Path:
@@ -58,12 +62,14 @@ def _arguments(engine: str, source: Path | None) -> list[str]:
     _, pattern, expression = _ARGUMENTS[engine]
     texts = [file.read_text() for file in sorted(_folder(engine, source).glob(pattern))]
     found = {name for text in texts for name in re.findall(expression, text)}
-    names = {name if name.startswith("--") else f"--{name.replace('_', '-')}" for name in found}
-    return sorted(name for name in names if re.search("rope|yarn|override", name))
+    names = {name if name.startswith("-") else f"--{name.replace('_', '-')}" for name in found}
+    return sorted(
+        name for name in names if re.search("rope|yarn|override|^(--max-model-len|--context-length|-c)$", name)
+    )
 
 
-def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Return the `rope_parameters` of the text model after an override of the config."""
+def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -> Any:
+    """Return the config after an override."""
     from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +80,7 @@ def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -
             config = AutoConfig.from_pretrained(folder)
     if engine != "transformers":
         {"vLLM": _vllm, "SGLang": _sglang}[engine](config, override)
-    return dict(config.get_text_config().rope_parameters)
+    return config
 
 
 def _vllm(config: Any, override: dict[str, Any]) -> None:
@@ -103,6 +109,53 @@ def _sglang(config: Any, override: dict[str, Any]) -> None:
         raise CannotRecordError(f"{len(loops)} loops over model_override_args")
     names = {"config": config, "model_override_args": override, "PretrainedConfig": PretrainedConfig}
     exec(compile(ast.fix_missing_locations(ast.Module([loops[0]], [])), "sglang", "exec"), names)
+
+
+def _functions(file: str, wanted: tuple[str, ...], **names: Any) -> dict[str, Any]:
+    """Return functions and constants of a file by their names, with `names` for what else they use."""
+    tree = ast.parse(Path(file).read_text())
+    found = [node for node in tree.body if getattr(node, "name", None) in wanted or _assigned(node) in wanted]
+    exec(
+        compile(ast.Module([ast.parse("from __future__ import annotations").body[0], *found], []), file, "exec"), names
+    )
+    return names
+
+
+def _assigned(node: ast.stmt) -> str:
+    target = node.targets[0] if isinstance(node, ast.Assign) else None
+    return target.id if isinstance(target, ast.Name) else ""
+
+
+def _vllm_accepts(config: Any, row: dict[str, Any]) -> bool:
+    """Whether vLLM accepts the length, for a tokenizer_config.json with the model_max_length of the row, if any."""
+    from types import SimpleNamespace
+    from unittest.mock import MagicMock
+
+    folder = package_folder("vllm")
+    wanted = ("iter_rope_parameters", "is_rope_parameters_nested", "ALLOWED_ATTENTION_LAYER_TYPES")
+    names = _functions(f"{folder}/transformers_utils/config.py", wanted, **_layer_types())
+    used = {"logger": MagicMock(), "envs": SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False), **names}
+    check = _functions(f"{folder}/config/model.py", ("_get_and_verify_max_len",), **used)["_get_and_verify_max_len"]
+    length = config.max_position_embeddings
+    arch = SimpleNamespace(derived_max_model_len_and_key=(length, "max_position_embeddings"))
+    tokenizer = {"model_max_length": row["tokenizer"]} if "tokenizer" in row else None
+    try:
+        return bool(check(config, arch, tokenizer, row["length"], False, None) == row["length"])
+    except ValueError:
+        return False
+
+
+def _layer_types() -> dict[str, Any]:
+    from transformers import configuration_utils
+
+    return {name: value for name, value in vars(configuration_utils).items() if name.startswith("ALLOWED_")}
+
+
+def _sglang_accepts(config: Any, row: dict[str, Any]) -> bool:
+    """Whether SGLang accepts the length."""
+    file = f"{package_folder('sglang')}/srt/utils/hf_transformers/common.py"
+    derived = _functions(file, ("CONTEXT_LENGTH_KEYS", "get_context_length"))["get_context_length"](config)
+    return bool(row["length"] <= derived)
 
 
 def _rope(flags: list[str], rotary_dim: int, source: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ DEFAULT = "rope_parameters of the class"
 TRAINED = "original_max_position_embeddings"
 PAIRING_KEY = "ropewalk_pairing"
 """Key that `ropewalk convert` writes if the converted weights have another pairing than the model's code expects."""
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 def _name(key: object) -> str:
@@ -293,7 +293,7 @@ class Reader(Fields):
         self.weights = Weights(None) if weights is None else weights
         self.passed_pairing = pairing
         self.text_only = text_only
-        self.longest = self.length(self.first_present(_LENGTHS))
+        self.longest = self.length(self.first_present(LENGTHS))
         self.sections = {name: self.section(name) for name in SECTIONS if self.has(name)}
         self.strict = True
         self.lost_base = False

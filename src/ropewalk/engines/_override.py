@@ -20,16 +20,19 @@ class Override:
     """The argument with which an engine at one version replaces keys of a model's config.
 
     Args:
-        write: returns the command with this argument, from the keys to replace. A nested config is an object in them.
+        write: returns the command with this argument, from the model, the keys to replace, and the length to configure
+            or None. A nested config is an object in the keys, and no keys mean no argument.
         source: the files of the engine that define the argument and apply it.
         merges: where the engine merges the new `rope_parameters` into those of the config, instead of replacing them.
         deepest: the largest depth of a nested config that the argument reaches.
+        python: returns the same as a call in Python, if `write` returns a command for a shell.
     """
 
-    write: Callable[[Mapping[str, Any]], str]
+    write: Callable[[str, Mapping[str, Any], int | None], str]
     source: str
     merges: Literal["nowhere", "at the top", "below the top"]
     deepest: int
+    python: Callable[[str, Mapping[str, Any], int | None], str] | None = None
 
     def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
         """Return the `rope_parameters` that the engine has after the override, in a config at a depth."""
@@ -43,24 +46,53 @@ class Flags:
     """The arguments with which an engine that reads no config.json at run time gets the rope of all layers.
 
     Args:
-        write: returns the command with the arguments, and the rope that the engine then computes. It gets the rope of
-            the config, the rope that the engine computes without arguments, and the rope to state. It returns None if
-            no argument states its scheme.
+        write: returns the arguments, and the rope that the engine then computes. It gets the rope of the config, the
+            rope that the engine computes without arguments, and the rope to state. It returns None if no argument
+            states its scheme.
         source: the files of the engine that define the arguments and apply them.
+        command: returns the command from the model, the arguments, and the length to configure or None.
     """
 
     write: Callable[[ConfigRope, Rope, Rope], tuple[str, Rope] | None]
     source: str
+    command: Callable[[str, str, int | None], str]
 
 
-def json_argument(command: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return an `Override.write` that appends the keys to a command as JSON, quoted for a shell."""
-    return lambda keys: f"{command} {shlex.quote(json.dumps(keys))}"
+def shell(command: str, override: str, length: str) -> Callable[[str, Mapping[str, Any], int | None], str]:
+    """Return an `Override.write` for a shell.
+
+    Args:
+        command: the command, which ends before the model.
+        override: the argument that takes the keys as JSON.
+        length: the argument for the length.
+    """
+
+    def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+        words = [command, shlex.quote(model)]
+        words += [override, shlex.quote(json.dumps(keys))] if keys else []
+        words += [] if tokens is None else [length, str(tokens)]
+        return " ".join(words)
+
+    return write
 
 
-def python_arguments(call: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return an `Override.write` that adds the keys to a call in Python as arguments."""
-    return lambda keys: f"{call}, {', '.join(f'{key}={value!r}' for key, value in keys.items())})"
+def call(
+    name: str, override: str, length: str, *, model_argument: str = "", as_json: bool = False
+) -> Callable[[str, Mapping[str, Any], int | None], str]:
+    """Return an `Override.write` for Python, with arguments named as in `shell`.
+
+    An empty `override` means that each key is an argument of its own, and an empty `length` that none exists.
+    `model_argument` is "model_path=" if the model must be passed by this name.
+    """
+
+    def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+        named: dict[str, Any] = {override: json.dumps(keys) if as_json else dict(keys)} if override else dict(keys)
+        named = named if keys else {}
+        named |= {} if tokens is None or not length else {length: tokens}
+        words = [f"{model_argument}{model!r}", *(f"{key}={value!r}" for key, value in named.items())]
+        return f"{name}({', '.join(words)})"
+
+    return write
 
 
 def spellings(parameters: Mapping[str, Any], scaled: Rope | None) -> Iterator[dict[str, Any]]:

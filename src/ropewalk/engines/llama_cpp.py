@@ -6,6 +6,7 @@ converter has written.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope
@@ -22,7 +23,7 @@ from ropewalk.engines._engine import (
 )
 from ropewalk.engines._override import Flags
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
 
 _PHI = frozenset({"phi3", "phi3small", "phi4mm", "phimoe"})
 _MINICPM = frozenset({"minicpm", "minicpm3"})
@@ -106,12 +107,13 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
 
 
 def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | None:
-    """Return the command that states a rope, and the rope that llama.cpp then computes.
+    """Return the arguments that state a rope, and the rope that llama.cpp then computes.
 
-    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor.
+    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor. The
+    factors of Llama 3's scheme and of LongRoPE are a tensor of the file, and no argument removes them.
     """
     scheme = rope.scaling
-    if config.several_axes:
+    if config.several_axes or isinstance(read.scaling, Llama3 | LongRoPE):
         return None
     flags = f"--rope-freq-base {_number(rope.base)}"
     if scheme is None:
@@ -128,7 +130,18 @@ def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | Non
         scheme = with_attention_factor(scheme, _attention(config, scheme))
     else:
         return None
-    return f"llama-server -m MODEL.gguf {flags}", replace(read, base=rope.base, scaling=scheme)
+    return flags, replace(read, base=rope.base, scaling=scheme)
+
+
+def _command(model: str, flags: str, tokens: int | None) -> str:
+    file = model if model.endswith(".gguf") else "MODEL.gguf"
+    words = [
+        "llama-server -m",
+        shlex.quote(file),
+        *filter(None, [flags]),
+        *([] if tokens is None else [f"-c {tokens}"]),
+    ]
+    return " ".join(words)
 
 
 def _number(value: float) -> str:
@@ -163,5 +176,5 @@ LLAMA_CPP = Engine(
     files="llama_cpp",
     reads_by_transformers="conversion/base.py",
     unknown="the converter knows no such rope type",
-    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp"),
+    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp", _command),
 )

@@ -16,7 +16,7 @@ from ropewalk.engines._engine import (
     yarn_magnitude,
     yarn_with_extrapolation,
 )
-from ropewalk.engines._override import Override, json_argument
+from ropewalk.engines._override import Override, call, shell
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.engines.vllm import divided, linear, proportional
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, YaRN
@@ -133,9 +133,12 @@ SGLANG = Engine(
     reads_by_transformers="srt/utils/hf_transformers/config.py",
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     override=Override(
-        json_argument("python -m sglang.launch_server --model-path MODEL --json-model-override-args"),
+        shell("python -m sglang.launch_server --model-path", "--json-model-override-args", "--context-length"),
         "srt/arg_groups/fields/model.py, srt/utils/hf_transformers/config.py",
         merges="at the top",
         deepest=1,
+        python=call(
+            "sglang.Engine", "json_model_override_args", "context_length", model_argument="model_path=", as_json=True
+        ),
     ),
 )

@@ -19,7 +19,7 @@ from ropewalk.engines._engine import (
     Rule,
     dynamic_by_factor,
 )
-from ropewalk.engines._override import Override, python_arguments
+from ropewalk.engines._override import Override, call
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 
 _FILE = "modeling_rope_utils.py"
@@ -118,7 +118,7 @@ TRANSFORMERS = Engine(
     reads_by_transformers="configuration_utils.py",
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
     override=Override(
-        python_arguments("from_pretrained(MODEL"),
+        call("AutoModelForCausalLM.from_pretrained", "", ""),
         "configuration_utils.py",
         merges="nowhere",
         deepest=1,

@@ -17,7 +17,7 @@ from ropewalk.engines._engine import (
     longrope,
     with_mscales,
 )
-from ropewalk.engines._override import Override, json_argument
+from ropewalk.engines._override import Override, call, shell
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.schemes import NTK, DynamicNTK, Linear, Proportional, YaRN
 
@@ -133,9 +133,10 @@ VLLM = Engine(
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
     # --rope-scaling and --rope-theta no longer exist. The JSON replaces the parameters after the config was loaded.
     override=Override(
-        json_argument("vllm serve MODEL --hf-overrides"),
+        shell("vllm serve", "--hf-overrides", "--max-model-len"),
         "engine/arg_utils.py, config/model.py",
         merges="below the top",
         deepest=4,
+        python=call("vllm.LLM", "hf_overrides", "max_model_len"),
     ),
 )

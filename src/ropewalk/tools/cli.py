@@ -22,10 +22,11 @@ from ropewalk.tools.commands.diff import diff
 from ropewalk.tools.commands.doctor import doctor
 from ropewalk.tools.commands.explain import explain
 from ropewalk.tools.commands.explore import explore
+from ropewalk.tools.commands.extend import extend
 
 # The sections of `ropewalk --help`, and the commands of each.
 _SECTIONS = {
-    "Read, compare and convert models": (explain, diff, explore, convert),
+    "Read, compare and convert models": (explain, diff, extend, explore, convert),
     "Check and measure": (check, bench, doctor, demo),
 }
 

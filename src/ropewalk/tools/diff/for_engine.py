@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ropewalk import _checks
-from ropewalk._checks import RopeError
+from ropewalk._checks import RopeError, without_fix
 from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
+from ropewalk.configs.reader import LENGTHS
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
@@ -89,7 +91,11 @@ def for_engine(
         values = configs[0][0].whole
         # With the axes of tokens with several positions, which no rule needs but the written parameters.
         whole = read_config(values, pairing=pairing, base=base, ignore=find_engine_keys(values))
-        command = _command(chosen, configs, whole, setting)
+        with contextlib.suppress(RopeError):  # the model's own code does not read the schema of transformers 5
+            written = whole.to_hf_config(version=5)
+            own = {**dict.fromkeys(range(len(ropes.layers))), **{i: c.rope for c, rows in configs for i in rows}}
+            forms, _ = find_command(chosen, configs, written.get("rope_parameters") or {}, written, own, setting)
+            command = "".join(forms[:1])
     too_long = _too_long(ropes, length)
     verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
     verdict = "not judged" if unknown or ignore else verdict
@@ -190,49 +196,88 @@ def _too_long(ropes: ModelRopes, length: int | None) -> str:
     return f"The model was not trained for {length:,} tokens: {why}."
 
 
-def _command(chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], ropes: ModelRopes, setting: int) -> str:
-    """Return the first command with which the engine has the ropes of the model, or "".
+def find_command(
+    chosen: Engine,
+    configs: list[tuple[ConfigRope, list[int]]],
+    old: Mapping[str, Any],
+    written: Mapping[str, Any],
+    own: Mapping[int, Rope | None],
+    setting: int,
+    *,
+    model: str = "MODEL",
+    length: int | None = None,
+) -> tuple[list[str], list[str]]:
+    """Return the first command with which the engine has certain ropes, and why there is none, as sentences.
 
     Args:
-        chosen: the engine.
-        configs: the ropes of the config, for text tokens.
-        ropes: the ropes of the config.
-        setting: the length that the engine is configured for, in tokens.
+        chosen: the engine, whose arguments are known.
+        configs: the ropes of the config, for text tokens, each with the indices of its layers.
+        old: the `rope_parameters` of the config.
+        written: the config of the text model in the schema of transformers 5, with the ropes that the engine must have.
+        own: these ropes, by the indices of the layers.
+        setting: the length for which the ropes are compared, in tokens.
+        model: the model in the command.
+        length: the length to configure, for a config that states it, in tokens. None leaves both as they are.
+
+    Returns:
+        The command, followed by the same in Python if the engine has both, or []; and the reasons for none, or [].
     """
     override, first = chosen.override, configs[0][0]
     if isinstance(override, Flags):
-        read = chosen.answer(first).rope
-        written = None if read is None or len(configs) > 1 else override.write(first, read, first.rope)
-        same = written is not None and not _difference(first.rope, written[1], setting)
-        return written[0] if same and written is not None else ""
+        return _flags(chosen, override, configs, own, setting, model=model, length=length)
     path, _ = find_text(first.whole)
     if override is None or len(path) > override.deepest:
-        return ""
-    try:
-        written_config = ropes.to_hf_config(version=5)
-    except RopeError:  # the model's own code does not read this schema
-        return ""
-    parameters = written_config.pop("rope_parameters", None) or {}
-    scaled = next((rope for rope in ropes.layers if rope is not None and rope.scaling is not None), None)
-    own = {**dict.fromkeys(range(len(ropes.layers))), **{i: config.rope for config, rows in configs for i in rows}}
-    section = {**parameters, **first.section}
+        return [], ["no argument of it reaches the text model inside of this config"]
+    scaled = next((rope for rope in own.values() if rope is not None and rope.scaling is not None), None)
+    section, parameters = {**old, **first.section}, written.get("rope_parameters") or {}
+    keys = {} if length is None else {key: written[key] for key in LENGTHS if key in written}
+    reasons: list[str] = []
     for new in spellings(parameters, scaled):
         applied = {"rope_parameters": override.applied(section, new, len(path))}
-        changed = _put(first.whole, path, {**written_config, **applied})
+        changed = put(first.whole, path, {**written, **applied})
         try:
             _, found = ropes_for_engines(changed, chosen)
-        except RopeError:
+        except RopeError as e:
+            reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
             continue
-        if _apart(chosen, found, own, setting) == ([], []):
-            return override.write(_put({}, path, {"rope_parameters": new}))
-    return ""
+        apart, unknown = _apart(chosen, found, own, setting)
+        if not (apart or unknown):
+            replaced = put({}, path, {**keys, "rope_parameters": new})
+            forms = (override.write, override.python)
+            return [form(model, replaced, length) for form in forms if form is not None], []
+        reasons = reasons or [*unknown, *apart]
+    return [], reasons
 
 
-def _put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
+def _flags(
+    chosen: Engine,
+    override: Flags,
+    configs: list[tuple[ConfigRope, list[int]]],
+    own: Mapping[int, Rope | None],
+    setting: int,
+    *,
+    model: str,
+    length: int | None,
+) -> tuple[list[str], list[str]]:
+    """As `find_command`, for an engine with arguments that state the one rope of all layers."""
+    first, indices = configs[0]
+    if len(configs) > 1:
+        return [], ["its arguments state one rope for all layers, and the layers of this model differ"]
+    answer, meant = chosen.answer(first), own[indices[0]]
+    if answer.rope is None or meant is None:
+        return [], [f"it does not run this config: {answer.refusal}"]
+    flags = override.write(first, answer.rope, meant)
+    if flags is None:
+        return [], ["no argument of it states this rope for this model"]
+    apart = _difference(meant, flags[1], setting)
+    return ([], [apart]) if apart else ([override.command(model, flags[0], length)], [])
+
+
+def put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in which the object at the end of `path` is `value`."""
     if not path:
         return dict(value)
-    return {**config, path[0]: _put(config.get(path[0], {}), path[1:], value)}
+    return {**config, path[0]: put(config.get(path[0], {}), path[1:], value)}
 
 
 def _text(facts: Mapping[str, Any]) -> str:
@@ -240,7 +285,8 @@ def _text(facts: Mapping[str, Any]) -> str:
     up_to = f"up to {facts['length']:,} tokens"
     verdicts = {
         "nothing needed": f"Nothing is needed: {name} rotates as the config says, {up_to}.",
-        "not trained": f"{name} rotates as the config says, which does not scale for this length (docs/extend.md).",
+        "not trained": f"{name} rotates as the config says, which does not scale for this length. "
+        f"`ropewalk extend --to {facts['length']}` finds a command that does.",
         "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
         "cannot": f"{name} does not rotate as the config says. No argument that was looked up makes it do so.",
         "not judged": f"{name} was not judged for this config.",

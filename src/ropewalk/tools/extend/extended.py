@@ -1,0 +1,215 @@
+"""`extend`: what to type so that engines run a model on longer texts than its config states."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk._checks import RopeError
+from ropewalk.configs.reader import LENGTHS
+from ropewalk.engines import Engine, Flags, engine
+from ropewalk.engines._config import to_finite
+from ropewalk.tools.diff.for_engine import find_command, for_engine
+from ropewalk.tools.extend import plan as plans
+from ropewalk.tools.extend.plan import MARGINS, Plan, Source
+from ropewalk.tools.extend.text import extended_text
+
+DEFAULT = ("vllm", "sglang", "llama.cpp", "transformers")
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What a model needs to run on longer texts.
+
+    Args:
+        facts: the whole result as a dict of JSON values.
+        source: the config that was read.
+        plans: the methods with their factors, the best first; () if the config reaches the length as it is.
+    """
+
+    facts: Mapping[str, Any]
+    source: Source = field(repr=False)
+    plans: tuple[Plan, ...] = field(repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every engine that was asked for has a command."""
+        return all(entry["commands"] for entry in self.facts["engines"])
+
+    def text(self) -> str:
+        """Return the result as text for a terminal."""
+        return extended_text(self.facts)
+
+    def config(self, *, version: int = 5) -> dict[str, Any]:
+        """Return the whole config with the first plan, in the schema of transformers 4 or 5.
+
+        Raises:
+            RopeError: the config reaches the length as it is, or the schema cannot state its ropes.
+        """
+        if not self.plans:
+            must = "the config must not reach the length as it is"
+            got = f"{self.facts['stated_length']:,} tokens for {self.facts['target']:,}"
+            raise _checks.error(self.facts["source"], must, got, "Use it unchanged, or pass a method.")
+        return plans.config_of(self.source, self.plans[0].ropes, self.facts["target"], version)[1]
+
+
+def extend(
+    source: Any,
+    target: int,
+    *,
+    engines: Collection[str] = DEFAULT,
+    method: str | None = None,
+    factor: float | None = None,
+    model: str = "MODEL",
+    **options: Any,
+) -> Extended:
+    """Find the config and the command of each engine with which a model reads texts of a length.
+
+    A command is returned only if the engine's rules, applied to the config with its arguments, give the ropes that are
+    meant, up to this length. No engine is run, and no weights are read.
+
+    Args:
+        source: as in `diff.engines`.
+        target: the length to reach, in tokens.
+        engines: names of `ropewalk.diff.ENGINES`.
+        method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
+            Llama 3's scheme, and YaRN for engines that do not have it.
+        factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
+            `MARGINS` of the method, times the target, divided by the length before scaling.
+        model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
+        options: `pairing`, `base`, `ignore` and `download` of `from_config`.
+
+    Raises:
+        RopeError: the config cannot be read, states no length, or has a scheme for which no other factor is known; an
+            argument is invalid; or no method that was asked for can be stated.
+    """
+    target = _checks.length("ropewalk extend", "to", target)
+    chosen = [engine("ropewalk extend", name) for name in dict.fromkeys(engines)]
+    if method is not None:
+        _checks.choice("ropewalk extend", _checks.option("method"), method, tuple(MARGINS))
+    if factor is not None:
+        factor = _checks.number("ropewalk extend", _checks.option("factor"), factor, at_least=1.0)
+    read = plans.read_source(source, **options)
+    reaches = target <= read.length and method is None and factor is None
+    made = [] if reaches else [plans.make(read, target, name, factor) for name in plans.methods(read, method)]
+    if made and made[0].layers:
+        rows = [_extended(read, entry, made, target, model) for entry in chosen]
+    else:
+        made = made[:1]
+        rows = [_as_it_is(read, entry, target, model, options) for entry in chosen]
+    for row in rows:
+        row["notes"] = _notes(row, read, made, target, model) if row["commands"] else []
+    facts = {
+        "source": read.text.source,
+        "model_type": read.ropes.model_type,
+        "layers": len(read.ropes.layers),
+        "target": target,
+        "stated_length": read.length,
+        "trained_length": read.ropes.trained_length,
+        "reaches": reaches,
+        "scaling": next(
+            (r.scaling.rope_type for r in read.text.layers if r is not None and r.scaling is not None), None
+        ),
+        "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
+        "asked": {"method": method, "factor": factor},
+        "plans": [_plan_facts(read, entry) for entry in made],
+        "engines": rows,
+        "warnings": [*read.text.warnings, *filter(None, [plans.linear_note(read, target)])],
+    }
+    return Extended(facts, read, tuple(made))
+
+
+def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
+    before = source.ropes.config or {}
+    keys = [key for key, value in made.written.items() if before.get(key, ...) != value]
+    changed = {key: made.written[key] for key in keys if made.layers or key in LENGTHS}
+    return {
+        "method": made.method,
+        "factor": made.factor,
+        "margin": MARGINS.get(made.method),
+        "layers": made.layers,
+        "config": changed,
+    }
+
+
+def _unseen(source: Source, made: Plan, target: int) -> list[int]:
+    """Return the pairs of the first rope to change that reach angles beyond those of the stated length, unscaled."""
+    rope = source.text.layers[made.layers[0]]
+    if rope is None:
+        return []
+    static = rope if rope.is_static else rope.at_length(target)
+    return [i for i, w in enumerate(static.wavelength.tolist()) if math.isfinite(w) and w > source.length]
+
+
+def _as_it_is(source: Source, chosen: Engine, target: int, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the command for a config whose ropes reach the length as they are."""
+    override, row = chosen.override, _row(chosen)
+    if override is None:
+        return {**row, "why_not": [_NO_ARGUMENTS]}
+    options = {key: value for key, value in options.items() if key != "download"}
+    found = for_engine(source.whole, chosen.name, length=min(target, source.length), **options)
+    if found.verdict != "nothing needed":
+        return {**row, "why_not": [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]}
+    if isinstance(override, Flags):
+        return {**row, "commands": [override.command(model, "", target)]}
+    keys = plans.longer(source, target)
+    return {**row, "commands": [f(model, keys, target) for f in (override.write, override.python) if f is not None]}
+
+
+def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, model: str) -> dict[str, Any]:
+    """Return the command of an engine for the first plan whose ropes it computes, or why there is none."""
+    row = _row(chosen)
+    if chosen.override is None:
+        return {**row, "why_not": [_NO_ARGUMENTS]}
+    if isinstance(chosen.override, Flags) and any(rope is not None and rope.axes for rope in source.ropes.layers):
+        return {**row, "why_not": ["what its arguments do for tokens with several positions was not looked up"]}
+    try:
+        old = source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
+    except RopeError:
+        return {
+            **row,
+            "why_not": ["it loads this config with the model's own code, whose keys an argument does not replace"],
+        }
+    reasons: dict[str, list[str]] = {}
+    for number, plan in enumerate(made):
+        own = dict(enumerate(plan.text.layers))
+        forms, why = find_command(chosen, source.configs, old, plan.written, own, target, model=model, length=target)
+        if forms:
+            return {**row, "plan": number, "commands": forms}
+        for reason in why:
+            reasons.setdefault(reason, []).append(plan.method)
+    said = [why if len(names) == len(made) else f"{' and '.join(names)}: {why}" for why, names in reasons.items()]
+    return {**row, "why_not": said}
+
+
+def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int, model: str) -> list[str]:
+    """Return what limits the length of an engine besides the config, as sentences."""
+    used = "" if row["plan"] is None else made[row["plan"]].method
+    if row["name"] == "llama.cpp" and target > source.stated and used != "yarn":
+        key = f"ARCHITECTURE.context_length=int:{target}"
+        return [f"It serves no more than the file states, unless you add --override-kv {key}."]
+    limit = _tokenizer_limit(Path(model)) if row["name"] == "vLLM" else None
+    if limit is not None and limit < target:
+        why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
+        return [f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command."]
+    return []
+
+
+def _tokenizer_limit(folder: Path) -> float | None:
+    """Return the model_max_length of the tokenizer in the folder of a model, in tokens, or None."""
+    try:
+        return to_finite(json.loads((folder / "tokenizer_config.json").read_bytes()).get("model_max_length"))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+_NO_ARGUMENTS = "it takes no such arguments, or they were not looked up"
+
+
+def _row(chosen: Engine) -> dict[str, Any]:
+    return {"name": chosen.name, "version": chosen.version, "plan": None, "commands": [], "why_not": [], "notes": []}

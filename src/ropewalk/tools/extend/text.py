@@ -1,0 +1,95 @@
+"""Format the facts of `extend` for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ropewalk._checks import printable
+from ropewalk.configs.explain import ranges
+from ropewalk.tools.diff.engines_text import bullets, layers, wrap
+
+_NAMES = {
+    "llama3": "Llama 3's scheme",
+    "yarn": "YaRN",
+    "linear": "linear scaling",
+    "ntk": "a larger base (NTK)",
+    "dynamic": "dynamic NTK",
+}
+
+
+def extended_text(facts: Mapping[str, Any]) -> str:
+    """Format the facts for a terminal. Sentences are wrapped, and commands are not."""
+    lines = [f"{facts['source']} (model_type {facts['model_type']}), to {facts['target']:,} tokens", ""]
+    lines += wrap(" ".join(_has(facts)), "")
+    if facts["plans"]:
+        lines += ["", *wrap(" ".join(_proposal(facts)), "")]
+        config = json.dumps(facts["plans"][0]["config"], indent=2).splitlines()[1:-1]
+        lines += ["", "the config", *config]
+    for row in facts["engines"]:
+        used = [] if row["plan"] is None else [facts["plans"][row["plan"]]]
+        how = "".join(f" ({plan['method']}, factor {plan['factor']:g})" for plan in used)
+        lines += ["", f"{row['name']} {row['version']}{how}"]
+        lines += [f"  {command}" for command in row["commands"]]
+        lines += bullets(row["notes"])
+        if not row["commands"]:
+            lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
+    if any(row["commands"] for row in facts["engines"]):
+        lines += ["", *wrap(_CLAIM, "")]
+    if facts["warnings"]:
+        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
+    return "\n".join(map(printable, lines))
+
+
+def _sentence(reason: str) -> str:
+    return reason if reason.endswith(".") else f"{reason}."
+
+
+def _has(facts: Mapping[str, Any]) -> list[str]:
+    """Return what the config states about lengths, as sentences."""
+    length, trained = f"{facts['stated_length']:,}", facts["trained_length"]
+    scheme = f"scaled by {facts['scaling']}" if facts["scaling"] else "without scaling"
+    said = [f"The config states {length} tokens, {scheme}."]
+    if trained is not None and trained != facts["stated_length"]:
+        said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
+    if facts["reaches"]:
+        return [*said, "It reaches the length as it is, so only the length is passed."]
+    unseen = facts["unseen"]
+    if unseen:
+        pairs = f"pair{'' if len(unseen) == 1 else 's'} {ranges(unseen)}"
+        said.append(f"Beyond that, {pairs} would reach angles that it does not cover.")
+    return said
+
+
+def _proposal(facts: Mapping[str, Any]) -> list[str]:
+    """Return what is proposed, and how sure that is, as sentences."""
+    first, *others = facts["plans"]
+    asked = facts["asked"]
+    if not first["layers"]:
+        return [
+            "No layer that rotates sees farther than its window, so the rotation stays, and only the length changes."
+        ]
+    said = [""]
+    said[0] = f"{_NAMES[first['method']][0].upper()}{_NAMES[first['method']][1:]} with factor {first['factor']:g}"
+    if len(first["layers"]) < facts["layers"]:
+        said[0] += f" in {layers(first['layers'], facts['layers'])}, the others have a window"
+    if asked["factor"] is None:
+        said[0] += f" ({first['margin']:g} × the ratio of the lengths)"
+    said[0] += (
+        "".join(f", or {_NAMES[p['method']]} with factor {p['factor']:g} for engines without it" for p in others) + "."
+    )
+    if asked["factor"] is None:
+        said.append(
+            "This factor is a rule from two small models, which did not read to the end with the plain ratio. "
+            "If the model card recommends numbers, take those (--method, --factor). --measure finds the model's own."
+        )
+    if facts["scaling"]:
+        said.append("It replaces the scaling of the config.")
+    return said
+
+
+_CLAIM = (
+    "Each command was checked with ropewalk's rules for the engine: with it, the engine has the ropes of the config, "
+    "up to this length. No engine was run."
+)

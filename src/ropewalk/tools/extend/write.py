@@ -1,0 +1,48 @@
+"""Write the folder of a model with the extended config, and links to its other files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from ropewalk import _checks
+from ropewalk.tools.extend.extended import Extended
+
+_WHO = "ropewalk extend"
+
+
+def write(extended: Extended, source: Path, folder: Path, *, version: int) -> None:
+    """Write a new folder with the extended config.json, and links to the other files beside the config that was read.
+
+    The source is not changed. The folder appears when it is complete.
+
+    Args:
+        extended: the result of `extend`.
+        source: the folder or the config.json that was read. Other sources have no files to link to.
+        folder: the new folder.
+        version: the version of transformers whose schema is written, 4 or 5.
+
+    Raises:
+        RopeError: the folder exists, the source is a GGUF file, or the config has no such schema.
+        OSError: a file cannot be written.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise _checks.error(_WHO, "the folder to write must not exist", str(folder), "Pass another one.")
+    if source.suffix == ".gguf":
+        raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass llama.cpp its arguments instead.")
+    config = extended.config(version=version)
+    beside = source if source.is_dir() else source.parent if source.suffix == ".json" else None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        for file in [] if beside is None else sorted(beside.iterdir()):
+            if file.name != "config.json" and file.resolve() not in (part.resolve(), folder.resolve()):
+                (part / file.name).symlink_to(file.resolve())
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        part.chmod(0o755)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

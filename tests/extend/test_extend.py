@@ -1,0 +1,218 @@
+"""`ropewalk extend`: the config and the commands for a longer text, against recorded and running code of engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ropewalk import RopeError, from_config
+from ropewalk.tools.cli import main
+from ropewalk.tools.extend import extend
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "engine_commands.json").read_text())
+ROWS = {(row["engine"], row["case"]): row for row in GOLDEN["rows"]}
+LONG = 131_072
+FLAT: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_size": 640,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 512,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+
+
+def of(found: Any, name: str) -> dict[str, Any]:
+    return next(entry for entry in found.facts["engines"] if entry["name"] == name)
+
+
+def keys(command: str) -> dict[str, Any]:
+    """Return the JSON in a command, as a shell passes it."""
+    return json.loads(next(word for word in shlex.split(command) if word.startswith("{")))
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("method", ["llama3", "yarn", "linear"])
+def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
+    """The engine's own code was run on the config with these keys, and accepted the length."""
+    row = ROWS[engine, f"length {method}"]
+    command = of(extend(row["config"], row["length"], method=method), engine)["commands"][0]
+    assert keys(command) == row["override"]
+    assert row["accepted"]
+    assert int(shlex.split(command)[-1]) == row["length"]
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_a_scaled_config_needs_its_length(engine: str) -> None:
+    """Without it, the engine's own code refuses the length, as it does for the override of Qwen's model cards."""
+    row = ROWS[engine, "length of a scaled config"]
+    found = extend(row["config"], row["length"])
+    assert (found.facts["reaches"], found.plans) == (True, ())
+    assert keys(of(found, engine)["commands"][0]) == row["override"]
+    assert row["accepted"]
+    assert not ROWS[engine, "length of a scaled config alone"]["accepted"]
+    assert not ROWS[engine, "length yarn of a model card"]["accepted"]
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang", "llama.cpp"])
+def test_the_engines_have_these_arguments(engine: str) -> None:
+    command = of(extend(FLAT, LONG), engine)["commands"][0]
+    arguments = set(re.findall(r" (--?[a-z-]+)", re.sub("'.*'", "", command))) - {"--model-path", "-m"}
+    assert len(arguments) >= 2
+    assert arguments <= set(ROWS[engine, "arguments"]["arguments"])
+
+
+@pytest.mark.parametrize("method", ["llama3", "yarn", "linear", "ntk"])
+def test_transformers_computes_the_ropes_of_the_config(method: str) -> None:
+    """transformers' own class is built from the written config, for a factor of 8."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+    written = extend(FLAT, LONG, method=method, factor=8.0).config()
+    assert written["max_position_embeddings"] == LONG
+    rope = from_config(written).rope
+    theirs = Qwen2RotaryEmbedding(AutoConfig.for_model(**written))
+    np.testing.assert_allclose(rope.inv_freq, theirs.inv_freq.numpy(), rtol=2e-5)
+    assert from_config(FLAT).rope.inv_freq[-1] / rope.inv_freq[-1] == pytest.approx(8.0)
+
+
+def test_the_factors_without_a_measurement() -> None:
+    """1.5 and 2 times 131,072 / 32,768; llama.cpp has no arguments for Llama 3's scheme."""
+    found = extend(FLAT, LONG)
+    assert [(plan.method, plan.factor) for plan in found.plans] == [("llama3", 6.0), ("yarn", 8.0)]
+    assert of(found, "vLLM")["plan"] == 0
+    assert of(found, "llama.cpp")["commands"] == [
+        "llama-server -m MODEL.gguf --rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 32768 --yarn-beta-fast 32 "
+        "--yarn-beta-slow 1 --rope-freq-base 1000000 -c 131072"
+    ]
+    text = " ".join(found.text().split())
+    assert "pairs 40-63 would reach angles that it does not cover" in text
+    assert "If the model card recommends numbers, take those" in text
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest", "method", "factor"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, LONG, "yarn", 16.0),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16_384,
+            },
+            LONG,
+            "llama3",
+            24.0,
+        ),
+        ({"rope_type": "linear", "factor": 8.0}, LONG, "linear", 24.0),
+        ({"rope_type": "dynamic", "factor": 4.0}, 32_768, "llama3", 12.0),
+    ],
+)
+def test_a_scaling_is_replaced_and_never_applied_twice(
+    scaling: dict[str, Any], longest: int, method: str, factor: float
+) -> None:
+    """The factor is the margin times 262,144, divided by the length before scaling."""
+    found = extend({**FLAT, "max_position_embeddings": longest, "rope_scaling": scaling}, 2 * LONG)
+    assert (found.plans[0].method, found.plans[0].factor) == (method, factor)
+    parameters = found.config()["rope_parameters"]
+    before = scaling.get("original_max_position_embeddings", 32_768)
+    assert parameters.get("original_max_position_embeddings", before) == before
+    assert ("It replaces the scaling of the config." in " ".join(found.text().split())) is True
+
+
+def test_only_layers_without_a_window_are_scaled() -> None:
+    found = extend(GEMMA, LONG, engines=("vllm", "transformers", "llama.cpp"))
+    parameters = found.config()["rope_parameters"]
+    assert (parameters["full_attention"]["factor"], parameters["sliding_attention"]["rope_type"]) == (6.0, "default")
+    assert found.plans[0].layers == [5]
+    assert of(found, "llama.cpp")["commands"] == []
+    assert "the layers of this model differ" in of(found, "llama.cpp")["why_not"][0]
+    # In EXAONE 4 only layers with a window rotate.
+    exaone = {**FLAT, "model_type": "exaone4", "sliding_window": 4096, "sliding_window_pattern": 4}
+    found = extend(exaone, LONG)
+    assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
+    assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
+    assert "--override-kv" in of(found, "llama.cpp")["notes"][0]
+
+
+def test_tokens_with_several_positions() -> None:
+    """Engines divide the pairs among axes with YaRN, and vLLM computes another ramp then."""
+    text = {**FLAT, "model_type": "qwen2_5_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    found = extend({**text, "model_type": "qwen2_5_vl"}, LONG)
+    assert [plan.method for plan in found.plans] == ["yarn"]
+    assert found.config()["rope_parameters"]["mrope_section"] == [16, 24, 24]
+    assert of(found, "transformers")["commands"]
+    for engine in ("vLLM", "llama.cpp"):
+        assert (of(found, engine)["commands"], len(of(found, engine)["why_not"])) == ([], 1)
+
+
+def test_factors_in_a_gguf_are_not_replaced() -> None:
+    """The divisors of Llama 3's scheme are a tensor of the file, which llama.cpp's arguments do not remove."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    llama = {**FLAT, "model_type": "llama", "rope_theta": 5e5, "max_position_embeddings": LONG, "rope_scaling": scaling}
+    found = extend(llama, 2 * LONG, method="yarn", engines=("llama.cpp",))
+    assert (found.complete, of(found, "llama.cpp")["commands"]) == (False, [])
+
+
+def test_refusals() -> None:
+    lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
+    phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}
+    with pytest.raises(RopeError, match=r"got longrope\. Its numbers were found for at most 32,768 tokens"):
+        extend(phi, LONG)
+    with pytest.raises(RopeError, match="factor must be at least 4, the target divided by the length before scaling"):
+        extend(FLAT, LONG, factor=2.0)
+    with pytest.raises(RopeError, match="engine must be one of"):
+        extend(FLAT, LONG, engines=("vlm",))
+    without = {key: value for key, value in FLAT.items() if key != "max_position_embeddings"}
+    with pytest.raises(RopeError, match=r"must state a length in tokens, got none\. Add max_position_embeddings"):
+        extend({**without, "model_type": "mistral"}, LONG)
+    with pytest.raises(RopeError, match="must not reach the length as it is"):
+        extend(FLAT, 32_768).config()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """The source stays as it is, and other files of the folder are linked."""
+    source, folder = tmp_path / "model", tmp_path / "new" / "long"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(FLAT))
+    (source / "model.safetensors").write_bytes(b"weights")
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 32768}')
+    arguments = ["extend", str(source), "--to", "128k", "--method", "yarn", "--factor", "4", "--write", str(folder)]
+    shown = CliRunner().invoke(main, [*arguments, "--version", "4"])
+    assert shown.exit_code == 0
+    assert f"vllm serve {source} --hf-overrides" in shown.output
+    assert not ROWS["vLLM", "length tokenizer"]["accepted"]
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1" in shown.output
+    written = json.loads((folder / "config.json").read_text())
+    assert (written["rope_scaling"]["factor"], written["max_position_embeddings"]) == (4.0, LONG)
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert json.loads((source / "config.json").read_text()) == FLAT
+    again = CliRunner().invoke(main, arguments)
+    assert (again.exit_code, "the folder to write must not exist" in again.output) == (1, True)
+    facts = json.loads(CliRunner().invoke(main, ["extend", str(folder), "--to", "128k", "--json"]).output)
+    assert facts["reaches"]
+    asked = CliRunner().invoke(main, ["explain", str(source), "--for", "vllm", "--length", "128k"]).output
+    assert "ropewalk extend --to 131072" in asked
+    (source / "config.json").write_text(json.dumps(GEMMA))
+    assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
