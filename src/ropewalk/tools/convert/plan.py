@@ -16,7 +16,7 @@ from ropewalk.configs.reader import PAIRING_KEY
 from ropewalk.tools.convert import layouts, meta, model, pth
 from ropewalk.tools.convert.layouts import Heads, Part
 from ropewalk.tools.convert.model import Checkpoint
-from ropewalk.tools.convert.raw import ReorderedTensor, StoredTensor, Tensor, as_column
+from ropewalk.tools.convert.raw import Tensor, as_column, reorder
 
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -174,9 +174,9 @@ def _heads(source: Checkpoint, rope: Any, *, is_latent: bool) -> Heads:
 
 
 def _reorder(name: str, tensor: Tensor, parts: list[Part], to: Pairing) -> Tensor:
-    if all(part.kind == "norm" for part in parts) and isinstance(tensor, StoredTensor):
+    if all(part.kind == "norm" for part in parts):
         tensor = as_column(tensor)
-    return ReorderedTensor(tensor, layouts.row_order(tensor.rows, parts, to))
+    return reorder(tensor, layouts.row_order(tensor.rows, parts, to))
 
 
 def _check_complete(source: Checkpoint, found: Mapping[str, list[Part]], layers: set[int]) -> None:

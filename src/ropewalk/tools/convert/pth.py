@@ -21,7 +21,7 @@ from ropewalk import _checks
 from ropewalk.tools.convert import raw
 from ropewalk.tools.convert.layouts import MAX_NAME
 from ropewalk.tools.convert.meta import DTYPES
-from ropewalk.tools.convert.raw import JoinedTensor, StoredTensor, Tensor
+from ropewalk.tools.convert.raw import StoredTensor, Tensor
 
 NAME = re.compile(r"consolidated\.(\d{2,})\.pth")
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
@@ -230,9 +230,9 @@ def _join_tensor(name: str, pieces: list[StoredTensor], width: int) -> Tensor:
         return first
     if len(first.shape) == 2:
         if kind in _BY_ROWS or (kind == "tok_embeddings" and first.shape[1] == width):
-            return JoinedTensor(tuple(pieces), 0)
+            return raw.join(pieces, 0)
         if kind in _BY_COLUMNS or (kind == "tok_embeddings" and first.shape[1] * len(pieces) == width):
-            return JoinedTensor(tuple(pieces), 1)
+            return raw.join(pieces, 1)
     if len(first.shape) == 1 and (kind.endswith("norm") or name == "rope.freqs"):
         return first
     must = f"{name} must be a tensor of Meta's Llama, whose pieces can be joined"

@@ -6,10 +6,9 @@ This module never interprets the bytes, so all dtypes are read alike, and rows a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,36 +21,26 @@ CHUNK = 2**24
 Bytes = npt.NDArray[np.uint8]
 
 
-class Tensor(Protocol):
-    """The interface of a tensor that is read as rows of bytes. Its dtype is named as in safetensors, e.g. "BF16"."""
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that is read as rows of bytes. Its dtype is named as in safetensors, e.g. "BF16"."""
 
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def rows(self) -> int: ...
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    rows: int
 
     def read(self, first: int, last: int) -> Bytes:
         """Read rows `first` to `last` - 1. Return their bytes, uint8 `[last - first, bytes of a row]`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Tensor):
     """A tensor that is stored in a file, row after row. `tensor_in_file` computes its number of rows."""
 
     file: Path
     offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    rows: int
 
     def read(self, first: int, last: int) -> Bytes:
         """Read rows from the file, as in `Tensor`."""
@@ -66,29 +55,11 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class JoinedTensor:
-    """A matrix whose pieces are stored separately. They are concatenated along rows (axis 0) or columns (axis 1)."""
+class JoinedTensor(Tensor):
+    """A matrix whose pieces are stored separately. `join` makes it."""
 
     pieces: tuple[Tensor, ...]
     axis: int
-
-    @property
-    def dtype(self) -> str:
-        return self.pieces[0].dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.pieces[0].shape
-        total = sum(piece.shape[self.axis] for piece in self.pieces)
-        return (total, *first[1:]) if self.axis == 0 else (first[0], total)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
 
     def read(self, first: int, last: int) -> Bytes:
         """Read rows from the pieces that contain them, as in `Tensor`."""
@@ -104,27 +75,11 @@ class JoinedTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class ReorderedTensor:
-    """A tensor with permuted rows: row r is row `order[r]` of `tensor`."""
+class ReorderedTensor(Tensor):
+    """A tensor with permuted rows: row r is row `order[r]` of `tensor`. `reorder` makes it."""
 
     tensor: Tensor
     order: npt.NDArray[np.int64]
-
-    @property
-    def dtype(self) -> str:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def rows(self) -> int:
-        return self.tensor.rows
 
     def read(self, first: int, last: int) -> Bytes:
         """Read rows, as in `Tensor`, by reading the span of `tensor` that contains all of them.
@@ -145,12 +100,25 @@ def tensor_in_file(file: Path, offset: int, nbytes: int, dtype: str, shape: tupl
     number of bytes is not a multiple of the length of its first axis. A tensor without elements has no rows.
     """
     rows = 0 if nbytes == 0 else shape[0] if shape and nbytes % shape[0] == 0 else 1
-    return StoredTensor(file, offset, nbytes, dtype, shape, rows)
+    return StoredTensor(dtype, shape, nbytes, rows, file, offset)
 
 
-def as_column(tensor: StoredTensor) -> StoredTensor:
-    """Return the weight or bias of a norm, which may have any shape, as a column with one number in each row."""
-    return replace(tensor, rows=math.prod(tensor.shape))
+def join(pieces: Sequence[Tensor], axis: int) -> JoinedTensor:
+    """Return the matrix that pieces of equal shape and dtype form along rows (axis 0) or columns (axis 1)."""
+    first = pieces[0]
+    height, width = first.shape
+    shape = (len(pieces) * height, width) if axis == 0 else (height, len(pieces) * width)
+    return JoinedTensor(first.dtype, shape, len(pieces) * first.nbytes, shape[0], tuple(pieces), axis)
+
+
+def reorder(tensor: Tensor, order: npt.NDArray[np.int64]) -> ReorderedTensor:
+    """Return a tensor whose row r is row `order[r]` of this tensor."""
+    return ReorderedTensor(tensor.dtype, tensor.shape, tensor.nbytes, tensor.rows, tensor, order)
+
+
+def as_column(tensor: Tensor) -> Tensor:
+    """Return the weight or bias of a norm, if it has any shape in a file, as a column with one number in each row."""
+    return replace(tensor, rows=math.prod(tensor.shape)) if isinstance(tensor, StoredTensor) else tensor
 
 
 def row_bytes(tensor: Tensor) -> int:

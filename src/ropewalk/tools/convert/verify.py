@@ -20,7 +20,7 @@ from ropewalk.rotation.api import Rotation
 from ropewalk.tools.convert import meta, pth, shards
 from ropewalk.tools.convert.layouts import Part
 from ropewalk.tools.convert.plan import Plan
-from ropewalk.tools.convert.raw import Bytes, StoredTensor, Tensor, as_column, row_bytes
+from ropewalk.tools.convert.raw import Bytes, Tensor, as_column, chunks
 
 _TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -85,21 +85,16 @@ def _check_unrotated_rows(name: str, before: Tensor, after: Tensor, parts: list[
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         _refuse(name, f"{after.dtype} of shape {after.shape} instead of {before.dtype} of shape {before.shape}")
     if parts and all(part.kind == "norm" for part in parts):
-        before, after = _as_column(before), _as_column(after)
+        before, after = as_column(before), as_column(after)
     moved = np.zeros(before.rows, bool)
     for part in parts:
         for start in part.starts:
             moved[start : start + part.rotary_dim] = True
-    step = max(1, 2**24 // max(1, row_bytes(before)))
-    for first in range(0, before.rows, step):
-        last = min(first + step, before.rows)
-        same = (before.read(first, last) == after.read(first, last)).all(axis=1)
-        if not (same | moved[first:last]).all():
+    first = 0
+    for old, new in zip(chunks(before), chunks(after), strict=True):
+        if not ((old == new).all(axis=1) | moved[first : first + len(old)]).all():
             _refuse(name, "other bytes in rows that are not rotated")
-
-
-def _as_column(tensor: Tensor) -> Tensor:
-    return as_column(tensor) if isinstance(tensor, StoredTensor) else tensor
+        first += len(old)
 
 
 def _compare_layer(
@@ -180,7 +175,7 @@ def _vectors(
     result = torch.zeros(_TOKENS, 1, 1, dtype=torch.float64)
     steps = sorted(parts, key=lambda step: (step[1].kind == "norm", step[0].endswith("bias"), step[0]))
     for name, part in steps:
-        tensor = _as_column(tensors[name]) if part.kind == "norm" else tensors[name]
+        tensor = as_column(tensors[name]) if part.kind == "norm" else tensors[name]
         rows = [
             _values(tensor.read(start, start + part.rotary_dim), tensor.dtype).reshape(part.rotary_dim, -1)
             for start in part.starts

@@ -35,7 +35,9 @@ def check_target(plan: Plan, folder: Path) -> None:
         fix = "Pass a new folder, because existing files are never replaced."
         raise _checks.error("convert", f"{folder} must not exist yet", "an existing file or folder", fix)
     above = next(path for path in target.parents if path.exists())
-    free, needed = shutil.disk_usage(above).free + _written_bytes(_hidden_folder(folder)), plan.nbytes
+    # What an earlier run has written counts as free, because this run keeps it or deletes it.
+    written = sum(path.stat().st_size for path in _hidden_folder(folder).glob("*") if path.is_file())
+    free, needed = shutil.disk_usage(above).free + written, plan.nbytes
     if free < needed:
         must = f"{above} must have {needed:,} bytes of free space"
         raise _checks.error("convert", must, f"{free:,}", "Free some space, or pass another folder.")
@@ -69,7 +71,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
                     shutil.rmtree(unfinished)
                     raise
             for name in plan.source.companion_files if plan.form == plan.source.form else ():
-                _write_file(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
+                _write_file(unfinished / name, lambda new, name=name: shutil.copyfile(plan.source.folder / name, new))  # type: ignore[misc]
             for name, content in plan.texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
                 _write_file(unfinished / name, lambda new, text=text: _write_text(new, text))  # type: ignore[misc]
@@ -86,14 +88,6 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
 def _hidden_folder(folder: Path) -> Path:
     target = folder.resolve()
     return target.with_name(f".{target.name}.unfinished")
-
-
-def _written_bytes(unfinished: Path) -> int:
-    """Return the number of bytes that an earlier run has written.
-
-    They count as free space, because this run keeps them or deletes them.
-    """
-    return sum(path.stat().st_size for path in unfinished.glob("*") if path.is_file())
 
 
 def _state(plan: Plan) -> str:
@@ -157,7 +151,3 @@ def _write_file(file: Path, make: Callable[[Path], None]) -> None:
 
 def _write_text(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON escapes lone surrogates in the same way
-
-
-def _copy(file: Path, new: Path) -> None:
-    shutil.copyfile(file, new)
