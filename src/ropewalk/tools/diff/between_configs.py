@@ -77,12 +77,13 @@ def configs(
         RopeError: a config cannot be read or describes only a vision tower, a key to ignore is in neither config, or
             `length` is None and neither config states a length.
     """
-
     a, b = read_both((first, second), pairing, base, factor, ignore, download)
     longest = longest_of("diff.configs", length, a, b)
     converted = (a.config is None) != (b.config is None)  # only one of them is from Hugging Face
     rows, static_ropes = _compare_all(a, b, longest, converted)
-    other_differences = _other_differences(a, b)
+    other_differences = [
+        {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
+    ]
     facts: dict[str, Any] = {
         "first": summary(a),
         "second": summary(b),
@@ -112,11 +113,14 @@ def read_both(
     if factor is not None and factors == [None, None]:
         must, fix = "factor requires Meta's params.json with use_scaled_rope", "Omit it."
         raise _checks.error("diff.configs", must, _checks.shown(factor), fix)
-    a, b = (
-        _require_text_model(read_config(config, pairing=pairing, base=base, factor=own, ignore=keys, download=download))
-        for config, keys, own in zip(both, of_each, factors, strict=True)
-    )
-    return a, b
+    found = []
+    for config, keys, own in zip(both, of_each, factors, strict=True):
+        ropes = read_config(config, pairing=pairing, base=base, factor=own, ignore=keys, download=download)
+        if not ropes.layers:
+            fix = "Compare two text models."
+            raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)
+        found.append(ropes)
+    return found[0], found[1]
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
@@ -147,13 +151,6 @@ def _needs_factor(config: Any, download: bool) -> bool:
         return False
     values, _ = source.load(config, download=download)
     return source.is_params(values) and meta.needs_factor(values)
-
-
-def _require_text_model(ropes: ModelRopes) -> ModelRopes:
-    if not ropes.layers:
-        fix = "Compare two text models."
-        raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)
-    return ropes
 
 
 def summary(ropes: ModelRopes) -> dict[str, Any]:
@@ -246,13 +243,6 @@ _OTHER_PROPERTIES: dict[str, Callable[[ModelRopes], Any]] = {
     "others": lambda ropes: {name: repr(rope) for name, rope in ropes.extra_ropes.items()},
     "vision": lambda ropes: None if ropes.vision is None else [repr(rope) for rope in ropes.vision.ropes],
 }
-
-
-def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
-    """Return the differences between the configs outside the ropes of the layers, such as the softmax factor."""
-    return [
-        {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
-    ]
 
 
 def _pairings_differ(a: ModelRopes, b: ModelRopes) -> bool:

@@ -103,11 +103,8 @@ def engines(
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     named = [engine("diff.engines", name) for name in dict.fromkeys(names)]
-    chosen = list(
-        {
-            entry.name: entry for entry in (*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ()))
-        }.values()
-    )
+    asked = [*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ())]
+    chosen = list({entry.name: entry for entry in asked}.values())
     ropes, config_ropes = ropes_for_engines(
         source, *chosen, pairing=pairing, base=base, factor=factor, ignore=ignore, download=download
     )
@@ -177,7 +174,9 @@ def _compare_rope(
     sequences = sorted({short, setting}) if changing else [setting]
     running = [name for name, answer in answers.items() if answer.rope is not None]
     reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
-    compared = [_compare_at_length(answers, reference, sequence, setting, window) for sequence in sequences]
+    at = {n: _compare_at_length(answers, reference, n, setting, window) for n in sequences}
+    differ = [n for n, found in at.items() if any(not entry["apart"]["same"] for entry in found.values())]
+    longest = max(differ, default=setting)
     row: dict[str, Any] = {
         "layers": layers,
         "window": window,
@@ -197,15 +196,10 @@ def _compare_rope(
             }
             for name, answer in answers.items()
         ],
-        "at": [{"sequence": n, "engines": found} for n, found in zip(sequences, compared, strict=True)],
+        "at": [{"sequence": n, "engines": found} for n, found in at.items()],
+        "drawn_at": longest,
     }
-    differ = [
-        n
-        for n, found in zip(sequences, compared, strict=True)
-        if any(not entry["apart"]["same"] for entry in found.values())
-    ]
-    row["drawn_at"] = max(differ, default=setting)
-    static = {name: answer.at(row["drawn_at"], setting) for name, answer in answers.items()}
+    static = {name: answer.at(longest, setting) for name, answer in answers.items()}
     first = None if reference is None else static[reference]
     count = 0 if first is None else first.rotary_dim
     return row, {name: rope for name, rope in static.items() if rope is not None and rope.rotary_dim == count}

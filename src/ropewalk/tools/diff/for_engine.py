@@ -154,19 +154,15 @@ def _apart(
             if rope is None:
                 found = "it rotates layers that the model does not rotate"
                 continue
-            for sequence in sorted({_short(rope, setting), setting}):
+            # A scheme that depends on the length slows the pairs only beyond the trained one.
+            trained = None if rope.scaling is None else rope.scaling.trained_length(setting)
+            for sequence in sorted({min(trained or setting, setting), setting}):
                 theirs = answer.at(sequence, setting)
                 ours = rope if rope.is_static else rope.at_length(sequence)
                 found = found or _difference(ours, theirs, sequence)
         if found:
             apart.append(" ".join([f"{place}: {found}.", *answer.notes]))
     return apart, unknown
-
-
-def _short(rope: Rope, setting: int) -> int:
-    """Return a length at which a scheme that depends on the length does not slow the pairs as at `setting`."""
-    trained = None if rope.scaling is None else rope.scaling.trained_length(setting)
-    return min(trained or setting, setting)
 
 
 def _difference(ours: Rope, theirs: Rope | None, sequence: int) -> str:
@@ -298,12 +294,8 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines += ["", "the command", f"  {facts['command']}"]
     if facts["not_compared"]:
         lines += ["", *wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")]
-    lines += ["", *wrap(_claim(facts, name), "")]
+    defined = f", and the command is defined in {facts['command_source']}" if facts["command"] is not None else ""
+    lines += ["", *wrap(f"This was checked with ropewalk's rules for {name}{defined}. No engine was run.", "")]
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(_checks.printable, lines))
-
-
-def _claim(facts: Mapping[str, Any], name: str) -> str:
-    source = f", and the command is defined in {facts['command_source']}" if facts["command"] is not None else ""
-    return f"This was checked with ropewalk's rules for {name}{source}. No engine was run."
