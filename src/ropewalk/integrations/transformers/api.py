@@ -55,7 +55,11 @@ class Accelerated:
 
 
 def accelerate(
-    model: nn.Module, *, angles: Literal["exact", "theirs"] = "exact", length: int | None = None
+    model: nn.Module,
+    *,
+    rope: Rope | Mapping[str, Rope] | None = None,
+    angles: Literal["exact", "theirs"] = "exact",
+    length: int | None = None,
 ) -> Accelerated:
     """Make a model of transformers rotate q and k through ropewalk. `restore(model)` undoes it.
 
@@ -67,6 +71,10 @@ def accelerate(
 
     Args:
         model: a model of transformers 5 with loaded weights. It may be inside a model of PEFT.
+        rope: the rope by which all layers of the text model rotate, instead of that of the config. If the model has
+            several kinds of layer, each with its own rope, pass a dict from a kind, as `ModelRopes.layer_kinds` names
+            it, to a rope; the other kinds keep that of the config. The attention factor is that of `rope`; a factor of
+            the model's softmax scale (DeepSeek's mscale) stays. None means the rope of the config.
         angles: "exact" uses the angles of the model's config, as computed by `Rope.at`. "theirs" uses the model's own
             float32 tables, which gives bitwise equal outputs in float32, and works for configs that `from_config`
             cannot read.
@@ -78,17 +86,18 @@ def accelerate(
 
     Raises:
         RopeError: the model is accelerated already, has no rotary module, rotates in a way that no `Rotation` describes
-            (such as the opposite direction), or has other frequencies than its config states. The model is then
-            unchanged.
+            (such as the opposite direction), or has other frequencies than its config states; or `rope` rotates other
+            channels than the model. The model is then unchanged.
     """
     _check_model(model)
     choice(WHO, "angles", angles, ("exact", "theirs"))
     if any(isinstance(module, Angles) for module in model.modules()):
         must = "the model must have its own rotation"
         raise error(WHO, must, "one that is accelerated already", "Call restore(model) first.")
-    if angles == "theirs" and length is not None:
-        raise error(WHO, "length must be None with angles='theirs'", shown(length), "Do not pass length.")
-    planned = plan(model, exact=angles == "exact", length=length)
+    for name, value in (("rope", rope), ("length", length)):
+        if angles == "theirs" and value is not None:
+            raise error(WHO, f"{name} must be None with angles='theirs'", shown(value), f"Do not pass {name}.")
+    planned = plan(model, exact=angles == "exact", rope=rope, length=length)
     for place in planned.functions:
         install(place)
     for name, (kind, replacement) in planned.replacements.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk import formats
-from ropewalk._checks import RopeError, error, with_context
+from ropewalk._checks import RopeError, error, shown, with_context
 from ropewalk._layout import Pairing
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
@@ -45,7 +45,7 @@ class Plan:
         return list(dict.fromkeys(place for _, made in self.replacements.values() for place in made.forms))
 
 
-def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
+def plan(model: nn.Module, *, exact: bool, rope: Rope | Mapping[str, Rope] | None, length: int | None) -> Plan:
     """Plan the replacement of every rotary module. With `exact`, compare each with the config.
 
     A vision tower that is not supported keeps its own rotation, and `left_alone` lists it with the reason.
@@ -53,13 +53,14 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
     Args:
         model: the model.
         exact: whether to use the angles of the config. Otherwise, the original modules compute them.
+        rope: the caller's ropes, instead of those of the config.
         length: the longest sequence in tokens, or None.
 
     Raises:
         RopeError: a module of the text model does not fit its config or is not supported, the model has nothing to
-            replace, or `length` is missing or not needed.
+            replace, `rope` does not fit, or `length` is missing or not needed.
     """
-    result, configs = Plan(), _Configs(model)
+    result, configs, given = Plan(), _Configs(model), _Given(rope)
     ropes: list[Rope] = []
     towers: dict[str, type[Angles]] = {}
     for name, module in model.named_modules():
@@ -68,7 +69,7 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         elif compare.is_rotary(module):
             config = compare.own_config(module, configs.text)
             if configs.is_text(config):
-                ropes += _plan_text(result, model, name, configs if exact else None, length)
+                ropes += _plan_text(result, model, name, configs if exact else None, given, length)
             else:
                 result.left_alone.append(f"{name}: it is not part of the text model")
     for name, kind in towers.items():
@@ -81,12 +82,13 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         fix = "Models without rotary positions, or with angles computed elsewhere, are not supported."
         raise error(WHO, "the model must have a rotary module that is called with positions", got, fix)
     if exact:
+        given.check_kinds()
         compare.check_length(length, ropes)
     return result
 
 
 def _plan_text(
-    result: Plan, model: nn.Module, name: str, configs: _Configs | None, length: int | None
+    result: Plan, model: nn.Module, name: str, configs: _Configs | None, given: _Given, length: int | None
 ) -> Iterable[Rope]:
     """Add the rotary module of a text model to the plan, and return its ropes."""
     module = model.get_submodule(name)
@@ -102,10 +104,11 @@ def _plan_text(
         config = compare.own_config(module, configs.text)
         read = configs.ropes_of(config, next(iter(forms.values())).pairing if forms else None)
         by_kind = {kind: compare.find_rope(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
-        found = list(by_kind.values())
-        _check_channels(name, forms, found)
+        _check_channels(name, forms, by_kind.values())
         for kind, rope in by_kind.items():
             compare.check_axes(name, module, kind, rope, width)
+        by_kind = {kind: given.instead_of(rope, name, kind, read) for kind, rope in by_kind.items()}
+        found = list(by_kind.values())
         if length is not None:
             by_kind = {kind: rope.at_length(length) for kind, rope in by_kind.items()}
         ropes = {kind: (rope,) for kind, rope in by_kind.items()}
@@ -190,6 +193,43 @@ def _ropes_of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
     else:
         layers = (*layers, *read.extra_ropes.values())
     return [rope for rope in dict.fromkeys(layers) if rope is not None]
+
+
+class _Given:
+    """The ropes that the caller passed to `accelerate`: one, one for each kind of layer, or none."""
+
+    def __init__(self, rope: Rope | Mapping[str, Rope] | None) -> None:
+        self.by_kind: Mapping[str, Rope] = rope if isinstance(rope, Mapping) else {}
+        self.one = None if isinstance(rope, Mapping) else rope
+        self.kinds: set[str] = set()  # of the layers that rotate
+        for each in self.by_kind.values() if self.one is None else (self.one,):
+            if not isinstance(each, Rope):
+                must = "rope must be a Rope, or a dict with a Rope for each kind of layer"
+                raise error(WHO, must, shown(each), "Read that of the model with from_config(model.config).layers[i].")
+
+    def instead_of(self, own: Rope, name: str, kind: str | None, read: ModelRopes) -> Rope:
+        """Return the rope for the layers that the module `name` serves, and for which the config states `own`."""
+        if kind is None:  # the kind of layer for which the config states this rope, if there is one
+            layers = zip(read.layer_kinds, read.layers, strict=True)
+            kinds = {each for each, rope in layers if rope == own}
+            kind = kinds.pop() if len(kinds) == 1 else ""
+        self.kinds.add(kind)
+        rope = self.one or self.by_kind.get(kind, own)
+        same = ("head_dim", "rotary_dim", "rotary_offset", "pairing", "axes")
+        wrong = [f"{field}={getattr(rope, field)!r}" for field in same if getattr(rope, field) != getattr(own, field)]
+        if wrong:
+            fix = "Pass dataclasses.replace(own, base=..., scaling=...), with own of from_config(model.config)."
+            raise error(WHO, f"rope must rotate the channels of {name} as {own} does", ", ".join(wrong), fix)
+        return rope
+
+    def check_kinds(self) -> None:
+        """Raise a RopeError if the caller passed one rope for several kinds of layer, or a rope for an unknown kind."""
+        known = sorted(self.kinds - {""})
+        unknown = [shown(kind) for kind in self.by_kind if kind not in known]
+        if unknown or (self.one is not None and len(known) > 1):
+            must = f"rope must be a dict whose keys are kinds of layer that rotate ({', '.join(map(shown, known))})"
+            fix = "Pass {kind: Rope}. The other kinds keep the rope of the config."
+            raise error(WHO, must, ", ".join(unknown) or "one Rope for all kinds", fix)
 
 
 class _Configs:
