@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "xpos": BOTTOM | {"rope", "rotation"},
     "parallel": BOTTOM | {"attention", "positions", "rotation"},
     # An integration converts between another program and ropewalk: configs, schemes, ropes and rotations.
-    "integrations": BOTTOM | {"configs", "conformance", "formats", "rope", "rotation", "schemes"},
+    "integrations": BOTTOM | {"attention", "configs", "conformance", "formats", "rope", "rotation", "schemes"},
     # Tools stand on the library, and nothing in the library imports one. They import each other by public names.
     "tools": set(),
     "tools.diff": BOTTOM | {"configs", "engines", "rope"},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tiny_models
 from model_checks import FAR, NEAR, output, refused, relative, rms, tokens, with_exact_tables
-from ropewalk import Axes, Rope, schemes
+from ropewalk import Axes, Rope, RopeError, SelfExtend, schemes
 from ropewalk.integrations.transformers import accelerate, restore
 
 pytest.importorskip("transformers", "5.23")
@@ -68,7 +68,7 @@ def generated(model: Any, cache: str) -> Tensor:
     ids = tokens(2, 16)
     seen = torch.ones_like(ids)
     seen[0, :5] = 0
-    kept = {"cache_implementation": "static"} if cache == "static" else {}
+    kept = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}[cache]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "disable_compile": True}
     return model.generate(ids, attention_mask=seen, **options, **kept)
 
@@ -127,14 +127,14 @@ def test_a_rope_that_depends_on_the_length() -> None:
 @pytest.mark.parametrize(
     ("name", "rope", "message"),
     [
-        ("llama", "yarn", "rope must be a Rope, or a dict with a Rope for each kind of layer, got 'yarn'"),
+        ("llama", "yarn", "rope must be a Rope, a SelfExtend, or a dict with one for each kind of layer, got 'yarn'"),
         ("llama", Rope(32, 1e4, "half"), "channels of model.rotary_emb as .* does, got head_dim=32, rotary_dim=32"),
         ("llama", Rope(16, 1e4, "interleaved"), "got pairing='interleaved'"),
         ("llama", Rope(16, 1e4, "half", rotary_dim=8), "got rotary_dim=8"),
         ("llama", Rope(16, 1e4, "half", axes=Axes.sections((4, 4))), "got axes="),
         ("llama", {GLOBAL: WITH_YARN}, r"kinds of layer that rotate \('all'\), got 'full_attention'"),
         ("gemma3_text", WITH_YARN, r"\('full_attention', 'sliding_attention'\), got one Rope for all kinds"),
-        ("gemma3_text", {GLOBAL: None}, "rope must be a Rope, or .*, got None"),
+        ("gemma3_text", {GLOBAL: None}, "rope must be a Rope, .*, got None"),
     ],
 )
 def test_refused(name: str, rope: Any, message: str) -> None:
@@ -143,3 +143,70 @@ def test_refused(name: str, rope: Any, message: str) -> None:
 
 def test_not_with_their_angles() -> None:
     refused(tiny_models.build("llama"), "rope must be None with angles='theirs'", rope=WITH_YARN, angles="theirs")
+
+
+class Unrotated(torch.nn.Module):
+    """Replaces a rotary module of transformers: q and k do not turn."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        ones = torch.ones(*position_ids.shape, 16, dtype=x.dtype)
+        return ones, torch.zeros_like(ones)
+
+
+def by_definition(name: str, base: float, group: int, window: int, *, local_base: float = 0.0) -> Any:
+    """Return a model in float64 whose attention is the formula of Self-Extend, for a call with all tokens."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **given: Any) -> Any:
+        places, local = given["position_ids"], getattr(module, "is_sliding", False)
+        distance = places[:, :, None] - places[:, None, :]
+        grouped = places // group
+        far = grouped[:, :, None] - grouped[:, None, :] + window - window // group
+        distance = distance if local else torch.where(distance < window, distance, far)
+        angles = distance[:, None, ..., None] * (local_base if local else base) ** (-torch.arange(8) / 8).double()
+        q, k = (torch.complex(x[..., :8], x[..., 8:]) for x in (q, k))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        turned = q[:, :, :, None] * k.conj()[:, :, None] * torch.polar(torch.ones_like(angles), angles)
+        scores = (turned.real.sum(-1) * given["scaling"]).masked_fill(~mask, -1e300)
+        return (scores.softmax(-1) @ v).transpose(1, 2), None
+
+    AttentionInterface.register("by_definition", attention)
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    AttentionMaskInterface.register("by_definition", lambda *a, **o: sdpa_mask(*a, **(o | whole)))
+    model = tiny_models.build(name).double()
+    model.config._attn_implementation = "by_definition"
+    model.model.rotary_emb = Unrotated()
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_self_extend(name: str) -> None:
+    model, ids = tiny_models.build(name), tokens(2, 48)
+    bases = {"llama": (10_000.0, 0.0), "gemma3_text": (1_000_000.0, 10_000.0)}[name]
+    exact = by_definition(name, bases[0], 4, 6, local_base=bases[1])
+    extended = SelfExtend(Rope(16, bases[0], "half"), group=4, window=6)
+    before, expected, attention = output(model, ids), output(exact, ids, 70_000), model.config._attn_implementation
+    said = accelerate(model, rope={GLOBAL: extended} if name == "gemma3_text" else extended)
+    assert f"attends in two passes: {extended}" in str(said)
+    assert relative(output(model, ids, 70_000).double(), expected) <= NEAR
+    assert relative(before.double(), expected) > 16 * NEAR
+    for kind in ("dynamic", "static"):  # the first row is padded; the reference reads all tokens again in each step
+        assert torch.equal(generated(model, kind), generated(exact, "none"))
+    half = rms(output(copy.deepcopy(model).bfloat16(), ids, 70_000).double(), expected)
+    assert half < 0.03  # bfloat16 itself
+    restore(model)
+    assert torch.equal(output(model, ids), before)
+    assert model.config._attn_implementation == attention
+
+
+def test_self_extend_refused() -> None:
+    extended = SelfExtend(Rope(16, 10_000.0, "half"), 4, 6)
+    refused(tiny_models.build("llama"), "got head_dim=32", rope=SelfExtend(Rope(32, 10_000.0, "half"), 4, 6))
+    refused(tiny_models.build("gemma3n_text"), "for Self-Extend, the model must", rope={GLOBAL: extended})
+    for name, options in (("gemma2", {"attn_logit_softcapping": 30.0}), ("gpt_oss", {"rope_parameters": PLAIN})):
+        model = tiny_models.build(name, **options)
+        accelerate(model, rope=extended)
+        with pytest.raises(RopeError, match=r"without softcap, s_aux and position_bias, got (softcap|s_aux)"):
+            output(model, tokens())

@@ -10,6 +10,7 @@ from torch import nn
 
 import ropewalk
 from ropewalk._checks import choice, error, shown
+from ropewalk.attention.self_extend import SelfExtend
 from ropewalk.integrations.transformers.compare import WHO, is_rotary
 from ropewalk.integrations.transformers.functions import install
 from ropewalk.integrations.transformers.modules import Angles, insert, remove
@@ -57,7 +58,7 @@ class Accelerated:
 def accelerate(
     model: nn.Module,
     *,
-    rope: Rope | Mapping[str, Rope] | None = None,
+    rope: Rope | SelfExtend | Mapping[str, Rope | SelfExtend] | None = None,
     angles: Literal["exact", "theirs"] = "exact",
     length: int | None = None,
 ) -> Accelerated:
@@ -74,7 +75,10 @@ def accelerate(
         rope: the rope by which all layers of the text model rotate, instead of that of the config. If the model has
             several kinds of layer, each with its own rope, pass a dict from a kind, as `ModelRopes.layer_kinds` names
             it, to a rope; the other kinds keep that of the config. The attention factor is that of `rope`; a factor of
-            the model's softmax scale (DeepSeek's mscale) stays. None means the rope of the config.
+            the model's softmax scale (DeepSeek's mscale) stays. None means the rope of the config. Instead of a rope,
+            pass a `SelfExtend` for attention in two passes, in models whose attention is in transformers' registry.
+            Each cached key then has four more channels, with its position. A cache that changes keys, and attention
+            with softcap or sinks, are errors at the call.
         angles: "exact" uses the angles of the model's config, as computed by `Rope.at`. "theirs" uses the model's own
             float32 tables, which gives bitwise equal outputs in float32, and works for configs that `from_config`
             cannot read.

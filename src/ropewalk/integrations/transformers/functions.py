@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from ropewalk import conformance, formats
 from ropewalk._layout import AXES, Layout, Pairing
+from ropewalk.attention.self_extend import SelfExtend
 from ropewalk.formats import Width
 from ropewalk.integrations.tables import Order, rotate
+from ropewalk.integrations.transformers import self_extend
 from ropewalk.rotation.api import Rotation, create_unchecked
 
 Place = tuple[str, str]
@@ -66,15 +68,22 @@ class Attached:
 
     rotation: Rotation
     forms: Mapping[Place, Form]
+    extended: tuple[SelfExtend, Tensor] | None = None
+    """Self-Extend, and the positions of the tokens."""
 
 
 _COS, _SIN, _TURNS = "ropewalk_cos", "ropewalk_sin", "ropewalk_complex"  # attributes of the tensors
 COMPLEX = ("freqs_cis", "freqs_ci")  # parameter names of a complex table
 
 
-def attach(tables: Any, rotation: Rotation, forms: Mapping[Place, Form]) -> Any:
+def attach(
+    tables: Any,
+    rotation: Rotation,
+    forms: Mapping[Place, Form],
+    extended: tuple[SelfExtend, Tensor] | None = None,
+) -> Any:
     """Attach a Rotation to cos and sin, or to one complex tensor, and return these tables."""
-    attached = Attached(rotation, forms)
+    attached = Attached(rotation, forms, extended)
     if isinstance(tables, Tensor):
         setattr(tables, _TURNS, attached)
     else:
@@ -258,7 +267,7 @@ def dispatcher(function: Callable[..., Any], place: Place) -> Callable[..., Any]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         attached = attached_to(arguments)
         if attached is not None and place in attached.forms:
-            rotated = _rotate_as(arguments, attached.rotation, attached.forms[place])
+            rotated = _rotate_as(arguments, attached, attached.forms[place])
             if rotated is not None:
                 return rotated
         return function(*args, **kwargs)
@@ -269,9 +278,9 @@ def dispatcher(function: Callable[..., Any], place: Place) -> Callable[..., Any]
     return dispatch
 
 
-def _rotate_as(arguments: Mapping[str, Any], rotation: Rotation, form: Form) -> Any:
+def _rotate_as(arguments: Mapping[str, Any], attached: Attached, form: Form) -> Any:
     """Rotate as a function of this form does. Return None if the Rotation does not fit the tensors."""
-    layout = dict(form.layouts).get(arguments.get("unsqueeze_dim", form.unsqueeze_dim))
+    rotation, layout = attached.rotation, dict(form.layouts).get(arguments.get("unsqueeze_dim", form.unsqueeze_dim))
     tensors = [arguments.get(name) for name in form.names[: form.at]]
     q, k = tensors[0], tensors[-1]
     if layout is None or q is None or k is None:
@@ -281,6 +290,8 @@ def _rotate_as(arguments: Mapping[str, Any], rotation: Rotation, form: Form) -> 
         rotation = _with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
     if not (_fits(rotation, q, layout, form) and _fits(rotation, k, layout, form)):
         return None
+    if attached.extended is not None:
+        return self_extend.rotate(*attached.extended, q, k, layout)
     rotated = rotate(rotation, [q, k][: form.at], layout, form.pairing, last=form.whole == "last", order=form.order)
     return rotated[0] if form.at == 1 else (rotated[0], rotated[1])
 

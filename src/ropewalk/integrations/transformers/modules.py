@@ -9,15 +9,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
+from ropewalk.attention.self_extend import SelfExtend
 from ropewalk.formats import Width, narrow, widen
 from ropewalk.integrations.tables import rotation_of
+from ropewalk.integrations.transformers import self_extend
 from ropewalk.integrations.transformers.functions import Form, Place, attach, cos_and_sin, install
 from ropewalk.rope.rope import Rope
 
@@ -31,11 +33,15 @@ class Replacement:
             None if the module is called without a layer type. If ropes is None, the angles are the module's own.
         width: the format of the module's tables.
         forms: maps each function that rotates by these tables to the way in which it rotates.
+        extended: maps layer types to the Self-Extend of their attention.
+        attention: with Self-Extend, the name of the attention function that the model used before.
     """
 
     ropes: Mapping[str | None, tuple[Rope, ...]] | None
     width: Width
     forms: Mapping[Place, Form]
+    extended: Mapping[str | None, SelfExtend] = field(default_factory=dict)
+    attention: str = ""
 
 
 class Angles(nn.Module):
@@ -81,7 +87,10 @@ class Angles(nn.Module):
         else:
             parts = ([widen(t.to(x.dtype), made.width) for t in (r.cos, r.sin)] for r in rotations)
             tables = tuple(torch.cat(part, dim=-1).reshape(*shape, -1) for part in zip(*parts, strict=True))
-        return attach(tables, rotations[0], made.forms)
+        if (extended := made.extended.get(kind)) is None:
+            return attach(tables, rotations[0], made.forms)
+        # Code that does not see what is attached cannot attend in two passes: NaN shows it.
+        return attach(tuple(table * math.nan for table in tables), rotations[0], made.forms, (extended, positions))
 
     def _own(self, dtype: torch.dtype, *arguments: Any, **keywords: Any) -> Any:
         """Return the tables that the original computes from these arguments, whose tensors are float32.
@@ -104,6 +113,8 @@ class Angles(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for place in self.ropewalk.forms:
             install(place)
+        if self.ropewalk.extended:
+            self_extend.register()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the two classes from which `_new` derives the class again."""
@@ -122,10 +133,15 @@ def insert(module: Any, kind: type[Angles], replacement: Replacement) -> None:
     """Replace the class of a rotary module."""
     module.__class__ = _replaced_class(kind, type(module))
     module.ropewalk = replacement
+    if replacement.extended:
+        self_extend.register()
+        module.config._attn_implementation = self_extend.NAME
 
 
 def remove(module: Angles) -> None:
     """Give a rotary module its original class again."""
+    if module.ropewalk.extended:
+        module.config._attn_implementation = module.ropewalk.attention  # type: ignore[union-attr]
     del module.ropewalk
     module.__class__ = type(module).__bases__[1]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ropewalk import formats
 from ropewalk._checks import RopeError, error, shown, with_context
 from ropewalk._layout import Pairing
+from ropewalk.attention.self_extend import SelfExtend
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import read_config
@@ -45,7 +46,13 @@ class Plan:
         return list(dict.fromkeys(place for _, made in self.replacements.values() for place in made.forms))
 
 
-def plan(model: nn.Module, *, exact: bool, rope: Rope | Mapping[str, Rope] | None, length: int | None) -> Plan:
+def plan(
+    model: nn.Module,
+    *,
+    exact: bool,
+    rope: Rope | SelfExtend | Mapping[str, Rope | SelfExtend] | None,
+    length: int | None,
+) -> Plan:
     """Plan the replacement of every rotary module. With `exact`, compare each with the config.
 
     A vision tower that is not supported keeps its own rotation, and `left_alone` lists it with the reason.
@@ -114,8 +121,25 @@ def _plan_text(
         ropes = {kind: (rope,) for kind, rope in by_kind.items()}
         result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in by_kind.items())
         result.warnings += [warning for warning in read.warnings if warning not in result.warnings]
-    _add(result, name, modules.TextAngles, Replacement(ropes, width, forms), failed)
+    extended = {kind: given.extended[name, kind] for kind in kinds if (name, kind) in given.extended}
+    result.warnings += [f"{name} attends in two passes: {each}" for each in extended.values()]
+    attention = _attention(model, module, forms, found) if extended else ""
+    _add(result, name, modules.TextAngles, Replacement(ropes, width, forms, extended, attention), failed)
     return found
+
+
+def _attention(model: nn.Module, module: nn.Module, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> str:
+    """Return the name of the model's attention function, if Self-Extend can replace it."""
+    devices = {parameter.device for parameter in model.parameters()}
+    together = forms and all(form.at == 2 and form.order == "same" and form.whole != "last" for form in forms.values())
+    pairings = {form.pairing for form in forms.values()} | {rope.pairing for rope in ropes}
+    registered = getattr(model, "_supports_attention_backend", False) and hasattr(module, "config")
+    if not (together and len(pairings) == 1 and registered and len(devices) == 1):
+        must = (
+            "for Self-Extend, the model must rotate q and k in one function and attend through transformers' registry"
+        )
+        raise error(WHO, f"{must}, on one device", type(model).__name__, "Pass a Rope instead.")
+    return str(module.config._attn_implementation)  # type: ignore[union-attr]
 
 
 def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[Angles], configs: _Configs | None) -> None:
@@ -198,23 +222,28 @@ def _ropes_of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
 class _Given:
     """The ropes that the caller passed to `accelerate`: one, one for each kind of layer, or none."""
 
-    def __init__(self, rope: Rope | Mapping[str, Rope] | None) -> None:
-        self.by_kind: Mapping[str, Rope] = rope if isinstance(rope, Mapping) else {}
+    def __init__(self, rope: Rope | SelfExtend | Mapping[str, Rope | SelfExtend] | None) -> None:
+        self.by_kind: Mapping[str, Rope | SelfExtend] = rope if isinstance(rope, Mapping) else {}
         self.one = None if isinstance(rope, Mapping) else rope
         self.kinds: set[str] = set()  # of the layers that rotate
+        self.extended: dict[tuple[str, str | None], SelfExtend] = {}  # of each module and its kind
         for each in self.by_kind.values() if self.one is None else (self.one,):
-            if not isinstance(each, Rope):
-                must = "rope must be a Rope, or a dict with a Rope for each kind of layer"
+            if not isinstance(each, (Rope, SelfExtend)):
+                must = "rope must be a Rope, a SelfExtend, or a dict with one for each kind of layer"
                 raise error(WHO, must, shown(each), "Read that of the model with from_config(model.config).layers[i].")
 
     def instead_of(self, own: Rope, name: str, kind: str | None, read: ModelRopes) -> Rope:
         """Return the rope for the layers that the module `name` serves, and for which the config states `own`."""
+        of_module = kind
         if kind is None:  # the kind of layer for which the config states this rope, if there is one
             layers = zip(read.layer_kinds, read.layers, strict=True)
             kinds = {each for each, rope in layers if rope == own}
             kind = kinds.pop() if len(kinds) == 1 else ""
         self.kinds.add(kind)
         rope = self.one or self.by_kind.get(kind, own)
+        if isinstance(rope, SelfExtend):
+            self.extended[name, of_module] = rope
+            rope = rope.rope
         same = ("head_dim", "rotary_dim", "rotary_offset", "pairing", "axes")
         wrong = [f"{field}={getattr(rope, field)!r}" for field in same if getattr(rope, field) != getattr(own, field)]
         if wrong:
