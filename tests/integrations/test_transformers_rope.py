@@ -210,3 +210,21 @@ def test_self_extend_refused() -> None:
         accelerate(model, rope=extended)
         with pytest.raises(RopeError, match=r"without softcap, s_aux and position_bias, got (softcap|s_aux)"):
             output(model, tokens())
+
+
+def test_self_extend_with_other_keys() -> None:
+    """A cache in 8 bits would change the positions. Phi passes only the rotated channels to its function."""
+    from transformers import DynamicCache
+
+    class Rounding(DynamicCache):
+        def update(self, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Any:
+            return super().update(k * 1.01, v, *rest, **more)
+
+    model = tiny_models.build("llama")
+    accelerate(model, rope=SelfExtend(Rope(16, 10_000.0, "half"), 4, 6))
+    with pytest.raises(RopeError, match="a cache must return keys as they were stored, got other keys"):
+        model(tokens(), cache=Rounding(config=model.config))
+    phi = tiny_models.build("phi")
+    accelerate(phi, rope=SelfExtend(Rope(16, 10_000.0, "half", rotary_dim=8), 4, 6))
+    with pytest.raises(RopeError, match=r"q must be \[batch, heads, seq, 16\] where the model rotates it, got bhsd of"):
+        output(phi, tokens())
