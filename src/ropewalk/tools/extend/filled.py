@@ -1,0 +1,70 @@
+"""Read a whole text of the target's length: what the model finds again in it, and its loss by position."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from typing import Any
+
+from ropewalk.tools.extend.subject import Subject
+
+_NAMES = ("London", "Paris", "Berlin", "Madrid", "Rome", "Vienna", "Prague", "Athens", "Dublin", "Oslo")
+_LENGTH = 64  # tokens of a passage
+_BLOCKS = 16
+
+
+def filled(subject: Subject, target: int, steps: Any, method: str, factor: float) -> list[dict[str, Any]]:
+    """Return what the model finds and its losses: without scaling, with target / stated length, and with the factor."""
+    ratio = subject.factor * target / subject.stated
+    ways = [("none", 1.0), *([(method, ratio)] if 1.0 < ratio < factor else []), (method, factor)]
+
+    def read(target: int, method: str, factor: float) -> dict[str, Any]:
+        return _read(subject, target, method, factor)
+
+    return [{"method": a, "factor": b, **steps.do(read, target, a, b)} for a, b in dict.fromkeys(ways)]
+
+
+def _read(subject: Subject, target: int, method: str, factor: float) -> dict[str, Any]:
+    tokens, questions, body = lay(subject, target)
+    losses, right = subject.read(tokens, method, factor)
+    found = []
+    for distance, spans in questions:  # `right` begins with the second token
+        random_passage, real, key = ([bool(one) for one in right[start - 1 : end - 1]] for start, end in spans)
+        shares = {"random": statistics.mean(random_passage), "real": statistics.mean(real), "key": all(key)}
+        found.append({"distance": distance, **shares})
+    blocks = losses[: body - 1].chunk(_BLOCKS)
+    return {"found": found, "losses": [float(block.mean()) for block in blocks]}
+
+
+def lay(subject: Subject, target: int) -> tuple[list[int], list[tuple[int, list[tuple[int, int]]]], int]:
+    """Put passages and pass keys into the text, and repeat them at its end, one after another, the nearest first.
+
+    Returns:
+        The tokens; for each distance the spans of the answers: a random passage, a real one and a pass key; and the
+        number of tokens before the questions.
+    """
+    draw, words = random.Random(0), sorted(set(subject.tokens))
+    told = [f"\nThe pass key for {name} is" for name in _NAMES]
+    keys = [f" {draw.randrange(10_000, 100_000)}" for _ in _NAMES]
+    said = [subject.encode(f"{start}{key}.\n") for start, key in zip(told, keys, strict=True)]
+    asked = [subject.encode(f"{start}{key}") for start, key in zip(told, keys, strict=True)]
+    room = 2 * _LENGTH + max(map(len, said))
+    count = max(2, min(len(_NAMES), target // (3 * room)))
+    body = target - sum(2 * _LENGTH + len(ask) for ask in asked[:count])
+    tokens = subject.tokens[:body]
+    questions = []
+    for i, (sentence, ask) in enumerate(zip(said[:count], asked, strict=False)):
+        now, at = len(tokens), (body - room) * (count - 1 - i) // (count - 1)
+        passage = [draw.choice(words) for _ in range(_LENGTH)]
+        tokens[at : at + _LENGTH] = passage
+        tokens[at + 2 * _LENGTH : at + 2 * _LENGTH + len(sentence)] = sentence
+        tokens += [*passage, *tokens[at + _LENGTH : at + 2 * _LENGTH], *ask]
+        key = now + 2 * _LENGTH
+        answer = key + _common(subject.encode(told[i]), ask)
+        questions.append((now - at, [(now + 1, now + _LENGTH), (now + _LENGTH + 1, key), (answer, key + len(ask))]))
+    return tokens, questions, body
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Return the number of equal tokens at the beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

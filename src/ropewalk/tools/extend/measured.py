@@ -1,0 +1,159 @@
+"""`Measured`: what a measurement found, as text, as JSON values and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ropewalk.tools.plots.figure import blank, check_path, save
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` found.
+
+    Args:
+        facts: the whole result as a dict of JSON values.
+    """
+
+    facts: Mapping[str, Any]
+
+    @property
+    def method(self) -> str | None:
+        """The method to use: "none" if the model reaches the target as it is; None if no method was found."""
+        found: str | None = self.facts["method"]
+        return found
+
+    @property
+    def factor(self) -> float | None:
+        """The factor of its scheme, on top of which no other factor is applied; None without a method."""
+        found: float | None = self.facts["factor"]
+        return found
+
+    @property
+    def reach(self) -> int:
+        """The last distance that the model copies across without scaling, in tokens; 0 if it does not copy."""
+        found: int = self.facts["reach"]
+        return found
+
+    def text(self) -> str:
+        """Return the result as text for a terminal, the verdict first."""
+        facts = self.facts
+        lines = [*_verdict(facts), "", "without scaling:"]
+        lines += _columns(
+            [
+                ["distance", *(f"{row['distance']:,}" for row in facts["unscaled"])],
+                ["copied", *(f"{row['copied']:.2f}" for row in facts["unscaled"])],
+            ]
+        )
+        if facts["rows"]:
+            head = ["method", "factor", f"at {facts['target']:,}", "(lowest seed)", "at half", "short texts", ""]
+            lines += ["", "with scaling:", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
+        for entry in facts.get("filled", ()):
+            name = "without scaling" if entry["method"] == "none" else f"{entry['method']}, factor {entry['factor']:g}"
+            found = entry["found"]
+            lines += ["", f"a whole text of {facts['target']:,} tokens, {name}:"]
+            lines += _columns(
+                [
+                    ["distance", *(f"{one['distance']:,}" for one in found)],
+                    *([kind, *(f"{one[kind]:.2f}" for one in found)] for kind in ("random", "real")),
+                    ["pass key", *("found" if one["key"] else "-" for one in found)],
+                ]
+            )
+            lines += ["loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])]
+        if facts.get("filled"):
+            lines += ["", MISLEADS]
+        return "\n".join(lines)
+
+    def picture(self, path: str | Path) -> None:
+        """Draw the copied share by distance without scaling, and that at the target by factor; PNG, SVG or PDF.
+
+        Raises:
+            RopeError: matplotlib is missing, or the file cannot be written.
+        """
+        check_path(path)
+        facts, figure = self.facts, blank(height=4.2)
+        left, right = figure.subplots(1, 2, sharey=True)
+        left.plot([row["distance"] for row in facts["unscaled"]], [row["copied"] for row in facts["unscaled"]], "o-")
+        left.axvline(facts["stated_length"], color="0.45", linestyle=":", label="stated length")
+        if facts["reach"]:
+            left.axvline(facts["reach"], color="tab:orange", label=f"reach: {facts['reach']:,}")
+        left.set(xlabel="distance in tokens", ylabel="share of the tokens copied", title="Without scaling", ylim=(0, 1))
+        for method in dict.fromkeys(row["method"] for row in facts["rows"]):
+            rows = [row for row in facts["rows"] if row["method"] == method]
+            right.plot([row["factor"] for row in rows], [row["at_target"] for row in rows], "o-", label=method)
+        right.axhline(facts["bar"], color="0.45", linestyle=":", label="what reaches")
+        right.set(xlabel="factor", title=f"At {facts['target']:,} tokens")
+        for axes in (left, right):
+            axes.legend()
+        save(figure, path)
+
+
+MISLEADS = (
+    "Do not choose by the loss: it is that of tokens which mostly depend on near ones, and can be lowest with a factor "
+    "that finds nothing far away."
+)
+
+
+def _verdict(facts: Mapping[str, Any]) -> list[str]:
+    reach, stated, target = facts["reach"], facts["stated_length"], facts["target"]
+    if not reach:
+        return [
+            f"No verdict: this model copies {facts['usual']:.2f} of the tokens at best, so its copy says nothing about "
+            "how far it reads. Take the rule of `ropewalk extend` without --measure, and evaluate your own task."
+        ]
+    least = "at least " if reach >= max(row["distance"] for row in facts["unscaled"]) else ""
+    first = (
+        f"reach: {least}{reach:,} of the {stated:,} tokens that the config states. Up to there the model "
+        f"usually copies {facts['usual']:.2f} of the tokens; a distance is reached with at least {facts['bar']:.2f}."
+    )
+    if facts["method"] == "none":
+        return [first, f"verdict: nothing is needed for {target:,} tokens."]
+    if facts["method"] is None:
+        best = max(facts["rows"], key=lambda row: row["at_target"])
+        return [
+            first,
+            f"verdict: no method reaches {target:,} tokens. The best is {best['method']} with factor "
+            f"{best['factor']:g}, which copies {best['at_target']:.2f}. Choose a shorter target, or train the model on "
+            "long texts.",
+        ]
+    row = next(r for r in facts["rows"] if (r["method"], r["factor"]) == (facts["method"], facts["factor"]))
+    sure = (
+        f"how sure: every seed reaches (the lowest copies {row['lowest']:.2f})"
+        if row["lowest"] >= facts["bar"]
+        else f"how sure: not very, since the lowest seed copies {row['lowest']:.2f}; the next factor is safer"
+    )
+    return [
+        first,
+        f"verdict: {row['method']} with factor {row['factor']:g}, the smallest that reaches {target:,} tokens "
+        f"(copies {row['at_target']:.2f}), and of those the method that costs short texts least "
+        f"({row['short']:+.3f} nats per token).",
+        f"{sure}. A copy is the least that reading needs: evaluate your own task with it.",
+    ]
+
+
+def _row(facts: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    reaches = row["at_target"] >= facts["bar"]
+    chosen = (row["method"], row["factor"]) == (facts["method"], facts["factor"])
+    numbers = [f"{row[key]:.2f}" for key in ("at_target", "lowest", "at_half")]
+    return [
+        row["method"],
+        f"{row['factor']:g}",
+        *numbers,
+        f"{row['short']:+.3f}",
+        "chosen" if chosen else "reaches" if reaches else "",
+    ]
+
+
+def _columns(rows: Iterable[list[str]]) -> list[str]:
+    """Return the rows as lines, in columns: the first to the left, the others to the right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

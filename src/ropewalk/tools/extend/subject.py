@@ -1,0 +1,255 @@
+"""A loaded model, and what `measure` has it do: copy a passage from afar, and read a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ropewalk
+from ropewalk._checks import error, error_from, missing_package, unreadable_file
+from ropewalk.integrations.transformers import accelerate, restore
+from ropewalk.rope.rope import Rope
+from ropewalk.schemes import Linear, Llama3, YaRN
+from ropewalk.tools.diff.lengths import stated_length
+
+WHO = "ropewalk extend --measure"
+PASSAGE = 128
+"""The tokens of a passage that is copied."""
+METHODS = ("llama3", "yarn", "linear", "ntk")
+
+_LOGITS = 2**26  # the most numbers in the logits of a chunk: 256 MiB in float32
+_LEAST = 40 * PASSAGE  # of tokens of a text, so that passages differ
+
+
+class Subject:
+    """A model of transformers, and a text in its tokens.
+
+    Args:
+        source: a folder, a file of weights (GGUF), a config.json beside the weights, or a hub id in the cache.
+        text: the file from which passages are taken; None for the language reference that every Python contains.
+        dtype: "float32", "bfloat16" or "float16".
+        device: as in `torch.device`, or "auto" for a model on several GPUs.
+
+    Attributes:
+        ropes: the ropes of the text model.
+        stated: the longest length that its config states, in tokens.
+        factor: the factor of the config's own scheme; 1.0 if it has none.
+        methods: the methods that can be measured: all, or that of the config.
+        tokens: the text.
+
+    Raises:
+        RopeError: the model cannot be loaded; has no rope that could be scaled, or none whose layers see farther than a
+            window; or the text cannot be read or is too short.
+    """
+
+    def __init__(self, source: str | Path, *, text: Path | None, dtype: str, device: str) -> None:
+        self.network, self._tokenizer = _load(source, getattr(torch, dtype), device)
+        config = self.network.config.get_text_config()
+        self.ropes = ropewalk.from_config(config)
+        stated = stated_length(self.ropes)
+        if stated is None:
+            raise error(WHO, "the config must state a length in tokens", "none", "Add max_position_embeddings.")
+        self.stated = stated
+        own = next((rope.scaling for rope in self.ropes.layers if rope is not None and rope.scaling is not None), None)
+        if own is not None and not isinstance(own, Llama3 | YaRN | Linear):
+            must, fix = "the scheme of the config must be one that another factor extends", "Choose another model."
+            raise error(WHO, must, own.rope_type, fix)
+        self.factor = 1.0 if own is None else own.factor
+        self.methods: tuple[str, ...] = METHODS if own is None else (own.rope_type,)
+        if not any(rope is not None and self.ropes.window(i) is None for i, rope in enumerate(self.ropes.layers)):
+            must, fix = "a layer that rotates must see the whole text", "No scheme makes this model see farther."
+            raise error(WHO, must, "only layers with windows", fix)
+        kinds = getattr(config, "layer_types", None) or ()
+        self._windows = dict(zip(kinds, self.ropes.windows, strict=False)) if any(self.ropes.windows) else {}
+        self._start = self.encode("x", add_special_tokens=True)[: -len(self.encode("x"))]
+        self.tokens = self.encode(_read(text))
+        self.digest = hashlib.sha256(repr(self.tokens).encode()).hexdigest()
+        if len(self.tokens) < _LEAST:
+            must = f"the text must have at least {_LEAST:,} tokens"
+            raise error(WHO, must, f"{len(self.tokens):,}", "Pass a longer text, or none.")
+        self._words = sorted(set(self.tokens))
+        self._each = 1 if self._windows else 2  # passages of each kind for a seed; a window of text triples their cost
+        self._rotates: tuple[str, float] | None = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    def _rotate(self, method: str, factor: float) -> None:
+        """Rotate with this method from now on; as the config says if it is "none"."""
+        if self._rotates == (method, factor):
+            return
+        if self._rotates is not None:
+            restore(self.network)
+        before = round(self.stated / self.factor)
+        layers = [
+            rope if rope is None or method == "none" or self.ropes.window(i) else scaled(rope, method, factor, before)
+            for i, rope in enumerate(self.ropes.layers)
+        ]
+        if len({rope for rope in self.ropes.layers if rope is not None}) == 1:  # whatever the windows: one module
+            far = next(i for i, rope in enumerate(layers) if rope is not None and self.ropes.window(i) is None)
+            accelerate(self.network, rope=layers[far])
+        else:
+            kinds = zip(self.ropes.layer_kinds, layers, strict=True)
+            accelerate(self.network, rope={kind: rope for kind, rope in kinds if rope is not None})
+        self._rotates = method, factor
+
+    def _rows(self, seed: int) -> tuple[list[list[int]], list[int]]:
+        """Return passages, the random ones first, and a part of the text that fills windows.
+
+        A random passage has tokens of the text, so that all of them are common.
+        """
+        draw = random.Random(seed)
+        rows = [[draw.choice(self._words) for _ in range(PASSAGE)] for _ in range(self._each)]
+        starts = [draw.randrange(len(self.tokens) - PASSAGE) for _ in range(self._each)]
+        rows += [self.tokens[start : start + PASSAGE] for start in starts]
+        window = max((window for window in self._windows.values() if window), default=0)
+        start = draw.randrange(max(1, len(self.tokens) - window))
+        return rows, self.tokens[start : start + window]
+
+    @torch.inference_mode()
+    def copy(
+        self, distance: int, seed: int, method: str = "none", factor: float = 1.0, *, seen: bool = True
+    ) -> list[float]:
+        """Return the shares of the tokens of a random and of a real passage that the model copies across a hole.
+
+        The passage is at the first positions, and again `distance` tokens later. There are no tokens between, except
+        that a model with windows has a window of text before the second passage. No layer with a window sees across.
+
+        Args:
+            distance: the distance of the passages in tokens, at least `PASSAGE`.
+            seed: the choice of the passages.
+            method, factor: the method.
+            seen: whether the first passage is the same. If not, the shares are those that the model guesses.
+        """
+        self._rotate(method, factor)
+        rows, between = self._rows(seed)
+        first = rows if seen else self._rows(-1 - seed)[0]
+        between = between[: distance - PASSAGE]
+        tokens = torch.tensor([[*self._start, *a, *between, *b] for a, b in zip(first, rows, strict=True)])
+        far = len(self._start) + distance - len(between)
+        positions = torch.cat(
+            [torch.arange(len(self._start) + PASSAGE), torch.arange(far, far + len(between) + PASSAGE)]
+        )
+        device = self.network.device
+        out = self.network(
+            input_ids=tokens.to(device),
+            position_ids=positions.expand(len(rows), -1).to(device),
+            attention_mask=self._mask(positions, len(rows)),
+            logits_to_keep=PASSAGE,
+            use_cache=False,
+        )
+        right = out.logits[:, -PASSAGE:-1].argmax(-1).cpu() == torch.tensor(rows)[:, 1:]
+        return [float(part.float().mean()) for part in right.split(self._each)]
+
+    def _mask(self, positions: Tensor, rows: int) -> Any:
+        """Return a mask in which windows count positions. transformers counts tokens, and so would skip the hole."""
+        device = self.network.device
+        if not self._windows:  # without any mask, transformers would take the hole for the end of a text
+            return torch.ones(rows, len(positions), dtype=torch.long, device=device)
+        distance = positions[:, None] - positions
+        dtype = self.network.dtype
+        return {
+            kind: torch.where(
+                (distance >= 0) & (distance < (window or len(positions) + positions[-1])), 0.0, torch.finfo(dtype).min
+            )
+            .to(device, dtype)
+            .expand(rows, 1, -1, -1)
+            for kind, window in self._windows.items()
+        }
+
+    def loss(self, length: int, seed: int, method: str = "none", factor: float = 1.0) -> float:
+        """Return the mean loss of a part of the text, in nats per token."""
+        start = random.Random(seed).randrange(max(1, len(self.tokens) - length))
+        losses, _ = self.read(self.tokens[start : start + length], method, factor)
+        return float(losses.mean())
+
+    @torch.inference_mode()
+    def read(self, tokens: list[int], method: str, factor: float) -> tuple[Tensor, Tensor]:
+        """Read a text in chunks through a cache.
+
+        Returns:
+            The loss of each token but the first, in nats, and whether it was the most likely one.
+        """
+        from transformers import DynamicCache
+
+        self._rotate(method, factor)
+        text, device = torch.tensor([*self._start, *tokens]), self.network.device
+        config = self.network.config.get_text_config()
+        width = max(64, min(1024, _LOGITS // config.vocab_size))
+        name = "cache" if "cache" in inspect.signature(self.network.forward).parameters else "past_key_values"
+        cache = {name: DynamicCache(config=config), "use_cache": True}
+        losses: list[Tensor] = []
+        right: list[Tensor] = []
+        for chunk in torch.split(text, width):
+            out = self.network(input_ids=chunk[None].to(device), **cache)
+            at = sum(len(part) for part in losses)
+            targets, logits = text[at + 1 : at + 1 + len(chunk)], out.logits[0].float().cpu()
+            logits = logits[: len(targets)]
+            losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+            right.append(logits.argmax(-1) == targets)
+        skipped = max(0, len(self._start) - 1)
+        return torch.cat(losses)[skipped:], torch.cat(right)[skipped:]
+
+
+def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
+    """Return a rope with a method. A scheme of this kind keeps its other numbers.
+
+    Args:
+        rope: the rope.
+        method: a name of `METHODS`.
+        factor: the factor of the scheme, or by which "ntk" slows the slowest pair.
+        before: the length before scaling, in tokens.
+    """
+    if rope.scaling is not None:
+        kept: Any = {"attention_factor": None} if isinstance(rope.scaling, YaRN) else {}
+        return dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, factor=factor, **kept))  # type: ignore[type-var]
+    if method == "ntk":
+        return dataclasses.replace(rope, base=rope.base * factor ** (rope.rotary_dim / (rope.rotary_dim - 2)))
+    schemes: dict[str, Any] = {
+        "llama3": functools.partial(Llama3, factor, 1.0, 4.0, before),
+        "yarn": functools.partial(YaRN, factor, before),
+        "linear": functools.partial(Linear, factor),
+    }
+    return dataclasses.replace(rope, scaling=schemes[method]())
+
+
+def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """Return the model and its tokenizer. The blocks of a GGUF file become plain weights."""
+    try:
+        import transformers
+    except ImportError as e:
+        raise missing_package(WHO, "transformers", "extend") from e
+    path = Path(source)
+    options: dict[str, Any] = {"local_files_only": True}
+    where = path.parent if path.is_file() else path if path.is_dir() else source
+    for_model: dict[str, Any] = {"dtype": dtype, **({"device_map": "auto"} if device == "auto" else {})}
+    if path.suffix == ".gguf":
+        options["gguf_file"] = path.name
+        if hasattr(transformers, "GgufConfig"):
+            for_model["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        network: Any = transformers.AutoModelForCausalLM.from_pretrained(where, **for_model, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+        return (network if device == "auto" else network.to(device)).eval(), tokenizer
+    except Exception as e:  # transformers and the libraries under it raise anything
+        fix = "Pass a folder with weights and tokenizer, a GGUF file, or a model in the cache of the hub."
+        raise error_from(f"{WHO}: {source} cannot be loaded", e, fix) from e
+
+
+def _read(text: Path | None) -> str:
+    if text is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    try:
+        return text.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise unreadable_file(str(text), e) from e
