@@ -87,6 +87,14 @@ def test_factors_are_on_top_of_the_factor_of_the_config() -> None:
     assert factors_of(1_000, 999, 1.0) == [2.0, 3.0]
 
 
+def test_a_smaller_factor_counts_more_than_short_texts() -> None:
+    rows = [
+        {"factor": f, "short": s, "at_target": c} for f, s, c in ((3.0, 0.0, 0.5), (6.0, 0.0, 0.9), (4.0, 0.1, 0.8))
+    ]
+    assert best_of(rows, 0.7) == rows[2]
+    assert best_of(rows, 0.95) is None
+
+
 class Fake:
     """A model that copies across factor × 1,500 tokens, except with "yarn"; "linear" harms short texts."""
 
@@ -168,6 +176,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_wi
 MODELS = {
     "llama": {"rope_parameters": PLAIN},
     "qwen2": {"rope_parameters": PLAIN, "sliding_window": 64, **MIXED},
+    "gpt_oss": {"rope_parameters": PLAIN, "sliding_window": 64, "layer_types": MIXED["layer_types"]},  # one for both
     "gemma3_text": {
         "rope_parameters": TWO,
         "sliding_window": 64,

@@ -24,7 +24,7 @@ _TENTHS = range(1, 13)  # of the stated length, at which the copy is measured wi
 _HALVINGS = 3  # of the tenth in which the reach ends
 _MARGINS = (1.0, 1.5, 2.0)  # of target / reach
 _SHORT = 512  # tokens of a short text
-_KNOWS = 0.2  # a model that copies less than this from nowhere cannot be judged
+_KNOWS = 0.2  # a model that copies less than this at every distance cannot be judged
 
 
 def measure(

@@ -125,12 +125,14 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
         if row["lowest"] >= facts["bar"]
         else f"how sure: not very, since the lowest seed copies {row['lowest']:.2f}; the next factor is safer"
     )
+    if row["at_half"] < facts["bar"]:
+        sure += f"; halfway it copies {row['at_half']:.2f}"
     return [
         first,
         f"verdict: {row['method']} with factor {row['factor']:g}, the smallest that reaches {target:,} tokens "
         f"(copies {row['at_target']:.2f}), and of those the method that costs short texts least "
         f"({row['short']:+.3f} nats per token).",
-        f"{sure}. A copy is the least that reading needs: evaluate your own task with it.",
+        f"{sure}. A copy is the least that reading needs, so evaluate your own task as well.",
     ]
 
 

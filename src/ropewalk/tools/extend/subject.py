@@ -64,11 +64,15 @@ class Subject:
             raise error(WHO, must, own.rope_type, fix)
         self.factor = 1.0 if own is None else own.factor
         self.methods: tuple[str, ...] = METHODS if own is None else (own.rope_type,)
-        if not any(rope is not None and self.ropes.window(i) is None for i, rope in enumerate(self.ropes.layers)):
+        windows = [window if window and window <= stated else None for window in self.ropes.windows]
+        self._local = [i for i, window in enumerate(windows) if window]  # layers that do not see the whole text
+        if not any(rope is not None and i not in self._local for i, rope in enumerate(self.ropes.layers)):
             must, fix = "a layer that rotates must see the whole text", "No scheme makes this model see farther."
             raise error(WHO, must, "only layers with windows", fix)
         kinds = getattr(config, "layer_types", None) or ()
-        self._windows = dict(zip(kinds, self.ropes.windows, strict=False)) if any(self.ropes.windows) else {}
+        if self._local and len(kinds) != len(windows):
+            raise error(WHO, "the config must have layer_types", "windows without them", "This model is not supported.")
+        self._windows = dict(zip(kinds, windows, strict=True)) if self._local else {}
         self._start = self.encode("x", add_special_tokens=True)[: -len(self.encode("x"))]
         self.tokens = self.encode(_read(text))
         self.digest = hashlib.sha256(repr(self.tokens).encode()).hexdigest()
@@ -88,17 +92,15 @@ class Subject:
             return
         if self._rotates is not None:
             restore(self.network)
-        before = round(self.stated / self.factor)
         layers = [
-            rope if rope is None or method == "none" or self.ropes.window(i) else scaled(rope, method, factor, before)
+            rope if rope is None or method == "none" or i in self._local else scaled(rope, method, factor, self.stated)
             for i, rope in enumerate(self.ropes.layers)
         ]
-        if len({rope for rope in self.ropes.layers if rope is not None}) == 1:  # whatever the windows: one module
-            far = next(i for i, rope in enumerate(layers) if rope is not None and self.ropes.window(i) is None)
-            accelerate(self.network, rope=layers[far])
-        else:
-            kinds = zip(self.ropes.layer_kinds, layers, strict=True)
-            accelerate(self.network, rope={kind: rope for kind, rope in kinds if rope is not None})
+        if len({rope for rope in self.ropes.layers if rope is not None}) == 1:  # one module may serve all layers
+            far = next(rope for i, rope in enumerate(layers) if rope is not None and i not in self._local)
+            layers = [None if rope is None else far for rope in layers]
+        kinds = {kind: rope for kind, rope in zip(self.ropes.layer_kinds, layers, strict=False) if rope is not None}
+        accelerate(self.network, rope=kinds or next(filter(None, layers)))
         self._rotates = method, factor
 
     def _rows(self, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -199,14 +201,14 @@ class Subject:
         return torch.cat(losses)[skipped:], torch.cat(right)[skipped:]
 
 
-def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
+def scaled(rope: Rope, method: str, factor: float, stated: int) -> Rope:
     """Return a rope with a method. A scheme of this kind keeps its other numbers.
 
     Args:
         rope: the rope.
         method: a name of `METHODS`.
         factor: the factor of the scheme, or by which "ntk" slows the slowest pair.
-        before: the length before scaling, in tokens.
+        stated: the length that the config states, in tokens.
     """
     if rope.scaling is not None:
         kept: Any = {"attention_factor": None} if isinstance(rope.scaling, YaRN) else {}
@@ -214,8 +216,8 @@ def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
     if method == "ntk":
         return dataclasses.replace(rope, base=rope.base * factor ** (rope.rotary_dim / (rope.rotary_dim - 2)))
     schemes: dict[str, Any] = {
-        "llama3": functools.partial(Llama3, factor, 1.0, 4.0, before),
-        "yarn": functools.partial(YaRN, factor, before),
+        "llama3": functools.partial(Llama3, factor, 1.0, 4.0, stated),
+        "yarn": functools.partial(YaRN, factor, stated),
         "linear": functools.partial(Linear, factor),
     }
     return dataclasses.replace(rope, scaling=schemes[method]())
