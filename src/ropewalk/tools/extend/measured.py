@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +42,12 @@ class Measured:
     def text(self) -> str:
         """Return the result as text for a terminal, the verdict first."""
         facts = self.facts
-        lines = [*_verdict(facts), "", "without scaling:"]
-        lines += _columns(
-            [
-                ["distance", *(f"{row['distance']:,}" for row in facts["unscaled"])],
-                ["copied", *(f"{row['copied']:.2f}" for row in facts["unscaled"])],
-            ]
-        )
+        unscaled = (f"{row['copied']:.2f} across {row['distance']:,}" for row in facts["unscaled"])
+        lines = [*_verdict(facts), f"without scaling it copies {', '.join(unscaled)}"]
+        lines = [wrapped for line in lines for wrapped in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
         if facts["rows"]:
             head = ["method", "factor", f"at {facts['target']:,}", "(lowest seed)", "at half", "short texts", ""]
-            lines += ["", "with scaling:", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
+            lines += ["", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
         for entry in facts.get("filled", ()):
             name = "without scaling" if entry["method"] == "none" else f"{entry['method']}, factor {entry['factor']:g}"
             found = entry["found"]
@@ -62,9 +59,10 @@ class Measured:
                     ["pass key", *("found" if one["key"] else "-" for one in found)],
                 ]
             )
-            lines += ["loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])]
+            losses = "loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])
+            lines += textwrap.wrap(losses, _WIDTH, subsequent_indent="  ")
         if facts.get("filled"):
-            lines += ["", MISLEADS]
+            lines += ["", *textwrap.wrap(MISLEADS, _WIDTH)]
         return "\n".join(lines)
 
     def picture(self, path: str | Path) -> None:
@@ -90,6 +88,8 @@ class Measured:
             axes.legend()
         save(figure, path)
 
+
+_WIDTH = 85
 
 MISLEADS = (
     "Do not choose by the loss: it is that of tokens which mostly depend on near ones, and can be lowest with a factor "
@@ -123,7 +123,7 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
     sure = (
         f"how sure: every seed reaches (the lowest copies {row['lowest']:.2f})"
         if row["lowest"] >= facts["bar"]
-        else f"how sure: not very, since the lowest seed copies {row['lowest']:.2f}; the next factor is safer"
+        else f"how sure: not very, since a seed falls short ({row['lowest']:.2f}), so look at the other rows that reach"
     )
     if row["at_half"] < facts["bar"]:
         sure += f"; halfway it copies {row['at_half']:.2f}"
@@ -131,7 +131,7 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
         first,
         f"verdict: {row['method']} with factor {row['factor']:g}, the smallest that reaches {target:,} tokens "
         f"(copies {row['at_target']:.2f}), and of those the method that costs short texts least "
-        f"({row['short']:+.3f} nats per token).",
+        f"({row['short']:+z.3f} nats per token).",
         f"{sure}. A copy is the least that reading needs, so evaluate your own task as well.",
     ]
 
@@ -144,7 +144,7 @@ def _row(facts: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
         row["method"],
         f"{row['factor']:g}",
         *numbers,
-        f"{row['short']:+.3f}",
+        f"{row['short']:+z.3f}",
         "chosen" if chosen else "reaches" if reaches else "",
     ]
 

@@ -25,7 +25,7 @@ PASSAGE = 128
 """The tokens of a passage that is copied."""
 METHODS = ("llama3", "yarn", "linear", "ntk")
 
-_LOGITS = 2**26  # the most numbers in the logits of a chunk: 256 MiB in float32
+_LOGITS = 2**25  # the most numbers in the logits of a chunk: 128 MiB in float32
 _LEAST = 40 * PASSAGE  # of tokens of a text, so that passages differ
 
 
