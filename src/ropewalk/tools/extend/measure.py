@@ -20,8 +20,7 @@ SHARE = 0.9
 """The share of its usual copy that a model must keep, to reach a distance."""
 SEEDS = (0, 1, 2)
 
-_TENTHS = range(1, 13)  # of the stated length, at which the copy is measured without scaling
-_HALVINGS = 3  # of the tenth in which the reach ends
+_TWENTIETHS = (*range(2, 10, 2), *range(10, 25))  # of the stated length, at which it copies without scaling
 _MARGINS = (1.0, 1.5, 2.0)  # of target / reach
 _SHORT = 512  # tokens of a short text
 _KNOWS = 0.2  # a model that copies less than this at every distance cannot be judged
@@ -67,7 +66,7 @@ def measure(
 def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
     """Return the reach, the table of methods and factors, and the choice, from what a `Subject` measures."""
     rows = 3 * len(_MARGINS) * len(subject.methods)  # the target, half of it, and a short text
-    steps.expect(len(SEEDS) * (2 + len(_TENTHS) + _HALVINGS + rows))
+    steps.expect(len(SEEDS) * (2 + len(_TWENTIETHS) + rows))
 
     def copies(distance: int, *how: Any, **options: Any) -> list[list[float]]:
         return [steps.do(subject.copy, distance, seed, *how, **options) for seed in SEEDS]
@@ -78,16 +77,9 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         """Return the share of tokens that were copied: of the real ones, beyond those that the model guesses."""
         return statistics.mean((random + max(0.0, real - guessed) / (1 - guessed)) / 2 for random, real in rows)
 
-    unscaled: dict[int, list[list[float]]] = {}
-    for distance in sorted({max(PASSAGE, subject.stated * tenth // 10) for tenth in _TENTHS}):
-        unscaled[distance] = copies(distance)
-    for _ in range(_HALVINGS):
-        reach, _ = reach_of({distance: share(rows) for distance, rows in unscaled.items()})
-        beyond = min((distance for distance in unscaled if distance > reach), default=None)
-        if not reach or beyond is None or beyond - reach < 2 * PASSAGE:
-            break
-        unscaled[(reach + beyond) // 2] = copies((reach + beyond) // 2)
-    curve = {distance: share(unscaled[distance]) for distance in sorted(unscaled)}
+    distances = sorted({max(PASSAGE, subject.stated * part // 20) for part in _TWENTIETHS})
+    unscaled = {distance: copies(distance) for distance in distances}
+    curve = {distance: share(rows) for distance, rows in unscaled.items()}
     reach, usual = reach_of(curve)
     found: dict[str, Any] = {
         "guessed": guessed,
