@@ -141,8 +141,31 @@ def decode_steps() -> Iterator[tuple[str, ...]]:
             yield f"{dtype}, {batch} × {held:,}", *ratios, speed, *slower
 
 
+def measured() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of models that were extended: what each method copies with the factor chosen."""
+    methods = {"llama3": "Llama 3", "yarn": "YaRN", "linear": "linear", "ntk": "NTK"}
+    yield "model, target", "stated", "reach", "factor", *methods.values()
+    for name in ("smollm2-16k", "smollm2-32k", "gemma3-64k", "gemma3-128k"):
+        found = results(name, "extend")
+        rows = {row["method"]: row for row in found["rows"] if row["factor"] == found["factor"]}
+        cells = (f"{rows[method]['at_target']:.2f} / {rows[method]['short']:+z.3f}" for method in methods)
+        title = f"{found['model']}, {found['target'] // 1024}k"
+        yield title, f"{found['stated_length']:,}", f"{found['reach']:,}", f"{found['factor']:g}", *cells
+
+
+def found_in_a_text() -> Iterator[tuple[str, ...]]:
+    """Yield the cells of the table of a whole text: shares of random and real tokens by distance, and the loss."""
+    passes = results("smollm2-16k-text", "extend")["filled"]
+    names = ("without scaling" if entry["method"] == "none" else f"factor {entry['factor']:g}" for entry in passes)
+    yield "distance", *names
+    for row in zip(*(entry["found"] for entry in passes), strict=True):
+        yield f"{row[0]['distance']:,}", *(f"{one['random']:.2f} / {one['real']:.2f}" for one in row)
+    yield "loss of the last half", *(f"{sum(entry['losses'][8:]) / 8:.2f}" for entry in passes)
+
+
 TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
     "docs/speed.md": (rotation, sizes, sweep, decode_steps),
+    "docs/extend.md": (measured, found_in_a_text),
 }
 
 
