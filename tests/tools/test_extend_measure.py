@@ -82,9 +82,11 @@ def test_reach(curve, reach) -> None:
 
 
 def test_factors_are_on_top_of_the_factor_of_the_config() -> None:
-    assert factors_of(16_256, 6_143, 1.0) == [3.0, 4.0, 6.0]
-    assert factors_of(16_256, 6_143, 8.0) == [24.0, 32.0, 48.0]
-    assert factors_of(1_000, 999, 1.0) == [2.0, 3.0]
+    assert factors_of(16_384, 6_143, 8_192, 1.0) == [3.0, 4.0, 6.0]
+    assert factors_of(16_384, 6_143, 8_192, 8.0) == [24.0, 32.0, 48.0]
+    assert factors_of(9_000, 8_800, 8_192, 1.0) == [2.0, 3.0]
+    assert factors_of(20_000, 9_830, 8_192, 1.0) == [3.0, 4.0, 5.0]
+    assert factors_of(16_500, 9_830, 8_192, 1.0) == [3.0, 4.0]  # and not 2
 
 
 def test_a_smaller_factor_counts_more_than_short_texts() -> None:

@@ -97,7 +97,7 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         return {**found, "method": "none", "factor": 1.0}
     shorts = [steps.do(subject.loss, _SHORT, seed) for seed in SEEDS]
     for method in subject.methods:
-        for factor in factors_of(target - PASSAGE, reach, subject.factor):
+        for factor in factors_of(target, reach, subject.stated, subject.factor):
             far, half = (copies(distance, method, factor) for distance in (target - PASSAGE, (target - PASSAGE) // 2))
             paid = [steps.do(subject.loss, _SHORT, seed, method, factor) for seed in SEEDS]
             found["rows"].append(
@@ -139,9 +139,13 @@ def reach_of(curve: Mapping[int, float]) -> tuple[int, float]:
     return found
 
 
-def factors_of(distance: int, reach: int, now: float) -> list[float]:
-    """Return the factors to try: distance / reach, 1.5 and 2 times that, rounded up, on top of the config's own."""
-    return list(dict.fromkeys(now * math.ceil(margin * distance / reach) for margin in _MARGINS))
+def factors_of(target: int, reach: int, stated: int, now: float) -> list[float]:
+    """Return the factors to try, on top of the config's own: 1, 1.5 and 2 times what stretches the reach, rounded up.
+
+    None is less than target / stated length, which engines require.
+    """
+    stretch, least = (target - PASSAGE) / reach, math.ceil(target / stated)
+    return list(dict.fromkeys(now * max(least, math.ceil(margin * stretch)) for margin in _MARGINS))
 
 
 def best_of(rows: Iterable[Mapping[str, Any]], bar: float) -> Mapping[str, Any] | None:
