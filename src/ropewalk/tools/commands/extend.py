@@ -16,6 +16,7 @@ from ropewalk.tools.commands import _options
 Examples:
   ropewalk extend path/to/model --to 128k
   ropewalk extend Qwen/Qwen2.5-7B-Instruct --download --to 128k --for vllm
+  ropewalk extend path/to/model --to 128k --measure --keep measured.json
   ropewalk extend path/to/model --to 128k --method yarn --factor 4 --write path/to/new
 """,
 )
@@ -52,6 +53,24 @@ Examples:
     show_default=True,
     help="The version of transformers that reads what --write writes.",
 )
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Load the model with transformers, and measure its reach, the method and the factor.",
+)
+@click.option("--text", type=click.Path(path_type=Path), help="With --measure: also read this text, up to the length.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="With --measure: keep results in this JSON file, and continue."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="With --measure: the dtype of the model.",
+)
+@click.option("--device", default="cpu", show_default=True, help="With --measure: the device of the model.")
+@click.option("--plot", type=click.Path(path_type=Path), help="With --measure: draw the results into this file.")
 @_options.pairing
 @_options.base
 @_options.ignore
@@ -67,6 +86,12 @@ def extend(
     factor: float | None,
     folder: Path | None,
     version: str,
+    measure: bool,
+    text: Path | None,
+    keep: Path | None,
+    dtype: str,
+    device: str,
+    plot: Path | None,
     pairing: str | None,
     base: float | None,
     ignore: tuple[str, ...],
@@ -75,12 +100,35 @@ def extend(
 ) -> None:
     """Find the config and the commands with which engines run the model SOURCE on texts of another length.
 
-    SOURCE is a config.json, the folder of a model, a GGUF file, a params.json, or a hub id.
+    SOURCE is a config.json, the folder of a model, a params.json, or a hub id. With --measure, it must have weights.
 
     The exit status is 2 if an engine has no command.
     """
     from ropewalk.tools import extend as extending
 
+    measured: dict[str, object] | None = None
+    if not measure:
+        _refuse_without_measure(context)
+    else:
+        if method is not None or factor is not None:
+            raise click.UsageError(
+                "--measure finds the method and the factor. Drop --method and --factor, or --measure."
+            )
+        from ropewalk.tools.extend import measure as measuring
+
+        found_by = measuring.measure(source, target, text=text, dtype=dtype, device=device, keep=keep)
+        if plot is not None:
+            found_by.picture(plot)
+        measured = dict(found_by.facts)
+        if not as_json:
+            click.echo(f"{found_by.text()}\n")
+        if found_by.method is None:
+            click.echo(
+                json.dumps({"measured": measured}, indent=2, allow_nan=False) if as_json else "No factor was found."
+            )
+            context.exit(2)
+        if found_by.method != "none":
+            method, factor = found_by.method, found_by.factor
     found = extending.extend(
         source,
         target,
@@ -95,10 +143,18 @@ def extend(
     )
     if folder is not None:
         extending.write(found, source, folder, version=int(version))
-    click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
+    facts = {**found.facts, "measured": measured}
+    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else found.text())
     if folder is not None:
         click.echo(f"\nwrote {folder}, whose config.json states this, so engines only need the length", err=as_json)
     context.exit(0 if found.complete else 2)
+
+
+def _refuse_without_measure(context: click.Context) -> None:
+    """Raise an error if an option was passed that only --measure reads."""
+    for name in ("text", "keep", "dtype", "device", "plot"):
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name} has no effect without --measure. Pass both.")
 
 
 def _model(source: Path) -> str:

@@ -134,7 +134,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     method, factor = (method, factor) if far else ("none", 1.0)
     refusal = None
     for layers in dict.fromkeys((tuple(far), tuple(known) if far else ())):
-        meant = {i: _scaled(rope, method, factor, before) for i in layers if (rope := source.ropes.layers[i])}
+        meant = {i: scaled(rope, method, factor, before) for i in layers if (rope := source.ropes.layers[i])}
         try:
             written, whole, ropes = _write(source, target, meant)
             text, _ = ropes_for_engines(whole)
@@ -169,7 +169,7 @@ def _scheme(source: Source) -> Scaling | None:
     return next((rope.scaling for rope in source.text.layers if rope is not None and rope.scaling is not None), None)
 
 
-def _scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
+def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
     """Return a rope with a method. A scheme of this kind keeps its other numbers.
 
     Args:

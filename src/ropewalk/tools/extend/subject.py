@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import inspect
 import random
@@ -16,9 +14,9 @@ from torch import Tensor
 import ropewalk
 from ropewalk._checks import error, error_from, missing_package, unreadable_file
 from ropewalk.integrations.transformers import accelerate, restore
-from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Linear, Llama3, YaRN
 from ropewalk.tools.diff.lengths import stated_length
+from ropewalk.tools.extend.plan import scaled
 
 WHO = "ropewalk extend --measure"
 PASSAGE = 128
@@ -199,28 +197,6 @@ class Subject:
             right.append(logits.argmax(-1) == targets)
         skipped = max(0, len(self._start) - 1)
         return torch.cat(losses)[skipped:], torch.cat(right)[skipped:]
-
-
-def scaled(rope: Rope, method: str, factor: float, stated: int) -> Rope:
-    """Return a rope with a method. A scheme of this kind keeps its other numbers.
-
-    Args:
-        rope: the rope.
-        method: a name of `METHODS`.
-        factor: the factor of the scheme, or by which "ntk" slows the slowest pair.
-        stated: the length that the config states, in tokens.
-    """
-    if rope.scaling is not None:
-        kept: Any = {"attention_factor": None} if isinstance(rope.scaling, YaRN) else {}
-        return dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, factor=factor, **kept))  # type: ignore[type-var]
-    if method == "ntk":
-        return dataclasses.replace(rope, base=rope.base * factor ** (rope.rotary_dim / (rope.rotary_dim - 2)))
-    schemes: dict[str, Any] = {
-        "llama3": functools.partial(Llama3, factor, 1.0, 4.0, stated),
-        "yarn": functools.partial(YaRN, factor, stated),
-        "linear": functools.partial(Linear, factor),
-    }
-    return dataclasses.replace(rope, scaling=schemes[method]())
 
 
 def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
