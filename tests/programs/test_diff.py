@@ -88,13 +88,6 @@ def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more
     assert (asked.exit_code, "Left out, as asked" in asked.output) == (2, True)
 
 
-def test_the_words_about_a_gguf_file_are_those_of_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    said = run(path).stderr
-    assert f"{path}: what engines read must be a config.json of Hugging Face, got a GGUF file" in said
-
-
 def test_a_list_of_engines_with_commas(config: Path) -> None:
     said = run(config, "--engines", "vllm, SGLang", "--engine", "mlx-lm", "--json").stdout
     assert [entry["name"] for entry in json.loads(said)["engines"]] == ["vLLM", "SGLang", "mlx-lm"]

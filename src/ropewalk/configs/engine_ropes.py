@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ropewalk._checks import error
-from ropewalk.configs import hf, meta, source
+from ropewalk._checks import RopeError, error
+from ropewalk.configs import hf, other_formats, source
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
@@ -36,8 +36,8 @@ def ropes_for_engines(
 ) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
     """Read the text ropes of a config, and the config keys that the `chosen` engines read for each rope.
 
-    Meta's params.json is read as the config.json of the same model, converted for transformers. The other arguments and
-    the errors are those of `from_config`.
+    A file of another format is read as the config.json of the same model, converted for transformers. The other
+    arguments and the errors are those of `from_config`.
 
     Returns:
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
@@ -45,7 +45,7 @@ def ropes_for_engines(
     """
     base = source.check_passed(pairing, base)
     ignored = source.check_ignore(ignore)
-    ropes, values = read(config, pairing, base, True, ignored, download, convert=True, factor=factor)
+    ropes, values = read(config, pairing, base, True, ignored, download, factor)
     return ropes, distinct_ropes(ropes, values, *chosen)
 
 
@@ -56,26 +56,25 @@ def read(
     text_only: bool,
     ignore: tuple[str, ...],
     download: bool,
-    *,
-    convert: bool = False,
     factor: float | None = None,
 ) -> tuple[ModelRopes, dict[str, Any]]:
     """Read the ropes of a config without the keys that only engines read. Return them and the whole config.
 
-    `convert` is whether Meta's params.json is converted to a config.json, with this `factor`, or refused.
+    A file of another format is converted to a config.json.
     """
-    must = "what engines read must be a config.json of Hugging Face"
-    if source.gguf_path(config) is not None:
-        raise error(str(config), must, "a GGUF file", "Pass the config.json that it was converted from.")
-    values, name = source.load(config, download=download)
-    values = source.without_keys(values, ignore, name)
+    values, name, other = other_formats.load(
+        config, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+    )
     note = ""
-    if convert and source.is_params(values):
-        values, base = meta.to_hugging_face(values, name, base=base, factor=factor), None
+    if other is not None:
+        try:
+            values = other.to_hf_config(version=4)  # which more engines read
+        except RopeError:  # it cannot express ropes of several kinds
+            values = other.to_hf_config(version=5)
         note = "It was compared as the config.json of the same model, converted for transformers."
-    elif factor is not None:
-        raise error("diff.engines", "factor requires Meta's params.json", str(factor), "Omit it.")
-    if source.is_denoiser(values) or source.is_params(values):
+        pairing = base = None
+    if source.is_denoiser(values):
+        must = "what engines read must be a config.json of Hugging Face"
         raise error(name, must, "another format", "Pass the config.json of the model.")
     known = source.without_keys(values, find_engine_keys(values), name)
     ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
@@ -84,7 +83,9 @@ def read(
         known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
         ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
-    return (replace(ropes, warnings=(*ropes.warnings, note)) if note else ropes), values
+    file_format, warnings = ("", ()) if other is None else (other.file_format, other.warnings)
+    warnings = tuple(dict.fromkeys((*warnings, *ropes.warnings, *filter(None, [note]))))
+    return replace(ropes, warnings=warnings, file_format=file_format), values
 
 
 def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> tuple[str, ...]:
@@ -141,6 +142,7 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
         "values": text,
         "layers": len(ropes.layers),
         "stated_twice": ropes.stated_twice,
+        "file_format": ropes.file_format,
         "ropes": dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True)),
     }
 
@@ -196,7 +198,12 @@ def apply_engine(engine: Engine, ropes: ModelRopes, values: Mapping[str, Any]) -
         for name, rope in ropes.extra_ropes.items()
     }
     scale = ropes.query_scale
-    if scale is not None and scale.llama_4_scaling_beta is not None and engine.query_scale:
+    if (
+        scale is not None
+        and scale.llama_4_scaling_beta is not None
+        and engine.query_scale
+        and not engine.reads(ropes.file_format)
+    ):
         notes.append(f"{engine.name} {engine.version} does not scale q by its position: {engine.query_scale}.")
         scale = None
     return replace(

@@ -36,10 +36,14 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     base = _base(fields)
     with fields.prefix_errors():
         rope = Rope(head_dim, base, "interleaved", scaling=_scaling(fields, factor))
+    layers = (rope,) * fields.layers(("n_layers",))
+    sizes = {"hidden_size": config["dim"], "num_attention_heads": config["n_heads"], "num_hidden_layers": len(layers)}
     return ModelRopes(
-        layers=(rope,) * fields.layers(("n_layers",)),
+        layers=layers,
         model_type="Meta params.json",
         source=source,
+        config={"model_type": "llama", **sizes, "head_dim": head_dim},
+        file_format="params.json",
         trained_length=None if rope.scaling is None else rope.scaling.trained_length(None),
         origins=fields.origins,
         warnings=tuple(fields.warnings),
@@ -49,26 +53,6 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
 def needs_factor(config: Mapping[str, Any]) -> bool:
     """Whether the rope of a params.json is scaled, by a factor that the caller may pass."""
     return config.get("use_scaled_rope") is True
-
-
-def to_hugging_face(
-    config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None
-) -> dict[str, Any]:
-    """Return the keys about rotation of the config.json of the same model, converted for transformers.
-
-    Its pairing is half, because the conversion permutes q and k.
-    """
-    ropes = read(config, source, base=base, factor=factor)
-    rope = ropes.rope
-    values = {
-        "model_type": "llama",
-        "hidden_size": config["dim"],
-        "num_attention_heads": config["n_heads"],
-        "num_hidden_layers": len(ropes.layers),
-        "head_dim": rope.head_dim,
-        "rope_theta": rope.base,
-    }
-    return values if rope.scaling is None else {**values, "rope_scaling": rope.scaling.facts()}
 
 
 def _refuse_other_formats(fields: Fields) -> None:

@@ -74,7 +74,9 @@ class ModelRopes:
         vision: the ropes of the vision tower; None if the model has no tower or ropewalk does not know it. If the
             config describes only a tower, `layers` is ().
         like: the model_type by whose rules an unknown `model_type` was read, or "".
-        config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
+        config: the config that was read, for `to_hf_config`. If it has another format, the sizes that the config.json
+            of the same model states, or None if they are not known. It is ignored in comparisons.
+        file_format: the format of the file in words if it is another one than that of Hugging Face or diffusers, or "".
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
         stated_twice: the parameters of which the config states a value that transformers does not read.
@@ -97,6 +99,7 @@ class ModelRopes:
     vision: VisionRopes | None = None
     like: str = ""
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+    file_format: str = ""
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
     stated_twice: frozenset[str] = frozenset()
@@ -130,6 +133,9 @@ class ModelRopes:
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
         """Return the Hugging Face config that was read, with its rope keys in the schema of transformers 4 or 5.
 
+        If the file has another format (GGUF, `params.json`), return the keys about rotation of the config.json of the
+        same model, converted for transformers. Its pairing may differ, since converters permute q and k.
+
         Args:
             version: 4 for `rope_theta` and `rope_scaling`, or 5 for `rope_parameters`, which has an object for each
                 layer type if layers differ.
@@ -138,9 +144,16 @@ class ModelRopes:
             A new dict, from which `from_config` reads the same ropes.
 
         Raises:
-            RopeError: the ropes were not read from a Hugging Face config, or the schema cannot express them.
+            RopeError: the ropes were not read from a Hugging Face config and the file does not say enough to write one,
+                or the schema cannot express them.
         """
-        return _write(self, version)
+        if type(version) is not int or version not in (4, 5):
+            raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
+        if self.file_format:
+            from ropewalk.configs import other_formats
+
+            return other_formats.to_hf_config(self, version)
+        return write(self, version)
 
     def facts(self, length: int | None = None) -> dict[str, Any]:
         """Return the content of `explain` as a dict of JSON values.
@@ -256,9 +269,8 @@ def _ratio(before: float, after: float) -> float | None:
 _WHO = "ModelRopes.to_hf_config"
 
 
-def _write(ropes: ModelRopes, version: int) -> dict[str, Any]:
-    if type(version) is not int or version not in (4, 5):
-        raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
+def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
+    """Write a Hugging Face config, as `ModelRopes.to_hf_config` does."""
     if not ropes.layers:
         fix = "Keep the config that was read."
         raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", fix)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import Assumed, boolean, error, number, option, shown
-from ropewalk.configs import hf, source
+from ropewalk.configs import hf, other_formats, source
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.reader import other_pairing
 from ropewalk.configs.weights import Weights
 
 
@@ -142,10 +141,9 @@ def read_config(
         from ropewalk.configs import engine_ropes
 
         selected = engine_ropes.engine("from_config", engine)
-        _refuse_factor(factor)
         if weights is not None:
             raise error("from_config", "weights and engine must not both be passed", "both", "Omit one of them.")
-        ropes, values = engine_ropes.read(config, pairing, base, text_only, ignored, download)
+        ropes, values = engine_ropes.read(config, pairing, base, text_only, ignored, download, factor)
         ropes = engine_ropes.apply_engine(selected, ropes, values)
     notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *notes)) if ignored else ropes
@@ -162,34 +160,29 @@ def _read(
     like: str | None,
     weights: Weights,
 ) -> ModelRopes:
-    path = source.gguf_path(config)
-    if path is not None:
-        from ropewalk.configs.gguf import read as gguf
-
-        _refuse_factor(factor)
-        _refuse_like(like, "a GGUF file")
-        return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
-    values, name = source.load(config, download=download)
-    values = source.without_keys(values, ignore, name)
+    values, name, other = other_formats.load(
+        config,
+        pairing=pairing,
+        base=base,
+        factor=factor,
+        text_only=text_only,
+        ignore=ignore,
+        download=download,
+        like=like,
+    )
+    if other is not None:
+        return other
     if source.is_denoiser(values):
         from ropewalk.configs import diffusers
 
-        _refuse_factor(factor)
-        _refuse_like(like, "a config of diffusers")
+        if like is not None:
+            must = f"{option('like')} requires a Hugging Face config"
+            raise error("from_config", must, "a config of diffusers", "Omit it.")
         if pairing is not None or base is not None or text_only:
             names = f"{option('pairing')}, {option('base')} and {option('text_only')}"
             must, got = f"{names} require a text model", shown(values["_class_name"])
             raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
         return diffusers.read(values, name)
-    if source.is_params(values):
-        from ropewalk.configs import meta
-
-        _refuse_like(like, "Meta's params.json")
-        if pairing not in (None, "interleaved"):
-            must = "pairing of Meta's params.json must be 'interleaved'"
-            raise error("from_config", must, shown(pairing), other_pairing())
-        return meta.read(values, name, base=base, factor=factor)
-    _refuse_factor(factor)
     if isinstance(config, str | os.PathLike):
         weights.folder = Path(name).parent
     return hf.read(values, name, pairing=pairing, base=base, text_only=text_only, like=like, weights=weights)
@@ -203,13 +196,3 @@ def _check_like(like: object, pairing: str | None, engine: str | None) -> None:
     other = "pairing" if pairing is not None else "engine" if engine is not None else ""
     if other:
         raise error("from_config", f"like and {other} must not both be passed", "both", "Omit one of them.")
-
-
-def _refuse_like(like: str | None, got: str) -> None:
-    if like is not None:
-        raise error("from_config", f"{option('like')} requires a Hugging Face config", got, "Omit it.")
-
-
-def _refuse_factor(factor: float | None) -> None:
-    if factor is not None:
-        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")

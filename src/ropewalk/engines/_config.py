@@ -30,6 +30,7 @@ class ConfigRope:
         layer: the index of the first of the layers.
         layers: the number of layers of the model.
         ropes: maps each kind of layer of the model to its rope, or to None if it does not rotate.
+        file_format: the `ModelRopes.file_format`, if the file was converted to this config.
         stated_twice: the parameters of which the config states a value that transformers does not read.
         by_transformers: the same with the config as transformers reads it; None if it reads all that the file states.
     """
@@ -50,6 +51,7 @@ class ConfigRope:
     ropes: Mapping[str, Rope | None] = field(default_factory=dict)
     by_transformers: ConfigRope | None = None
     stated_twice: frozenset[str] = frozenset()
+    file_format: str = ""
 
     @property
     def several_axes(self) -> bool:

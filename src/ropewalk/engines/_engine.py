@@ -177,6 +177,8 @@ class Engine:
             some files.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
         built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
+        own_format: the `ModelRopes.file_format` that it reads itself and not through a config.json, and the file that
+            does; None if there is none.
         reads_by_transformers: the file that loads a config with AutoConfig of transformers, whose choice it takes if
             the config states a value twice; "" if it reads the file itself.
     """
@@ -192,7 +194,12 @@ class Engine:
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
     built_in: bool = False
+    own_format: tuple[str, str] | None = None
     reads_by_transformers: str = ""
+
+    def reads(self, file_format: str) -> bool:
+        """Whether the engine reads files of this `ModelRopes.file_format` itself."""
+        return self.own_format is not None and self.own_format[0] == file_format
 
     def kind_of_layer(self, config: ConfigRope, layer: int) -> str:
         """Return the kind that this engine assigns to a layer, which may differ from that of the config."""
@@ -200,6 +207,11 @@ class Engine:
 
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
+        if self.reads(config.file_format):
+            rounding = self.rounding if isinstance(self.rounding, Rounding) else self.rounding(config)
+            source = self.own_format[1] if self.own_format else ""
+            decides: DecidingLength = "nothing" if config.rope.is_static else "the setting"
+            return Answer(config.rope, decides, ("It reads this file itself.",), source=source, rounding=rounding)
         if self.reads_by_transformers and config.by_transformers is not None:
             answer = self.answer(config.by_transformers)
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."

@@ -174,6 +174,7 @@ LLAMA_CPP = Engine(
         "proportional": Rule("conversion/gemma.py", _proportional, frozenset(), evidence="read"),
     },
     files="llama_cpp",
+    own_format=("GGUF file", "src/llama-model.cpp"),
     reads_by_transformers="conversion/base.py",
     unknown="the converter knows no such rope type",
     override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp", _command),

@@ -7,9 +7,10 @@ get_rope_factors), src/llama-context.cpp (the attention factor of YaRN), src/mod
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from ropewalk._checks import Assumed, RopeError, argument, nearest, shown, unreadable_file
 from ropewalk.configs.architecture import QueryScale
@@ -24,6 +25,7 @@ from ropewalk.configs.gguf.row import (
     DIM,
     HEAD,
     HEAD_MLA,
+    KV_HEADS,
     ORIGINAL,
     SECTIONS,
     SOURCE,
@@ -33,9 +35,18 @@ from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags, windo
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import other_pairing
 from ropewalk.configs.source import without_keys
+from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
+
+_HF_SIZES = {
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+}
 
 
 def read(
@@ -87,9 +98,27 @@ def _read(c: Keys) -> ModelRopes:
         layer_kinds=() if c.row.layers is None else tuple(layers),
         windows=windows({"sliding_window": c.get("attention.sliding_window")}, "", layers),
         axis_names=NAMES[: max((r.axes.count for r in ropes.values() if r is not None and r.axes), default=0)],
+        config=_hf_sizes(c, layers, ropes),
+        file_format="GGUF file",
         origins=c.origins,
         warnings=tuple(c.warnings),
     )
+
+
+def _hf_sizes(c: Keys, layers: list[str], ropes: Mapping[str, Rope | None]) -> dict[str, Any] | None:
+    """Return what the config.json of the same model states beside its rope, or None if its model_type is not known."""
+    model_type = HF_MODEL_TYPES.get(c.architecture)
+    if model_type is None:
+        return None
+    stated = {key: c.get(name) for key, name in _HF_SIZES.items()}
+    heads = {rope.head_dim for rope in ropes.values() if rope is not None}
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": len(layers),
+        **({"head_dim": heads.pop()} if len(heads) == 1 else {}),
+        **({"layer_types": layers} if set(layers) <= {"full_attention", "sliding_attention"} else {}),
+        **{key: value for key, value in stated.items() if type(value) is int and value},
+    }
 
 
 def _kinds_of_layers(c: Keys) -> list[str]:

@@ -246,3 +246,25 @@ ROWS: dict[str, GgufRow] = {
     "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused_row("It is not supported yet."),
 }
 """Maps the names of architectures, separated by spaces, to the row that they share."""
+
+_SAME_NAME = (
+    "apertus arcee bitnet cohere2 dots1 ernie4_5 exaone4 falcon gemma gemma2 granite granitemoe llama nemotron olmo "
+    "olmoe phi3 phimoe qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+)
+HF_MODEL_TYPES = {
+    **{name: name for name in _SAME_NAME.split()},
+    "command-r": "cohere",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "gemma3": "gemma3_text",
+    "gptneox": "gpt_neox",
+    "mistral3": "ministral3",
+    "phi2": "phi",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+"""Maps architectures to the model_type of transformers whose files the converter writes with this architecture.
+
+Files of "llama" can be those of Mistral and others, which rotate as Llama does. Architectures that several model_types
+share, and that then rotate differently, are missing (olmo2, deepseek2), and so are those of which a file does not hold
+all numbers (gpt-oss).
+"""

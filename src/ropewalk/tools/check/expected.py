@@ -152,7 +152,7 @@ def read(
         output_order=ropes.output_order,
         model_type=ropes.model_type,
         table_length=None if longest is None else min(longest, 131_072),
-        config=config if hasattr(config, "to_dict") else ropes.config,
+        config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
         arguments=arguments,
         notes=ropes.warnings,

@@ -92,8 +92,8 @@ def diff(
     differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
     KV caches are still valid. With --draft, show whether SOURCE2 rotates like SOURCE and reaches its length.
 
-    A source is a config.json, the folder of a model, Meta's params.json, or a hub id (owner/name). If you compare two
-    sources, they can also be GGUF files. No model is run, and no weights are read.
+    A source is a config.json, the folder of a model, params.json of Meta or Mistral, a GGUF file, or a hub id
+    (owner/name). No model is run, and no weights are read.
 
     The exit status is 0 if the engines that were judged, or the configs, rotate identically, 1 if they differ or an
     engine rejects the config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were

@@ -79,7 +79,7 @@ def configs(
     """
     a, b = read_both((first, second), pairing, base, factor, ignore, download)
     longest = longest_of("diff.configs", length, a, b)
-    converted = (a.config is None) != (b.config is None)  # only one of them is from Hugging Face
+    converted = a.file_format != b.file_format
     rows, static_ropes = _compare_all(a, b, longest, converted)
     other_differences = [
         {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)

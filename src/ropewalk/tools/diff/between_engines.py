@@ -82,8 +82,8 @@ def engines(
     of text tokens is compared.
 
     Args:
-        source: as in `from_config`, except for GGUF files. Meta's params.json is compared as the config.json of the
-            same model, converted for transformers.
+        source: as in `from_config`. A file of another format is compared as the config.json of the same model,
+            converted for transformers, except in the engine that reads the file itself (llama.cpp for GGUF).
         length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
             that is compared. None means the longest of the length that the config states and that of its scaled
             context, or twice that length if the frequencies change only beyond it.
@@ -243,4 +243,4 @@ def missing_query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str,
     """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
     if ropes.query_scale is None or ropes.query_scale.llama_4_scaling_beta is None:
         return {}
-    return {entry.name: entry.query_scale for entry in chosen if entry.query_scale}
+    return {e.name: e.query_scale for e in chosen if e.query_scale and not e.reads(ropes.file_format)}

@@ -99,6 +99,13 @@ def for_engine(
     too_long = _too_long(ropes, length)
     verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
     verdict = "not judged" if unknown or ignore else verdict
+    if (
+        verdict == "nothing needed"
+        and length is not None
+        and isinstance(chosen.override, Flags)
+        and chosen.reads(ropes.file_format)
+    ):
+        command = chosen.override.command(str(source), "", length)
     return ForEngine(
         {
             "source": ropes.source,

@@ -1,0 +1,124 @@
+"""Read the files of other programs, and write what they say as the config.json of the same model.
+
+Each format has a module that reads its ropes with their own pairing, and the sizes that the config.json states
+(`ModelRopes.config`). The keys of the ropes are then written by the rules of the model_type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ropewalk._checks import RopeError, error, option, shown, without_fix
+from ropewalk.configs import hf, meta, model_ropes, source
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.models import row_of
+from ropewalk.configs.reader import Reader, other_pairing
+from ropewalk.rope.rope import Rope
+from ropewalk.schemes import Llama3, PerPair
+
+_FLOAT32 = 1e-6
+"""The tolerance of frequencies, relative, since a GGUF file holds numbers in float32."""
+
+
+def load(
+    config: Any,
+    *,
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
+    like: str | None = None,
+) -> tuple[dict[str, Any], str, ModelRopes | None]:
+    """Load a config, and read its ropes if it has another format than those of Hugging Face and diffusers.
+
+    Returns:
+        Its values without the keys to ignore, its name, and the ropes or None. A GGUF file has no values.
+    """
+    path = source.gguf_path(config)
+    if path is not None:
+        from ropewalk.configs.gguf import read as gguf
+
+        _refuse(like, factor, "a GGUF file")
+        return {}, str(path), gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
+    values, name = source.load(config, download=download)
+    values = source.without_keys(values, ignore, name)
+    if not source.is_params(values):
+        _refuse(None, factor, "")
+        return values, name, None
+    _refuse(like, None, "Meta's params.json")
+    if pairing not in (None, "interleaved"):
+        must = "pairing of Meta's params.json must be 'interleaved'"
+        raise error("from_config", must, shown(pairing), other_pairing())
+    return values, name, meta.read(values, name, base=base, factor=factor)
+
+
+def _refuse(like: str | None, factor: float | None, got: str) -> None:
+    """Raise a RopeError for an argument that the format `got` does not allow."""
+    if like is not None:
+        raise error("from_config", f"{option('like')} requires a Hugging Face config", got, "Omit it.")
+    if factor is not None:
+        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")
+
+
+def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
+    """Return the keys about rotation of the config.json of the same model, converted for transformers.
+
+    Its pairing is that of its model_type: converters permute q and k where the pairing of the format is another one.
+
+    Raises:
+        RopeError: the file does not say enough, or no config of the model_type means these ropes.
+    """
+    fix = "Pass the config.json of the model."
+    if ropes.config is None:
+        must = f"the model_type of Hugging Face must follow from the {ropes.file_format}"
+        raise error(ropes.source, must, f"{ropes.model_type}, for which it is not known", fix)
+    model_type = str(ropes.config["model_type"])
+    must = f"the {ropes.file_format} must state what the config.json of a {model_type} states"
+    row = row_of(model_type, ropes.config)
+    try:
+        c = Reader(ropes.config, ropes.source, "", pairing=None, base=None, text_only=False)
+        kinds = () if row is None else tuple(row.kinds_of_layers(c))
+        layers = tuple(rope and replace(rope, scaling=_stated(rope)) for rope in ropes.layers)
+        own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type, file_format="")
+        config = model_ropes.write(own, version)
+        found = hf.read(config, ropes.source, pairing=None, base=None, text_only=False)
+    except RopeError as e:
+        raise error(ropes.source, must, without_fix(e).removeprefix(f"{ropes.source}: "), fix) from e
+    apart = [i for i, (a, b) in enumerate(zip(ropes.layers, found.layers, strict=True)) if not _same(a, b)]
+    if apart or not np.isclose(ropes.softmax_factor, found.softmax_factor, rtol=_FLOAT32):
+        must = f"the config.json of a {model_type} must be able to mean the ropes of the {ropes.file_format}"
+        raise error(ropes.source, must, f"{ropes.layers[apart[0] if apart else 0]}", fix)
+    return config
+
+
+def _stated(rope: Rope) -> Any:
+    """Return the scheme of a rope, with the divisors of its pairs as the scaling of Llama 3 if they are its numbers.
+
+    A GGUF file holds these divisors and not the parameters. The last one is the factor, and the others are constants of
+    all released models.
+    """
+    if not isinstance(rope.scaling, PerPair):
+        return rope.scaling
+    plain = replace(rope, scaling=None)
+    factor = float(plain.inv_freq[-1] / rope.inv_freq[-1])
+    scaling = Llama3(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return scaling if _same(rope, replace(rope, scaling=scaling)) else rope.scaling
+
+
+def _same(a: Rope | None, b: Rope | None) -> bool:
+    """Whether two ropes are the same, except for their pairing and the rounding to float32."""
+    if a is None or b is None:
+        return a is b
+    if any(getattr(a, name) != getattr(b, name) for name in ("head_dim", "rotary_dim", "rotary_offset", "axes")):
+        return False
+    for length in (1, 2**31):
+        one, other = (rope if rope.is_static else rope.at_length(length) for rope in (a, b))
+        first, second = ((*rope.inv_freq, rope.attention_factor) for rope in (one, other))
+        if not np.allclose(first, second, rtol=_FLOAT32, atol=0):
+            return False
+    return True
