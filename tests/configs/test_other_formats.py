@@ -105,3 +105,17 @@ def test_what_a_gguf_file_does_not_say(tmp_path: Path, architecture: str, keys: 
     assert str(raised.value).startswith(str(path))
     assert message in str(raised.value)
     assert str(raised.value).endswith("Pass the config.json of the model.")
+
+
+def test_a_draft_of_speculators() -> None:
+    """Its config holds that of the draft's layers, whose rope is another one than that of the target."""
+    layers = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+              "max_position_embeddings": 2048, "rope_theta": 1e4}  # fmt: skip
+    draft = {"speculators_model_type": "eagle3", "model_type": "speculator_model", "draft_vocab_size": 8,
+             "architectures": ["Eagle3Speculator"], "transformer_layer_config": layers}  # fmt: skip
+    ropes = from_config(draft)
+    assert (ropes.model_type, ropes.rope.base, ropes.max_position_embeddings) == ("llama", 1e4, 2048)
+    assert from_config({key: value for key, value in draft.items() if key != "model_type"}).layers == ropes.layers
+    target = {**layers, "num_hidden_layers": 4, "rope_theta": 1e6, "max_position_embeddings": 4096}
+    found = diff.draft(target, draft)
+    assert (found.alike, found.facts["reached"], found.facts["too_short"]) == (False, 2048, True)

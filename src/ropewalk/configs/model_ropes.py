@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class ModelRopes:
         config: the config that was read, for `to_hf_config`. If it has another format, the sizes that the config.json
             of the same model states, or None if they are not known. It is ignored in comparisons.
         file_format: the format of the file in words if it is another one than that of Hugging Face or diffusers, or "".
+        writer: what `to_hf_config` calls for another format; None for one of Hugging Face.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
         stated_twice: the parameters of which the config states a value that transformers does not read.
@@ -100,6 +101,7 @@ class ModelRopes:
     like: str = ""
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     file_format: str = ""
+    writer: Callable[[ModelRopes, int], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
     stated_twice: frozenset[str] = frozenset()
@@ -149,11 +151,7 @@ class ModelRopes:
         """
         if type(version) is not int or version not in (4, 5):
             raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
-        if self.file_format:
-            from ropewalk.configs import other_formats
-
-            return other_formats.to_hf_config(self, version)
-        return write(self, version)
+        return write(self, version) if self.writer is None else self.writer(self, version)
 
     def facts(self, length: int | None = None) -> dict[str, Any]:
         """Return the content of `explain` as a dict of JSON values.

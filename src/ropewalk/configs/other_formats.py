@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ropewalk._checks import RopeError, error, option, shown, without_fix
-from ropewalk.configs import hf, meta, model_ropes, source
+from ropewalk.configs import hf, model_ropes, source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import row_of
 from ropewalk.configs.reader import Reader, other_pairing
@@ -44,17 +44,20 @@ def load(
         from ropewalk.configs.gguf import read as gguf
 
         _refuse(like, factor, "a GGUF file")
-        return {}, str(path), gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
+        ropes = gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
+        return {}, str(path), replace(ropes, writer=to_hf_config)
     values, name = source.load(config, download=download)
     values = source.without_keys(values, ignore, name)
     if not source.is_params(values):
         _refuse(None, factor, "")
         return values, name, None
+    from ropewalk.configs import meta
+
     _refuse(like, None, "Meta's params.json")
     if pairing not in (None, "interleaved"):
         must = "pairing of Meta's params.json must be 'interleaved'"
         raise error("from_config", must, shown(pairing), other_pairing())
-    return values, name, meta.read(values, name, base=base, factor=factor)
+    return values, name, replace(meta.read(values, name, base=base, factor=factor), writer=to_hf_config)
 
 
 def _refuse(like: str | None, factor: float | None, got: str) -> None:
@@ -84,7 +87,7 @@ def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
         c = Reader(ropes.config, ropes.source, "", pairing=None, base=None, text_only=False)
         kinds = () if row is None else tuple(row.kinds_of_layers(c))
         layers = tuple(rope and replace(rope, scaling=_stated(rope)) for rope in ropes.layers)
-        own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type, file_format="")
+        own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type)
         config = model_ropes.write(own, version)
         found = hf.read(config, ropes.source, pairing=None, base=None, text_only=False)
     except RopeError as e:

@@ -49,6 +49,9 @@ def text_model(fields: Fields, known: Container[str], pairing_passed: bool) -> F
 
 
 def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Fields | None:
+    layers = fields.get("transformer_layer_config")
+    if fields.has("speculators_model_type") and isinstance(layers, Mapping):  # a draft of speculators
+        return _part(fields, "transformer_layer_config", layers)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         return None
