@@ -84,10 +84,6 @@ def test_refusals(config: dict[str, Any], kwargs: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"yarn": {"factor": 4.0}}, "belongs to Mistral's params.json"),
-        ({"llama_4_scaling": {"beta": 0.1}}, "belongs to Mistral's params.json"),
-        ({"model_type": "transformer", "vision_encoder": {}}, "belongs to Mistral's params.json"),
-        ({"hidden_dim": 1, "yarn": {}, "qk_rope_head_dim": 64}, "belongs to Mistral's params.json"),
         ({"hidden_dim": 1, "use_hf_rope": True}, "in ExecuTorch's params.json"),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "belongs to latent attention (DeepSeek, Mistral)"),
         ({"nope_layer_interval": 4, "use_scaled_rope": True}, "belongs to the params.json of Llama 4"),

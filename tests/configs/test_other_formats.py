@@ -119,3 +119,45 @@ def test_a_draft_of_speculators() -> None:
     target = {**layers, "num_hidden_layers": 4, "rope_theta": 1e6, "max_position_embeddings": 4096}
     found = diff.draft(target, draft)
     assert (found.alike, found.facts["reached"], found.facts["too_short"]) == (False, 2048, True)
+
+
+MISTRAL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e8,
+           "max_position_embeddings": 262_144, "vision_encoder": {"image_size": 8},
+           "yarn": {"original_max_position_embeddings": 8192, "factor": 48.0, "apply_scale": False, "beta": 32,
+                    "alpha": 1}}  # fmt: skip
+SCALED = {**MISTRAL, "llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1}}
+
+
+@pytest.mark.parametrize(("config", "model_type"), [(MISTRAL, "mistral"), (SCALED, "ministral3")])
+def test_the_params_json_of_mistral(tmp_path: Path, config: dict[str, Any], model_type: str) -> None:
+    """Its own weights are interleaved, and those of transformers are not. Without apply_scale, the factor is not 1."""
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps(config))
+    ropes = from_config(tmp_path)
+    assert (ropes.rope.pairing, ropes.rope.attention_factor, len(ropes.layers)) == ("interleaved", 1.0, 2)
+    assert "Only the text model was read, not the encoder." in ropes.warnings
+    written = from_config(ropes.to_hf_config(version=5))
+    assert (written.model_type, written.rope.pairing) == (model_type, "half")
+    for rope in (ropes.rope, written.rope):
+        np.testing.assert_allclose(rope.inv_freq, np.array(oracle.yarn(1e8, 32, 48.0, 8192), float), rtol=1e-12)
+    assert (ropes.query_scale is not None) == (config is SCALED)
+    found = diff.engines(path, names=("transformers", "vllm"))
+    assert (found.verdict, found.facts["query_scale"]) == ("agree", {})
+    magnitude = {**config, "yarn": {**config["yarn"], "apply_scale": True}}
+    assert from_config(magnitude).rope.attention_factor == pytest.approx(0.1 * np.log(48) + 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"yarn": {"factor": 4.0}}, "original_max_position_embeddings"),
+        ({"yarn": {**MISTRAL["yarn"], "mscale": 1}}, "the keys of yarn and llama_4_scaling must be"),
+        ({"yarn": 4}, "yarn must be an object, got 4"),
+        ({"llama_4_scaling": {"original_max_position_embeddings": 1, "beta": 0.1}}, "must be that of yarn"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"qk_rope_head_dim": 64}, "belongs to latent attention"),
+    ],
+)
+def test_what_a_params_json_of_mistral_does_not_say(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        from_config({**MISTRAL, **keys})

@@ -19,7 +19,6 @@ _KEYS = ("rope_theta", "use_scaled_rope", "rope_scaling_factor")
 
 _OTHER_FORMATS = {
     "use_hf_rope model_architecture": "in ExecuTorch's params.json it means other pairings, and Meta's has no such key",
-    "yarn llama_4_scaling vision_encoder multimodal": "it belongs to Mistral's params.json, which is read only without",
     "qk_rope_head_dim rope_factor": "it belongs to latent attention (DeepSeek, Mistral), which rotates part of a head",
     "nope_layer_interval": "it belongs to the params.json of Llama 4, in which some layers do not rotate",
 }

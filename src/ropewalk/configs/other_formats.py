@@ -51,12 +51,15 @@ def load(
     if not source.is_params(values):
         _refuse(None, factor, "")
         return values, name, None
-    from ropewalk.configs import meta
+    from ropewalk.configs import meta, mistral
 
     _refuse(like, None, "Meta's params.json")
     if pairing not in (None, "interleaved"):
         must = "pairing of Meta's params.json must be 'interleaved'"
         raise error("from_config", must, shown(pairing), other_pairing())
+    if mistral.matches(values):
+        _refuse(None, factor, "")
+        return values, name, replace(mistral.read(values, name), writer=to_hf_config)
     return values, name, replace(meta.read(values, name, base=base, factor=factor), writer=to_hf_config)
 
 

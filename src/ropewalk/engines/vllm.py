@@ -130,6 +130,7 @@ VLLM = Engine(
     lender=replace(TRANSFORMERS, rounding=replace(_ROUNDING, where="CPU", source="the file of the model")),
     reads_by_transformers="transformers_utils/config.py",
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
+    own_format=("params.json of Mistral", "vllm/transformers_utils/configs/mistral.py"),
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
     # --rope-scaling and --rope-theta no longer exist. The JSON replaces the parameters after the config was loaded.
     override=Override(
