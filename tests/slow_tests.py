@@ -45,7 +45,6 @@ SLOW = {
         "test_learned.py::TestAngles::test_compiled",
         "test_learned.py::TestCasts::test_fsdp2_mixed_precision",
         "test_learned.py::TestGradients::test_gradcheck",
-        "test_learned.py::TestTraining",
     ),
     "src/ropewalk/configs src/ropewalk/schemes": (
         "configs/gguf/test_read.py::test_every_truncation_of_a_file",

@@ -66,15 +66,6 @@ class TestModels:
         np.testing.assert_allclose(rope.inv_freq, case["inv_freq"], rtol=FAR_FROM_EXACT.get(name, 3e-7))
         assert rope.attention_factor == pytest.approx(case["attention_scaling"], rel=1e-7)
 
-    def test_pairing_and_channels(self, name: str) -> None:
-        case, rope = MODELS[name]["case"], self.rope(name)
-        assert (rope.pairing, rope.rotary_dim, rope.head_dim, rope.rotary_offset) == (
-            case["layout"],
-            case["rotary_dim"],
-            case["head_dim"],
-            0,
-        )
-
     def test_rotated_q_and_k(self, name: str) -> None:
         assert_rotated(self.rope(name), MODELS[name]["case"])
 

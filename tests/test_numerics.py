@@ -193,24 +193,6 @@ def test_rotated_q_and_k_of_models_bit_for_bit(name: str) -> None:
         assert torch.equal(rotation(x, layout="bhsd"), expected)
 
 
-# Frequencies of the peers that make them as transformers does.
-SAME_FREQUENCIES = ("meta_llama", "torchtune", "flash_attn_torch", "rotary_embedding_torch", "jquesnelle_yarn")
-
-
-@recorded_here
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, id=f"{name}: {case['id']}")
-        for name in SAME_FREQUENCIES
-        for case in PEERS[name]["cases"]
-        if case.get("inv_freq") and not case["id"].startswith("linear")  # which divides the position
-    ],
-)
-def test_frequencies_of_peers_bit_for_bit(name: str, case: dict[str, Any]) -> None:
-    assert frequencies(MEANING[name](case)) == as_float32(case["inv_freq"])
-
-
 def cases_of(*names: str) -> list[Any]:
     return [pytest.param(name, case, id=f"{name}: {case['id']}") for name in names for case in PEERS[name]["cases"]]
 

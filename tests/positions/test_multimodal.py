@@ -43,12 +43,6 @@ def test_mrope(row: list[Any], rule: Any) -> None:
     assert made.positions.shape[1] == sum(one.tokens for one in row)
 
 
-def test_text_alone_has_consecutive_positions() -> None:
-    made = mrope([Text(5)])
-    assert made.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert torch.equal(made.next, torch.tensor(5))
-
-
 def test_device() -> None:
     with torch.device("meta"):
         assert mrope([Text(1), Image(1, 2)]).next == 3

@@ -261,10 +261,3 @@ def test_only_a_registered_scheme_can_be_unregistered() -> None:
     for scheme in (Careless, 3):
         with pytest.raises(RopeError, match=r"schemes.unregister: scheme must be a registered class, got "):
             schemes.unregister(scheme)  # type: ignore[arg-type]
-
-
-def test_help_describes_each_attribute() -> None:
-    """`help` does not show a string after an attribute, so the docstring describes each one."""
-    words = schemes.Scaling.__doc__ or ""
-    for name in schemes.Scaling.__annotations__:
-        assert f"        {name}: " in words
