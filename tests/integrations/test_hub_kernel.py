@@ -159,58 +159,6 @@ class TestLayers:
             kernel.apply_rotary_pos_emb(vectors(torch.float32), None, table, table, **arguments)
 
 
-class TestPublishedKernels:
-    """What two kernels of the hub compute that transformers uses for `rotary_pos_emb`, written out from their code.
-
-    kernels-community/rotary copies q, takes channel i + half of the head as the partner of channel i, the first
-    columns of cos as those of the pairs, and writes into the copy by an operator that autograd does not know.
-    kernels-community/aiter-rope takes cos and sin of row 0 for every row.
-    """
-
-    @staticmethod
-    def rotary(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = q.shape[-1] // 2
-        cos, sin = cos[:, None, :, :half], sin[:, None, :, :half]
-        with torch.no_grad():
-            a, b = q[..., :half], q[..., half:]
-            rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-        return q.clone() + (rotated - q).detach()
-
-    def test_rotary_passes_gradients_on_unrotated(self, kernel: Any) -> None:
-        cos, sin = tables(8, "halves", torch.float32)
-        q, grad = vectors(torch.float32).requires_grad_(), vectors(torch.float32)
-        theirs, ours = self.rotary(q, cos, sin), kernel.layers.RotaryPosEmb()(q, None, cos, sin)[0]
-        torch.testing.assert_close(theirs, ours)
-        assert torch.equal(torch.autograd.grad(theirs, q, grad)[0], grad)
-        exact, _ = expected(grad, cos, sin, CASES[0], inverse=True)
-        assert float((grad - exact).abs().max()) > 1
-        assert_rotated(torch.autograd.grad(ours, q, grad)[0], grad, cos, sin, CASES[0], inverse=True)
-
-    def test_rotary_pairs_other_channels_of_interleaved_heads(self, kernel: Any) -> None:
-        case = ("RotaryPosEmbInterleaved", "interleaved", 8, "each")
-        cos, sin = tables(8, "each", torch.float32)
-        q = vectors(torch.float32)
-        exact, _ = expected(q, cos, sin, case)
-        assert float((self.rotary(q, cos, sin) - exact).abs().max()) > 1
-        assert_rotated(kernel.layers.RotaryPosEmbInterleaved()(q, None, cos, sin)[0], q, cos, sin, case)
-
-    def test_rotary_rotates_channels_that_partial_heads_leave(self, kernel: Any) -> None:
-        case = ("RotaryPosEmbPartial", "half", 4, "halves")
-        cos, sin = tables(4, "halves", torch.float32)
-        q = vectors(torch.float32)
-        ours = kernel.layers.RotaryPosEmbPartial()(q, None, cos, sin)[0]
-        assert torch.equal(ours[..., 8:], q[..., 8:])
-        assert not torch.equal(self.rotary(q, cos, sin)[..., 8:], q[..., 8:])
-        assert_rotated(ours, q, cos, sin, case)
-
-    def test_aiter_rope_rotates_every_row_by_the_positions_of_the_first(self, kernel: Any) -> None:
-        cos, sin = tables(8, "halves", torch.float32)
-        q = vectors(torch.float32)
-        theirs, exact = self.rotary(q, cos[:1], sin[:1]), expected(q, cos, sin, CASES[0])[0]
-        assert [float((theirs[row] - exact[row]).abs().max()) > 1 for row in range(BATCH)] == [False, True, True]
-        assert_rotated(kernel.layers.RotaryPosEmb()(q, None, cos, sin)[0], q, cos, sin, CASES[0])
-
-
 class TestFolder:
     def test_what_kernels_reads(self, folder: Path, kernel: Any) -> None:
         [loaded] = [found for found in kernels.get_loaded_kernels() if found.module is kernel]
@@ -243,15 +191,6 @@ class TestFolder:
         q = vectors(torch.bfloat16)
         assert torch.equal(*(m.apply_rotary_pos_emb(q, None, cos, sin)[0] for m in (alone, kernel)))
         assert not recwarn.list
-
-    def test_the_card(self, folder: Path) -> None:
-        text = (folder / "README.md").read_text()
-        assert text.startswith("---\nlibrary_name: kernels\n")
-        for name in ("RotaryPosEmb", "RotaryPosEmbPartial", "RotaryPosEmbInterleaved", "RotaryPosEmbVision"):
-            assert f"| `{name}` | Pairs " in text
-        page = (ROOT / "docs" / "speed.md").read_text().splitlines()
-        [row] = [line for line in page if line.startswith("| **ropewalk, new tensors**")]
-        assert row in text
 
     def test_modules_of_wheels(self, folder: Path, tmp_path: Path) -> None:
         names = {
