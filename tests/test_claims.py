@@ -65,10 +65,6 @@ def test_the_outputs_of_commands_are_real(command: str) -> None:
     assert printed == SHOWN[command]
 
 
-def test_the_front_page_shows_explain_diff_and_check() -> None:
-    assert [command.split()[1] for command in outputs(README)] == ["explain", "diff", "check"]
-
-
 @pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
 def test_commands_of_a_first_page_can_be_pasted(page: str) -> None:
     """A comment after a command is an argument in zsh, the shell of macOS."""
@@ -93,14 +89,6 @@ def test_the_drift_of_the_front_page() -> None:
     assert off == pytest.approx(9.3e-3, rel=0.03)
     assert "up to 9.3e-3" in README
     assert "up to 9.3e-3" in INDEX
-
-
-def test_the_front_page_is_short_and_its_two_commands_stand() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= 160
-    assert 'pip install ".[demo]" && ropewalk demo' in lines
-    assert 'pip install -c constraints.txt -e ".[test]" && pytest -n 2' in lines
-    assert lines.index("```python") < 15  # code before prose
 
 
 # The other pages.

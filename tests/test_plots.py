@@ -258,10 +258,6 @@ def test_decay_marks_nothing_where_nothing_rises():
         assert not [label for label in lines(axes) if label.startswith("largest rise")]
 
 
-def test_decay_says_that_the_bound_is_only_a_bound():
-    assert "neither it nor the score has to fall steadily" in plots.decay(LLAMA).get_suptitle()
-
-
 # --- angle_field ------------------------------------------------------------------------------------------------------
 
 AXIAL = ropewalk.Rope(16, 100.0, "half", axes=ropewalk.Axes.axial((8, 8)))  # four pairs for each axis: 100^(-i/4)

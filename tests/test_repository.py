@@ -133,20 +133,6 @@ def test_a_change_runs_the_slow_tests_of_what_it_touches(monkeypatch: pytest.Mon
     assert [path for path in watched if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("form", ["bug", "model"])
-def test_forms_ask_for_the_output_of_doctor(form: str) -> None:
-    fields = {field["id"]: field for field in parsed(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
-    assert "ropewalk doctor" in fields["doctor"]["attributes"]["label"]
-    assert fields["doctor"]["validations"]["required"]
-
-
-def test_the_citation_is_of_this_package() -> None:
-    citation = parsed("CITATION.cff")
-    assert "version" not in citation  # only in src/ropewalk/__init__.py
-    assert citation["license"] == PROJECT["license"]
-    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
-
-
 def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
     rows = {line.split("|")[1].strip(): line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "|" in line}
     config, gguf = rows["`config.json`, `params.json`, `adapter_config.json`"], rows["GGUF header"]

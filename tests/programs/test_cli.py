@@ -44,10 +44,6 @@ def test_explain(config: Path) -> None:
     assert run("explain", config.parent).stdout == ran.stdout
 
 
-def test_explain_at_a_length(config: Path) -> None:
-    assert "at length         80,000 tokens" in run("explain", config, "--length", 80_000).stdout
-
-
 def test_explain_as_json(config: Path) -> None:
     ran = run("explain", config, "--json", "--length", 5)
     assert json.loads(ran.stdout) == ropewalk.from_config(config).facts(5)
@@ -259,13 +255,6 @@ def test_plot_needs_the_name_of_a_picture(tmp_path: Path, monkeypatch: pytest.Mo
         assert "must end in one of" in ran.stderr or "the folder of path must exist" in ran.stderr
 
 
-def test_a_broken_setting_of_matplotlib_is_one_line(config: Path, tmp_path: Path) -> None:
-    ran = process("explain", config, "--plot", tmp_path / "a.png", MPLBACKEND="bogus")
-    assert ran.returncode == 1
-    assert one_line(ran.stderr.decode()), ran.stderr
-    assert b"MPLBACKEND" in ran.stderr
-
-
 EVIL = "x\x1b[31mRED\x07\ud800 \u4e2d\u6587 \u2603"
 
 
@@ -314,21 +303,6 @@ def test_a_closed_pipe(config: Path, arguments: list[str]) -> None:
     finally:
         os.close(written)
     assert (ran.returncode, ran.stderr) == (1, b"")
-
-
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"type": "longrope", "short_factor": [1e-320] * 4, "long_factor": [1.0] * 4, "factor": 2.0,
-          "original_max_position_embeddings": 64}, "short_factor[0] must be at least 1e-300"),
-        ({"type": "dynamic", "alpha": 1e308}, "must be a finite float64"),
-    ],
-)  # fmt: skip
-def test_numbers_that_overflow_are_one_line(tmp_path: Path, scaling: dict[str, object], message: str) -> None:
-    ran = run("explain", write(tmp_path, rope_scaling=scaling))
-    assert ran.exit_code == 1
-    assert one_line(ran.stderr)
-    assert message in ran.stderr
 
 
 def test_a_full_disk_is_no_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

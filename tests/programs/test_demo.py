@@ -51,10 +51,6 @@ def table(rows):
     return {int(m[1].replace(",", "")): (float(m[2]), float(m[3])) for m in found if m}
 
 
-def test_four_steps_in_order(said):
-    assert [line[:5] for line in said if line.startswith("[")] == [f"[{i}/4]" for i in range(1, 5)]
-
-
 def test_reads_the_published_config(said):
     text = "\n".join(step(said, 1))
     assert "Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0" in text

@@ -225,12 +225,6 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
     assert run(path).stderr.startswith(f"Error: {path}: text_config must be an object")
 
 
-def test_standard_input(config: Path) -> None:
-    command = [sys.executable, "-m", "ropewalk", "diff", "-"]
-    ran = subprocess.run(command, input=config.read_bytes(), capture_output=True)
-    assert ran.stdout.decode().startswith("/dev/stdin (model_type llama)")
-
-
 def test_starts_without_torch(config: Path) -> None:
     program = (
         "import sys; from click.testing import CliRunner; from ropewalk.tools.cli import main\n"
