@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import gguf_files
 from ropewalk import RopeError, from_config
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend import extend
@@ -216,3 +217,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert "ropewalk extend --to 131072" in asked
     (source / "config.json").write_text(json.dumps(GEMMA))
     assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    keys_ = {"context_length": 40_960, "embedding_length": 1024, "block_count": 28, "rope.freq_base": 1e6}
+    heads = {"attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128}
+    more = {"attention.value_length": 128, "feed_forward_length": 3072, "attention.layer_norm_rms_epsilon": 1e-6}
+    path = gguf_files.write(tmp_path / "q.gguf", {**keys_, **heads, **more}, architecture="qwen3")
+    found = CliRunner().invoke(main, ["extend", str(path), "--to", "160k", "--for", "llama.cpp,vllm"])
+    flags = "--rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 40960 --yarn-beta-fast 32 --yarn-beta-slow 1"
+    assert f"llama-server -m {path} {flags} --rope-freq-base 1000000 -c 163840" in found.output
+    assert "vllm serve MODEL --hf-overrides" in found.output
+    assert found.exit_code == 0

@@ -62,9 +62,11 @@ def read(
 
     A file of another format is converted to a config.json.
     """
-    values, name, other = other_formats.load(
-        config, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
-    )
+    values, name, is_other = source.load_any(config, ignore=ignore, download=download, factor=factor)
+    other = None
+    if is_other:
+        asked: Any = {"pairing": pairing, "base": base, "factor": factor, "text_only": text_only}
+        other = other_formats.read(values, name, **asked, ignore=ignore)
     note = ""
     if other is not None:
         try:

@@ -7,6 +7,7 @@ Each format has a module that reads its ropes with their own pairing, and the si
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,40 +18,33 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import row_of
 from ropewalk.configs.reader import Reader, other_pairing
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import Llama3, PerPair
+from ropewalk.schemes import Llama3
 
 _FLOAT32 = 1e-6
 """The tolerance of frequencies, relative, since a GGUF file holds numbers in float32."""
 
 
-def load(
-    config: Any,
+def read(
+    values: dict[str, Any],
+    name: str,
     *,
     pairing: str | None,
     base: float | None,
     factor: float | None,
     text_only: bool,
     ignore: tuple[str, ...],
-    download: bool,
     like: str | None = None,
-) -> tuple[dict[str, Any], str, ModelRopes | None]:
-    """Load a config, and read its ropes if it has another format than those of Hugging Face and diffusers.
+) -> ModelRopes:
+    """Read the ropes of a file of another format than Hugging Face's and diffusers', as `source.load_any` loads it.
 
-    Returns:
-        Its values without the keys to ignore, its name, and the ropes or None. A GGUF file has no values.
+    The other arguments and the errors are those of `from_config`.
     """
-    path = source.gguf_path(config)
-    if path is not None:
+    if not values:
         from ropewalk.configs.gguf import read as gguf
 
         _refuse(like, factor, "a GGUF file")
-        ropes = gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
-        return {}, str(path), replace(ropes, writer=to_hf_config)
-    values, name = source.load(config, download=download)
-    values = source.without_keys(values, ignore, name)
-    if not source.is_params(values):
-        _refuse(None, factor, "")
-        return values, name, None
+        ropes = gguf.read(Path(name), pairing=pairing, base=base, text_only=text_only, ignore=ignore)
+        return replace(ropes, writer=to_hf_config)
     from ropewalk.configs import meta, mistral
 
     _refuse(like, None, "Meta's params.json")
@@ -59,16 +53,15 @@ def load(
         raise error("from_config", must, shown(pairing), other_pairing())
     if mistral.matches(values):
         _refuse(None, factor, "")
-        return values, name, replace(mistral.read(values, name), writer=to_hf_config)
-    return values, name, replace(meta.read(values, name, base=base, factor=factor), writer=to_hf_config)
+        return replace(mistral.read(values, name), writer=to_hf_config)
+    return replace(meta.read(values, name, base=base, factor=factor), writer=to_hf_config)
 
 
 def _refuse(like: str | None, factor: float | None, got: str) -> None:
     """Raise a RopeError for an argument that the format `got` does not allow."""
     if like is not None:
         raise error("from_config", f"{option('like')} requires a Hugging Face config", got, "Omit it.")
-    if factor is not None:
-        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")
+    source.refuse_factor(factor)
 
 
 def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
@@ -108,7 +101,7 @@ def _stated(rope: Rope) -> Any:
     A GGUF file holds these divisors and not the parameters. The last one is the factor, and the others are constants of
     all released models.
     """
-    if not isinstance(rope.scaling, PerPair):
+    if not hasattr(rope.scaling, "factors"):
         return rope.scaling
     plain = replace(rope, scaling=None)
     factor = float(plain.inv_freq[-1] / rope.inv_freq[-1])

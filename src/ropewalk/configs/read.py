@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import Assumed, boolean, error, number, option, shown
-from ropewalk.configs import hf, other_formats, source
+from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.weights import Weights
 
@@ -160,18 +160,12 @@ def _read(
     like: str | None,
     weights: Weights,
 ) -> ModelRopes:
-    values, name, other = other_formats.load(
-        config,
-        pairing=pairing,
-        base=base,
-        factor=factor,
-        text_only=text_only,
-        ignore=ignore,
-        download=download,
-        like=like,
-    )
-    if other is not None:
-        return other
+    values, name, other = source.load_any(config, ignore=ignore, download=download, factor=factor)
+    if other:
+        from ropewalk.configs import other_formats
+
+        asked: Any = {"pairing": pairing, "base": base, "factor": factor, "text_only": text_only}
+        return other_formats.read(values, name, **asked, ignore=ignore, like=like)
     if source.is_denoiser(values):
         from ropewalk.configs import diffusers
 

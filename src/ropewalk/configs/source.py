@@ -92,6 +92,34 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
     )
 
 
+def load_any(
+    config: Any, *, ignore: tuple[str, ...], download: bool, factor: float | None
+) -> tuple[dict[str, Any], str, bool]:
+    """Load a config of any format.
+
+    Returns:
+        Its values without the keys to ignore ({} for a GGUF file), its name, and whether `other_formats` reads it.
+
+    Raises:
+        RopeError: as `load`; or a factor was passed for a format of Hugging Face or diffusers.
+    """
+    path = gguf_path(config)
+    if path is not None:
+        return {}, str(path), True
+    values, name = load(config, download=download)
+    values = without_keys(values, ignore, name)
+    other = is_params(values) and not is_denoiser(values)
+    if not other:
+        refuse_factor(factor)
+    return values, name, other
+
+
+def refuse_factor(factor: float | None) -> None:
+    """Raise a RopeError if a factor was passed, for a format that is not Meta's."""
+    if factor is not None:
+        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")
+
+
 def gguf_path(source: Any) -> Path | None:
     """Return the source as a path if its suffix or its first four bytes are those of a GGUF file, else None."""
     if not isinstance(source, str | os.PathLike):

@@ -95,13 +95,15 @@ def extend(
     if factor is not None:
         factor = _checks.number("ropewalk extend", _checks.option("factor"), factor, at_least=1.0)
     read = plans.read_source(source, **options)
+    # Other engines than llama.cpp get the config, and so the weights that belong to it.
+    models = {entry.name: model if isinstance(entry.override, Flags) else _unless_gguf(model) for entry in chosen}
     reaches = target <= read.length and method is None and factor is None
     made = [] if reaches else [plans.make(read, target, name, factor) for name in plans.methods(read, method)]
     if made and made[0].layers:
-        rows = [_extended(read, entry, made, target, model) for entry in chosen]
+        rows = [_extended(read, entry, made, target, models[entry.name]) for entry in chosen]
     else:
         made = made[:1]
-        rows = [_as_it_is(read, entry, target, model, options) for entry in chosen]
+        rows = [_as_it_is(read, entry, target, models[entry.name], options) for entry in chosen]
     for row in rows:
         row["notes"] = _notes(row, read, made, target, model) if row["commands"] else []
     facts = {
@@ -209,6 +211,10 @@ def _tokenizer_limit(folder: Path) -> float | None:
 
 
 _NO_ARGUMENTS = "it takes no such arguments, or they were not looked up"
+
+
+def _unless_gguf(model: str) -> str:
+    return "MODEL" if model.endswith(".gguf") else model
 
 
 def _row(chosen: Engine) -> dict[str, Any]:
