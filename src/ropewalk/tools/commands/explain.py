@@ -73,7 +73,7 @@ def explain(
 ) -> None:
     """Show what the config SOURCE means for the rotation, and where each value comes from.
 
-    SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
+    SOURCE is a config.json, the folder of a model, a params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
 
     With --for, the exit status is 2 if the engine was not judged, because what it reads for this model is not known, or
