@@ -331,7 +331,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/check": 6290,
-    "tools/commands": 1225,
+    "tools/commands": 1224,
     "tools/convert": 2052,
     "tools/diff": 1553,
     "tools/extend": 1284,

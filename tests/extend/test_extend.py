@@ -99,7 +99,7 @@ def test_the_factors_without_a_measurement() -> None:
     """1.5 and 2 times 131,072 / 32,768; llama.cpp has no arguments for Llama 3's scheme."""
     found = extend(FLAT, LONG)
     assert [(plan.method, plan.factor) for plan in found.plans] == [("llama3", 6.0), ("yarn", 8.0)]
-    assert of(found, "vLLM")["plan"] == 0
+    assert [of(found, name)["plan"] for name in ("vLLM", "llama.cpp")] == [0, 1]
     assert of(found, "llama.cpp")["commands"] == [
         "llama-server -m MODEL.gguf --rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 32768 --yarn-beta-fast 32 "
         "--yarn-beta-slow 1 --rope-freq-base 1000000 -c 131072"
@@ -138,7 +138,7 @@ def test_a_scaling_is_replaced_and_never_applied_twice(
     parameters = found.config()["rope_parameters"]
     before = scaling.get("original_max_position_embeddings", 32_768)
     assert parameters.get("original_max_position_embeddings", before) == before
-    assert ("It replaces the scaling of the config." in " ".join(found.text().split())) is True
+    assert "It replaces the scaling of the config." in " ".join(found.text().split())
 
 
 def test_only_layers_without_a_window_are_scaled() -> None:
@@ -229,3 +229,24 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert f"llama-server -m {path} {flags} --rope-freq-base 1000000 -c 163840" in found.output
     assert "vllm serve MODEL --hf-overrides" in found.output
     assert found.exit_code == 0
+
+
+@pytest.mark.parametrize("length", ["16k", "128k"])
+def test_a_key_that_is_ignored(tmp_path: Path, length: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**FLAT, "rope_fancy": 1}))
+    arguments = ["extend", str(path), "--to", length, "--for", "vllm"]
+    assert "pass --ignore rope_fancy" in CliRunner().invoke(main, arguments).output
+    shown = CliRunner().invoke(main, [*arguments, "--ignore", "rope_fancy"])
+    assert (shown.exit_code, "vllm serve" in shown.output) == (0, True)
+    assert "Left out, as asked: rope_fancy." in shown.output
+
+
+def test_options_without_an_effect(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLAT))
+    arguments = ["extend", str(tmp_path), "--to", "128k"]
+    for option, value, other in (("--version", "5", "--write"), ("--dtype", "float16", "--measure")):
+        refused = CliRunner().invoke(main, [*arguments, option, value])
+        assert (refused.exit_code, f"{option} has no effect without {other}" in refused.output) == (2, True)
+    refused = CliRunner().invoke(main, [*arguments, "--for", "vllm,"])
+    assert (refused.exit_code, "a name is missing before or after a comma" in refused.output) == (2, True)

@@ -128,7 +128,7 @@ def _plan_text(
     return found
 
 
-def _attention(model: nn.Module, module: nn.Module, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> str:
+def _attention(model: nn.Module, module: Any, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> str:
     """Return the name of the model's attention function, if Self-Extend can replace it."""
     devices = {parameter.device for parameter in model.parameters()}
     together = forms and all(form.at == 2 and form.order == "same" and form.whole != "last" for form in forms.values())
@@ -139,7 +139,7 @@ def _attention(model: nn.Module, module: nn.Module, forms: Mapping[Place, Form],
             "for Self-Extend, the model must rotate q and k in one function and attend through transformers' registry"
         )
         raise error(WHO, f"{must}, on one device", type(model).__name__, "Pass a Rope instead.")
-    return str(module.config._attn_implementation)  # type: ignore[union-attr]
+    return str(module.config._attn_implementation)
 
 
 def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[Angles], configs: _Configs | None) -> None:

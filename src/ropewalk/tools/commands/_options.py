@@ -33,6 +33,14 @@ class Length(click.IntRange):
         return super().convert(value if match is None else int(match[1]) * _UNITS[match[2]], param, ctx)
 
 
+def names(_ctx: click.Context, _option: click.Parameter, lists: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in lists with commas."""
+    found = tuple(name.strip() for names in lists for name in names.split(","))
+    if "" in found:
+        raise click.BadParameter("a name is missing before or after a comma. Drop the comma, or add the name.")
+    return found
+
+
 pairing = click.option(
     "--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type."
 )

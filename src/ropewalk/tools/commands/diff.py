@@ -16,14 +16,6 @@ from ropewalk.tools.commands import _options
 _STATUS = {"agree": 0, "differ": 1, "not judged": 2}
 
 
-def _names(_ctx: click.Context, _option: click.Parameter, lists: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names in lists with commas."""
-    found = tuple(name.strip() for names in lists for name in names.split(","))
-    if "" in found:
-        raise click.BadParameter("a name is missing before or after a comma. Drop the comma, or add the name.")
-    return found
-
-
 class _Engines(click.Option):
     """The option for engines, whose help lists their names. Other commands do not import them."""
 
@@ -56,7 +48,7 @@ Examples:
     "engine",
     multiple=True,
     metavar="NAME",
-    callback=_names,
+    callback=_options.names,
     cls=_Engines,
     help="Compare only this engine. May be repeated, or a list with commas; the first one is the reference.",
 )

@@ -27,10 +27,10 @@ Examples:
 @click.option(
     "--for",
     "engines",
-    metavar="ENGINES",
-    default="vllm,sglang,llama.cpp,transformers",
-    show_default=True,
-    help="The engines, with commas between them.",
+    multiple=True,
+    metavar="NAME",
+    callback=_options.names,
+    help="Only this engine. May be repeated, or a list with commas. [default: vllm,sglang,llama.cpp,transformers]",
 )
 @click.option(
     "--method",
@@ -81,7 +81,7 @@ def extend(
     context: click.Context,
     source: Path,
     target: int,
-    engines: str,
+    engines: tuple[str, ...],
     method: str | None,
     factor: float | None,
     folder: Path | None,
@@ -107,33 +107,32 @@ def extend(
     """
     from ropewalk.tools import extend as extending
 
+    _refuse_without(context, "write", ("version",), passed=folder is not None)
+    _refuse_without(context, "measure", ("text", "keep", "dtype", "device", "plot"), passed=measure)
     measured: dict[str, object] | None = None
-    if not measure:
-        _refuse_without_measure(context)
-    else:
+    if measure:
         if method is not None or factor is not None:
             raise click.UsageError(
                 "--measure finds the method and the factor. Drop --method and --factor, or --measure."
             )
-        from ropewalk.tools.extend import measure as measuring
+        from ropewalk.tools.extend.measure import measure as measure_model
 
-        found_by = measuring.measure(source, target, text=text, dtype=dtype, device=device, keep=keep)
+        result = measure_model(source, target, text=text, dtype=dtype, device=device, keep=keep)
         if plot is not None:
-            found_by.picture(plot)
-        measured = dict(found_by.facts)
+            result.picture(plot)
+        measured = dict(result.facts)
         if not as_json:
-            click.echo(f"{found_by.text()}\n")
-        if found_by.method is None:
-            click.echo(
-                json.dumps({"measured": measured}, indent=2, allow_nan=False) if as_json else "No factor was found."
-            )
+            click.echo(f"{result.text()}\n")
+        if result.method is None:
+            nothing = json.dumps({"measured": measured}, indent=2, allow_nan=False)
+            click.echo(nothing if as_json else "No factor was found.")
             context.exit(2)
-        if found_by.method != "none":
-            method, factor = found_by.method, found_by.factor
+        if result.method != "none":
+            method, factor = result.method, result.factor
     found = extending.extend(
         source,
         target,
-        engines=tuple(name.strip() for name in engines.split(",")),
+        engines=engines or extending.DEFAULT,
         method=method,
         factor=factor,
         model=_model(source),
@@ -151,11 +150,11 @@ def extend(
     context.exit(0 if found.complete else 2)
 
 
-def _refuse_without_measure(context: click.Context) -> None:
-    """Raise an error if an option was passed that only --measure reads."""
-    for name in ("text", "keep", "dtype", "device", "plot"):
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{name} has no effect without --measure. Pass both.")
+def _refuse_without(context: click.Context, option: str, names: tuple[str, ...], *, passed: bool) -> None:
+    """Raise an error if an option was passed that only another one, which was not passed, makes effective."""
+    for name in names:
+        if not passed and context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name} has no effect without --{option}. Pass both.")
 
 
 def _model(source: Path) -> str:

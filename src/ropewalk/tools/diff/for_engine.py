@@ -289,7 +289,7 @@ def _text(facts: Mapping[str, Any]) -> str:
     verdicts = {
         "nothing needed": f"Nothing is needed: {name} rotates as the config says, {up_to}.",
         "not trained": f"{name} rotates as the config says, which does not scale for this length. "
-        f"`ropewalk extend --to {facts['length']}` finds a command that does.",
+        f"`ropewalk extend --to {facts['length']}` looks for a command that does.",
         "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
         "cannot": f"{name} does not rotate as the config says. No argument that was looked up makes it do so.",
         "not judged": f"{name} was not judged for this config.",

@@ -16,7 +16,7 @@ from ropewalk.engines import Engine, Flags, engine
 from ropewalk.engines._config import to_finite
 from ropewalk.tools.diff.for_engine import find_command, for_engine
 from ropewalk.tools.extend import plan as plans
-from ropewalk.tools.extend.plan import MARGINS, Plan, Source
+from ropewalk.tools.extend.plan import METHODS, Plan, Source
 from ropewalk.tools.extend.text import extended_text
 
 DEFAULT = ("vllm", "sglang", "llama.cpp", "transformers")
@@ -80,7 +80,7 @@ def extend(
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
             Llama 3's scheme, and YaRN for engines that do not have it.
         factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
-            `MARGINS` of the method, times the target, divided by the length before scaling.
+            the margin of the method, times the target, divided by the length before scaling.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `ignore` and `download` of `from_config`.
 
@@ -91,21 +91,23 @@ def extend(
     target = _checks.length("ropewalk extend", "to", target)
     chosen = [engine("ropewalk extend", name) for name in dict.fromkeys(engines)]
     if method is not None:
-        _checks.choice("ropewalk extend", _checks.option("method"), method, tuple(MARGINS))
+        _checks.choice("ropewalk extend", _checks.option("method"), method, tuple(METHODS))
     if factor is not None:
         factor = _checks.number("ropewalk extend", _checks.option("factor"), factor, at_least=1.0)
     read = plans.read_source(source, **options)
     # Other engines than llama.cpp get the config, and so the weights that belong to it.
-    models = {entry.name: model if isinstance(entry.override, Flags) else _unless_gguf(model) for entry in chosen}
+    others = "MODEL" if model.endswith(".gguf") else model
+    models = {entry.name: model if isinstance(entry.override, Flags) else others for entry in chosen}
     reaches = target <= read.length and method is None and factor is None
     made = [] if reaches else [plans.make(read, target, name, factor) for name in plans.methods(read, method)]
     if made and made[0].layers:
         rows = [_extended(read, entry, made, target, models[entry.name]) for entry in chosen]
     else:
         made = made[:1]
-        rows = [_as_it_is(read, entry, target, models[entry.name], options) for entry in chosen]
+        rows = [_as_it_is(read, entry, target, models[entry.name]) for entry in chosen]
     for row in rows:
         row["notes"] = _notes(row, read, made, target, model) if row["commands"] else []
+    now = plans.scheme_of(read.text)
     facts = {
         "source": read.text.source,
         "model_type": read.ropes.model_type,
@@ -114,14 +116,13 @@ def extend(
         "stated_length": read.length,
         "trained_length": read.ropes.trained_length,
         "reaches": reaches,
-        "scaling": next(
-            (r.scaling.rope_type for r in read.text.layers if r is not None and r.scaling is not None), None
-        ),
+        "scaling": None if now is None else now.rope_type,
+        "ignored": list(options.get("ignore", ())),
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
         "asked": {"method": method, "factor": factor},
         "plans": [_plan_facts(read, entry) for entry in made],
         "engines": rows,
-        "warnings": [*read.text.warnings, *filter(None, [plans.linear_note(read, target)])],
+        "warnings": [*read.text.warnings, *filter(None, [plans.length_note(read, target)])],
     }
     return Extended(facts, read, tuple(made))
 
@@ -133,7 +134,7 @@ def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
     return {
         "method": made.method,
         "factor": made.factor,
-        "margin": MARGINS.get(made.method),
+        "margin": METHODS[made.method].margin if made.layers else None,
         "layers": made.layers,
         "config": changed,
     }
@@ -148,13 +149,12 @@ def _unseen(source: Source, made: Plan, target: int) -> list[int]:
     return [i for i, w in enumerate(static.wavelength.tolist()) if math.isfinite(w) and w > source.length]
 
 
-def _as_it_is(source: Source, chosen: Engine, target: int, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _as_it_is(source: Source, chosen: Engine, target: int, model: str) -> dict[str, Any]:
     """Return the command for a config whose ropes reach the length as they are."""
     override, row = chosen.override, _row(chosen)
     if override is None:
         return {**row, "why_not": [_NO_ARGUMENTS]}
-    options = {key: value for key, value in options.items() if key != "download"}
-    found = for_engine(source.whole, chosen.name, length=min(target, source.length), **options)
+    found = for_engine(source.whole, chosen.name, length=min(target, source.length), **source.asked)
     if found.verdict != "nothing needed":
         return {**row, "why_not": [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]}
     if isinstance(override, Flags):
@@ -173,10 +173,7 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     try:
         old = source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:
-        return {
-            **row,
-            "why_not": ["it loads this config with the model's own code, whose keys an argument does not replace"],
-        }
+        return {**row, "why_not": [_OWN_CODE]}
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
@@ -210,11 +207,8 @@ def _tokenizer_limit(folder: Path) -> float | None:
         return None
 
 
+_OWN_CODE = "it loads this config with the model's own code, whose keys an argument does not replace"
 _NO_ARGUMENTS = "it takes no such arguments, or they were not looked up"
-
-
-def _unless_gguf(model: str) -> str:
-    return "MODEL" if model.endswith(".gguf") else model
 
 
 def _row(chosen: Engine) -> dict[str, Any]:

@@ -137,25 +137,14 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _row(facts: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    reaches = row["at_target"] >= facts["bar"]
     chosen = (row["method"], row["factor"]) == (facts["method"], facts["factor"])
+    mark = "chosen" if chosen else "reaches" if row["at_target"] >= facts["bar"] else ""
     numbers = [f"{row[key]:.2f}" for key in ("at_target", "lowest", "at_half")]
-    return [
-        row["method"],
-        f"{row['factor']:g}",
-        *numbers,
-        f"{row['short']:+z.3f}",
-        "chosen" if chosen else "reaches" if reaches else "",
-    ]
+    return [row["method"], f"{row['factor']:g}", *numbers, f"{row['short']:+z.3f}", mark]
 
 
 def _columns(rows: Iterable[list[str]]) -> list[str]:
     """Return the rows as lines, in columns: the first to the left, the others to the right."""
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from ropewalk import _checks
 from ropewalk._checks import RopeError, error
@@ -21,8 +21,43 @@ from ropewalk.schemes import DynamicNTK, Linear, Llama3, Scaling, YaRN
 from ropewalk.tools.diff.for_engine import put
 from ropewalk.tools.diff.lengths import stated_length
 
-MARGINS = {"llama3": 1.5, "yarn": 2.0, "linear": 1.5, "ntk": 2.0, "dynamic": 2.0}
-"""By which factor each method must exceed target / stated length, if nobody measured the model (docs/extend.md)."""
+
+@dataclass(frozen=True)
+class Method:
+    """A way to reach a longer text.
+
+    Args:
+        words: what it is, in words.
+        margin: by which factor its factor must exceed target / stated length, if nobody measured the model
+            (docs/extend.md).
+        scheme: returns its scheme from the factor and the length before scaling; None for a larger base.
+    """
+
+    words: str
+    margin: float
+    scheme: Callable[[float, int], Scaling] | None
+
+
+METHODS = {
+    "llama3": Method("Llama 3's scheme", 1.5, lambda factor, length: Llama3(factor, 1.0, 4.0, length)),
+    "yarn": Method("YaRN", 2.0, YaRN),
+    "linear": Method("linear scaling", 1.5, lambda factor, _: Linear(factor)),
+    "ntk": Method("a larger base (NTK)", 2.0, None),
+    "dynamic": Method("dynamic NTK", 2.0, DynamicNTK),
+}
+"""The methods, by the names of their schemes in configs."""
+
+
+def scheme_of(ropes: ModelRopes) -> Scaling | None:
+    """Return the scheme of the layers that are scaled, or None."""
+    return next((rope.scaling for rope in ropes.layers if rope is not None and rope.scaling is not None), None)
+
+
+def method_of(scheme: Scaling | None) -> str:
+    """Return the method that makes such a scheme; "" for no scheme and for one whose numbers belong to its length."""
+    made = ((name, method.scheme) for name, method in METHODS.items())
+    return next((name for name, make_one in made if make_one and type(make_one(1.0, 1)) is type(scheme)), "")
+
 
 _WHO = "ropewalk extend"
 
@@ -38,6 +73,7 @@ class Source:
         whole: the whole config.
         length: the longest length that it states for text, in tokens.
         stated: its max_position_embeddings, or the length of an equivalent key.
+        asked: the arguments `pairing` and `base` of `from_config`, if the whole config needs them.
     """
 
     ropes: ModelRopes
@@ -46,6 +82,7 @@ class Source:
     whole: Mapping[str, Any]
     length: int
     stated: int
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,12 +90,11 @@ class Plan:
     """A method with its factor, and the config with it.
 
     Args:
-        method: a key of `MARGINS`, or "none" if no layer that rotates sees farther than its window.
+        method: a key of `METHODS`, or "none" if no layer that rotates sees farther than its window.
         factor: the factor of its scheme, or by which "ntk" slows the slowest pair; dimensionless.
         layers: the indices of the layers that it changes.
         ropes: the ropes of the text model, with their axes.
         written: the config of the text model in the schema of transformers 5, or of 4 if its code reads only that.
-        whole: the whole config.
         text: the ropes of text tokens that it states.
     """
 
@@ -67,7 +103,6 @@ class Plan:
     layers: list[int]
     ropes: ModelRopes
     written: Mapping[str, Any]
-    whole: Mapping[str, Any]
     text: ModelRopes
 
 
@@ -83,23 +118,20 @@ def read_source(config: Any, **options: Any) -> Source:
         fix = "Add max_position_embeddings: the length that the model was trained for."
         must = "the config must state a length in tokens" if configs else "a layer of the model must rotate"
         raise error(text.source, must, "none", fix if configs else "It has no rope that could be scaled.")
-    whole = configs[0][0].whole
-    ignored = (*find_engine_keys(whole), *options.get("ignore", ()))
-    kept = {
-        key: options[key] for key in ("pairing", "base") if options.get(key) is not None and "factor" not in options
-    }
-    return Source(
-        read_config(whole, ignore=ignored, **kept), text, configs, whole, length, text.max_position_embeddings or length
-    )
+    whole = configs[0][0].whole  # without the keys to ignore
+    needed = () if text.file_format else ("pairing", "base")  # a converted config states both
+    asked: dict[str, Any] = {key: options[key] for key in needed if options.get(key) is not None}
+    ropes = read_config(whole, ignore=find_engine_keys(whole), **asked)
+    return Source(ropes, text, configs, whole, length, text.max_position_embeddings or length, asked)
 
 
 def methods(source: Source, method: str | None) -> list[str]:
     """Return the methods to try, the best first: the one asked for, that of the config, or the two defaults."""
     if method is not None:
         return [method]
-    now = _scheme(source)
-    if isinstance(now, Llama3 | YaRN | Linear):
-        return [now.rope_type]
+    now = method_of(scheme_of(source.text))
+    if now and all(rope is None or rope.is_static for rope in source.text.layers):
+        return [now]
     # Engines divide the pairs among axes without a scheme and with YaRN, and not with Llama 3's scheme.
     return ["yarn"] if any(rope is not None and rope.axes for rope in source.ropes.layers) else ["llama3", "yarn"]
 
@@ -110,22 +142,22 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     Args:
         source: the config.
         target: the length to reach, in tokens.
-        method: a key of `MARGINS`.
-        factor: the factor; None for that of `MARGINS`.
+        method: a key of `METHODS`.
+        factor: the factor; None for the rule with its margin.
 
     Raises:
         RopeError: the config has a scheme for which no other factor is known, the factor does not reach the target, or
             the config cannot state the ropes.
     """
-    now = _scheme(source)
-    if now is not None and not isinstance(now, Llama3 | YaRN | Linear | DynamicNTK):
+    now = scheme_of(source.text)
+    if now is not None and not method_of(now):
         must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
         fix = f"Its numbers were found for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
     before = round(source.length / getattr(now, "factor", 1.0))
     least = target / before
     if factor is None:
-        factor = math.ceil(100 * MARGINS[method] * least) / 100
+        factor = math.ceil(100 * METHODS[method].margin * least) / 100
     elif factor < least:
         must = f"factor must be at least {least:g}, the target divided by the length before scaling"
         raise error(_WHO, must, f"{factor:g}", "Pass a larger factor, or omit it.")
@@ -135,14 +167,16 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     refusal = None
     for layers in dict.fromkeys((tuple(far), tuple(known) if far else ())):
         meant = {i: scaled(rope, method, factor, before) for i in layers if (rope := source.ropes.layers[i])}
+        new = tuple(meant.get(i, rope) for i, rope in enumerate(source.ropes.layers))
+        ropes = dataclasses.replace(source.ropes, layers=new)
         try:
-            written, whole, ropes = _write(source, target, meant)
+            written, whole = config_of(source, ropes, target)
             text, _ = ropes_for_engines(whole)
         except RopeError as e:
             refusal = refusal or e
             continue
-        if all(_numbers(text.layers[i]) == _numbers(meant.get(i, source.ropes.layers[i])) for i in known):
-            return Plan(method, factor, list(layers), ropes, written, whole, text)
+        if all(_numbers(one) == _numbers(other) for one, other in zip(text.layers, new, strict=True)):
+            return Plan(method, factor, list(layers), ropes, written, text)
     if refusal is not None:
         must = "the config must be one that can be written anew"
         raise error(source.text.source, must, f"that of {source.ropes.model_type}", f"The reason: {refusal}")
@@ -150,23 +184,20 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     raise error(source.text.source, must, source.ropes.model_type, "Pass another method.")
 
 
-def linear_note(source: Source, target: int) -> str:
-    """Return a sentence about the length of a config with linear scaling, which may be that before the scaling."""
-    now = _scheme(source)
-    if not isinstance(now, Linear) or source.ropes.model_type.startswith("gemma3"):
+def length_note(source: Source, target: int) -> str:
+    """Return a sentence about the length of a config if it may be that before scaling, as with linear scaling."""
+    now, length = scheme_of(source.text), source.length
+    method, factor = METHODS.get(method_of(now)), getattr(now, "factor", 1.0)
+    if now is None or method is None or now.trained_length(length) is not None:
         return ""
-    reach = round(source.length * now.factor)
-    factor = math.ceil(100 * MARGINS["linear"] * target / source.length) / 100
+    if source.ropes.model_type.startswith("gemma3"):  # which state the length after it
+        return ""
+    enough = math.ceil(100 * method.margin * target / length) / 100
     return (
-        f"The {source.length:,} tokens of the config are taken as the length after linear scaling. If the model card "
-        f"says that they are the length before it, the model reads {reach:,} tokens, and "
-        f"{_checks.argument('factor', factor)} is enough."
+        f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that they "
+        f"are the length before it, the model reads {round(length * factor):,} tokens, and "
+        f"{_checks.argument('factor', enough)} is enough."
     )
-
-
-def _scheme(source: Source) -> Scaling | None:
-    """Return the scheme of the layers that are scaled, or None."""
-    return next((rope.scaling for rope in source.text.layers if rope is not None and rope.scaling is not None), None)
 
 
 def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
@@ -177,19 +208,13 @@ def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
         method, factor: as in `Plan`.
         before: the length before scaling, in tokens.
     """
-    if isinstance(rope.scaling, Llama3 | YaRN | Linear) and rope.scaling.rope_type == method:
-        scheme = dataclasses.replace(rope.scaling, factor=factor)
+    if method_of(rope.scaling) == method and rope.is_static:
         # The attention factor of a config is that of its own factor.
-        scheme = dataclasses.replace(scheme, attention_factor=None) if isinstance(scheme, YaRN) else scheme
-        return dataclasses.replace(rope, scaling=scheme)
-    schemes: dict[str, Any] = {
-        "llama3": lambda: Llama3(factor, 1.0, 4.0, before),
-        "yarn": lambda: YaRN(factor, before),
-        "linear": lambda: Linear(factor),
-        "dynamic": lambda: DynamicNTK(factor, before),
-    }
-    if method in schemes:
-        return dataclasses.replace(rope, scaling=schemes[method]())
+        new: Any = {"attention_factor": None} if hasattr(rope.scaling, "attention_factor") else {}
+        return dataclasses.replace(rope, scaling=dataclasses.replace(cast(Any, rope.scaling), factor=factor, **new))
+    scheme = METHODS[method].scheme
+    if scheme is not None:
+        return dataclasses.replace(rope, scaling=scheme(factor, before))
     base = rope.base * factor ** (rope.rotary_dim / (rope.rotary_dim - 2))
     return dataclasses.replace(rope, base=base, scaling=None)
 
@@ -204,32 +229,31 @@ def longer(source: Source, target: int) -> dict[str, Any]:
 
     vLLM and SGLang accept no more than this key, also with YaRN, and multiply it by the factor of other schemes.
     """
-    path, text = find_text(source.whole)
-    key = next((key for key in LENGTHS if text.get(key)), LENGTHS[0])
-    keys = put({}, path, {key: target})
     if target <= source.stated:
         return {}
+    path, text = find_text(source.whole)
+    length = {next((key for key in LENGTHS if text.get(key)), LENGTHS[0]): target}
     try:
-        read, _ = ropes_for_engines(put(source.whole, path, {**text, key: target}))
+        read, _ = ropes_for_engines(put(source.whole, path, {**text, **length}), **source.asked)
     except RopeError:
         return {}
-    return keys if read.layers == source.text.layers else {}
+    return put({}, path, length) if read.layers == source.text.layers else {}
 
 
-def config_of(source: Source, ropes: ModelRopes, target: int, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config of the text model with other ropes, in a schema of transformers, and the whole config."""
-    written = ropes.to_hf_config(version=version)
-    # Dynamic NTK is relative to the stated length. The other schemes state their own, so the target can be allowed.
-    if not any(rope is not None and isinstance(rope.scaling, DynamicNTK) for rope in ropes.layers):
+def config_of(
+    source: Source, ropes: ModelRopes, target: int, version: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config of the text model with other ropes, and the whole config, in a schema of transformers.
+
+    By default this is that of transformers 5, or of 4 if the model's own code reads only that.
+    """
+    try:
+        written = ropes.to_hf_config(version=version or 5)
+    except RopeError:
+        if version is not None:
+            raise
+        written = ropes.to_hf_config(version=4)
+    # A scheme that depends on the length is relative to the stated one. The others state their own.
+    if all(rope is None or rope.is_static for rope in ropes.layers):
         written[next((key for key in LENGTHS if written.get(key)), LENGTHS[0])] = target
     return written, put(source.whole, find_text(source.whole)[0], written)
-
-
-def _write(source: Source, target: int, meant: Mapping[int, Rope]) -> tuple[dict[str, Any], dict[str, Any], ModelRopes]:
-    """Return the configs with other ropes in some layers, and these ropes."""
-    layers = tuple(meant.get(i, rope) for i, rope in enumerate(source.ropes.layers))
-    ropes = dataclasses.replace(source.ropes, layers=layers)
-    try:
-        return *config_of(source, ropes, target, 5), ropes
-    except RopeError:
-        return *config_of(source, ropes, target, 4), ropes

@@ -14,9 +14,8 @@ from torch import Tensor
 import ropewalk
 from ropewalk._checks import error, error_from, missing_package, unreadable_file
 from ropewalk.integrations.transformers import accelerate, restore
-from ropewalk.schemes import Linear, Llama3, YaRN
 from ropewalk.tools.diff.lengths import stated_length
-from ropewalk.tools.extend.plan import scaled
+from ropewalk.tools.extend.plan import method_of, scaled, scheme_of
 
 WHO = "ropewalk extend --measure"
 PASSAGE = 128
@@ -56,12 +55,12 @@ class Subject:
         if stated is None:
             raise error(WHO, "the config must state a length in tokens", "none", "Add max_position_embeddings.")
         self.stated = stated
-        own = next((rope.scaling for rope in self.ropes.layers if rope is not None and rope.scaling is not None), None)
-        if own is not None and not isinstance(own, Llama3 | YaRN | Linear):
+        own = scheme_of(self.ropes)
+        if own is not None and method_of(own) not in METHODS:
             must, fix = "the scheme of the config must be one that another factor extends", "Choose another model."
             raise error(WHO, must, own.rope_type, fix)
-        self.factor = 1.0 if own is None else own.factor
-        self.methods: tuple[str, ...] = METHODS if own is None else (own.rope_type,)
+        self.factor: float = getattr(own, "factor", 1.0)
+        self.methods: tuple[str, ...] = METHODS if own is None else (method_of(own),)
         windows = [window if window and window <= stated else None for window in self.ropes.windows]
         self._local = [i for i, window in enumerate(windows) if window]  # layers that do not see the whole text
         if not any(rope is not None and i not in self._local for i, rope in enumerate(self.ropes.layers)):

@@ -8,20 +8,14 @@ from typing import Any
 
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
-from ropewalk.tools.diff.engines_text import bullets, layers, wrap
-
-_NAMES = {
-    "llama3": "Llama 3's scheme",
-    "yarn": "YaRN",
-    "linear": "linear scaling",
-    "ntk": "a larger base (NTK)",
-    "dynamic": "dynamic NTK",
-}
+from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
+from ropewalk.tools.extend.plan import METHODS
 
 
 def extended_text(facts: Mapping[str, Any]) -> str:
     """Format the facts for a terminal. Sentences are wrapped, and commands are not."""
-    lines = [f"{facts['source']} (model_type {facts['model_type']}), to {facts['target']:,} tokens", ""]
+    head = f"{facts['source']} (model_type {facts['model_type']}), to {facts['target']:,} tokens"
+    lines = [head, "", *left_out(facts)]
     lines += wrap(" ".join(_has(facts)), "")
     if facts["plans"]:
         lines += ["", *wrap(" ".join(_proposal(facts)), "")]
@@ -70,15 +64,14 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
         return [
             "No layer that rotates sees farther than its window, so the rotation stays, and only the length changes."
         ]
-    said = [""]
-    said[0] = f"{_NAMES[first['method']][0].upper()}{_NAMES[first['method']][1:]} with factor {first['factor']:g}"
+    words = METHODS[first["method"]].words
+    parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
-        said[0] += f" in {layers(first['layers'], facts['layers'])}, the others have a window"
+        parts.append(f" in {layers(first['layers'], facts['layers'])}, the others have a window")
     if asked["factor"] is None:
-        said[0] += f" ({first['margin']:g} × the ratio of the lengths)"
-    said[0] += (
-        "".join(f", or {_NAMES[p['method']]} with factor {p['factor']:g} for engines without it" for p in others) + "."
-    )
+        parts.append(f" ({first['margin']:g} × the ratio of the lengths)")
+    parts += [f", or {METHODS[p['method']].words} with factor {p['factor']:g} for engines without it" for p in others]
+    said = ["".join([*parts, "."])]
     if asked["factor"] is None:
         said.append(
             "This factor is a rule from two small models, which did not read to the end with the plain ratio. "
