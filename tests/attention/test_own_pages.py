@@ -311,12 +311,13 @@ def test_compiled_and_one_factor_for_all(new: int, way: str) -> None:
 def test_refusals() -> None:
     pools = {name: torch.zeros(9, 4, 2, 8, dtype=torch.int8) for name in ("k_cache", "v_cache")}
     scales = {name: torch.ones(9, 4, 2) for name in ("k_scales", "v_scales")}
+    heads_first = {name: x.transpose(1, 2) for name, x in pools.items()}
     table = torch.tensor([[3, -1, -1], [2, 0, 1]], dtype=torch.int32)
     front = torch.tensor([[3, 8, -1], [-1, 0, 1]], dtype=torch.int32)
     assert paged_attention(**pool(block_table=front, window=1)).isfinite().all()
     for changes, message in (
         ({"q": None}, "q must be a tensor, got None"),
-        ({"q": torch.zeros(2, 4, 8)}, r"q must be \[batch, new, heads, head_dim\]"),
+        ({"q": torch.zeros(2, 4, 8)}, r"q must be \[batch, new, heads, head_dim\].* Pass q\[:, None\] if"),
         ({"q": torch.zeros(2, 2, 4, 8).int()}, "q must be"),
         ({"q": torch.zeros(2, 2, 3, 8)}, "kv_heads divides the 3 heads of q"),
         ({"q": torch.zeros(2, 2, 4, 6)}, r"k_cache must be \[blocks, block_size, kv_heads, 6\]"),
@@ -324,15 +325,17 @@ def test_refusals() -> None:
         ({"q": torch.zeros(2, 2, 4, 8, device="meta")}, "all tensors must be on one device, got q on meta"),
         ({"v_cache": torch.zeros(9, 5, 2, 8)}, "v_cache must have the blocks, tokens and heads of k_cache"),
         ({"v_cache": torch.zeros(9, 4, 2, 8).half()}, "k_cache and v_cache must be torch.float32 as q is"),
-        (pools, "or int8 or float8_e4m3fn with k_scales and v_scales, got torch.int8 and torch.int8 with nothing"),
+        (pools, "with k_scales and v_scales, got torch.int8 and torch.int8 without scales. Pass k_scales and v_scales"),
         ({**pools, "v_scales": scales["v_scales"]}, "with k_scales and v_scales, got .* with v_scales"),
         (scales, "k_cache and v_cache must be torch.float32 as q is"),
         ({**pools, **scales, "k_scales": torch.ones(9, 4, 1)}, r"k_scales must be torch.float32 of shape \(9, 4, 2\)"),
+        ({**heads_first, **scales}, r"k_scales must be .*\(9, 2, 4\).* Pass k_cache.transpose\(1, 2\)"),
         ({"block_table": table.long()}, "block_table must be torch.int32"),
         ({"block_table": table[:1]}, r"block_table must be torch.int32 of shape \(2, 3\)"),
-        ({"block_table": table}, "each block that a new token attends to must be from 0 to 8, .* got -1"),
-        ({"block_table": table + 9, "window": 1}, "must be from 0 to 8, .* got 12"),
-        ({"block_table": front, "window": 1, "sinks": 1}, "must be from 0 to 8, .* got -1"),
+        ({"block_table": table}, r"must be from 0 to 8, .* got -1 in block_table\[0, 1\]. .* token of a row\.$"),
+        ({"block_table": table + 9, "window": 1}, r"must be from 0 to 8, .* got 12 in block_table\[0, 0\]"),
+        ({"block_table": front, "window": 1, "sinks": 1}, r"got -1 in block_table\[1, 0\]. .* or of the sinks\.$"),
+        ({"block_table": front, "window": 4}, "and free no block of the last 5 tokens of a row .*padding is new"),
         ({"lengths": torch.tensor([5.0, 8.0])}, "lengths must be torch.int32 or torch.int64"),
         ({"lengths": torch.tensor([5, 13])}, "lengths must be from 0 to 12, .* got 13"),
         ({"lengths": torch.tensor([-1, 8])}, "lengths must be from 0 to 12, .* got -1"),

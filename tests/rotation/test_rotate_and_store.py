@@ -275,6 +275,9 @@ SHARED: dict[str, Callable[[], tuple[str, tuple[Tensor, Tensor], dict[str, Tenso
 
 
 INT8 = {name: of(BLOCKS, BLOCK, KV_HEADS, HEAD_DIM).char() for name in ("k_cache", "v_cache")}
+HEADS_FIRST = {name: x.transpose(1, 2).contiguous() for name, x in INT8.items()} | {
+    name: of(BLOCKS, BLOCK, KV_HEADS) for name in ("k_scales", "v_scales")
+}
 
 
 class TestMisuse:
@@ -286,6 +289,7 @@ class TestMisuse:
             ({"rotation": None}, "rotation must be a Rotation, got None"),
             ({"layout": "shbd"}, "layout must be one of"),
             ({"v": of(BATCH, SEQ, KV_HEADS)}, "v in layout 'bshd' must have 4 axes"),
+            ({"k": of(SEQ, KV_HEADS, HEAD_DIM)}, "such as layout='thd' for .tokens, heads"),
             ({"v": of(BATCH, SEQ, HEADS, HEAD_DIM)}, "v must have the batch, tokens and heads of k"),
             ({"k_cache": of(BLOCKS, BLOCK, KV_HEADS, 20)}, r"k_cache must have shape \[blocks, block_size, 2, 24\]"),
             ({"k_cache": of(BLOCKS, BLOCK, HEADS, HEAD_DIM)}, "k_cache must have shape"),
@@ -297,7 +301,8 @@ class TestMisuse:
             ({"v": of(BATCH, SEQ, KV_HEADS, HEAD_DIM).double()}, "must be torch.float32 on cpu, as q is"),
             (INT8 | {"k_scales": of(BLOCKS, BLOCK, KV_HEADS)}, "got caches of torch.int8 and k_scales torch.float32"),
             ({x: of(BLOCKS, BLOCK, KV_HEADS) for x in ("k_scales", "v_scales")}, "caches int8 or float8_e4m3fn, got"),
-            (INT8, "and k_cache torch.int8"),
+            (INT8, "and k_cache torch.int8 on cpu. Pass k_scales and v_scales for int8"),
+            (HEADS_FIRST, "k_cache must have shape .*k_cache.transpose"),
             ({"slot_mapping": torch.tensor(SLOTS).int()}, r"slot_mapping must be int64 of shape \(2, 3\) on cpu"),
             ({"slot_mapping": torch.tensor(SLOTS).flatten()}, "slot_mapping must be int64 of shape"),
             ({"slot_mapping": torch.tensor([[3, 19, -2], [0, -1, 7]])}, "must be -1 or from 0 to 19, .*, got -2"),

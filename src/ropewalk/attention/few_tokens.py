@@ -250,7 +250,8 @@ def _check(tensors: dict[str, Tensor], optional: dict[str, Tensor], window: int 
     q, k_cache, v_cache, table, lengths = tensors.values()
     if q.ndim != 4 or q.dtype not in (*_DTYPES, torch.float64) or not q.shape[3]:
         must = "q must be [batch, new, heads, head_dim], in float16, bfloat16, float32 or float64"
-        raise _checks.error(_WHO, must, _checks.describe(q), "Pass a view with these axes.")
+        fix = "Pass q[:, None] if each row has one new token. Otherwise pad the rows in front."
+        raise _checks.error(_WHO, must, _checks.describe(q), fix)
     (batch, _, heads, head_dim), shape = q.shape, k_cache.shape
     if len(shape) != 4 or 0 in shape or shape[3] != head_dim or heads % shape[2]:
         must = (
@@ -268,8 +269,10 @@ def _check(tensors: dict[str, Tensor], optional: dict[str, Tensor], window: int 
         or ("k_scales" in optional) != ("v_scales" in optional)
     ):
         must = f"k_cache and v_cache must be {q.dtype} as q is, or int8 or float8_e4m3fn with k_scales and v_scales"
-        got = f"{k_cache.dtype} and {v_cache.dtype} with {', '.join(optional) or 'nothing'}"
-        raise _checks.error(_WHO, must, got, "For bytes that hold numbers in 8 bits, pass x.view(torch.float8_e4m3fn).")
+        scales = " and ".join(name for name in ("k_scales", "v_scales") if name in optional)
+        got = f"{k_cache.dtype} and {v_cache.dtype} {f'with {scales}' if scales else 'without scales'}"
+        fix = "Pass k_scales and v_scales for numbers in 8 bits, and for bytes of FP8 x.view(torch.float8_e4m3fn)."
+        raise _checks.error(_WHO, must, got, fix)
     shapes = {
         "block_table": ((batch, table.shape[-1] if table.ndim else 0), (torch.int32,)),
         "lengths": ((batch,), (torch.int32, torch.int64)),
@@ -281,7 +284,10 @@ def _check(tensors: dict[str, Tensor], optional: dict[str, Tensor], window: int 
         expected, dtypes = shapes[name]
         if x.shape != expected or x.dtype not in dtypes:
             must = f"{name} must be {' or '.join(map(str, dtypes))} of shape {tuple(expected)}"
-            raise _checks.error(_WHO, must, _checks.describe(x), "Convert it once for all layers.")
+            fix = "Convert it once for all layers."
+            if name in ("k_scales", "v_scales") and x.shape != expected:
+                fix = "Pass k_cache.transpose(1, 2) of blocks with the heads before the tokens, and v_cache likewise."
+            raise _checks.error(_WHO, must, _checks.describe(x), fix)
     if any(x.device != q.device for x in given.values()):
         got = ", ".join(f"{name} on {x.device}" for name, x in given.items())
         raise _checks.error(_WHO, "all tensors must be on one device", got, "Move them to the device of the pool.")
@@ -296,13 +302,13 @@ def _check(tensors: dict[str, Tensor], optional: dict[str, Tensor], window: int 
         raise _checks.error(_WHO, must, got, "Without a window, all tokens are seen anyway: omit sinks and sink_q.")
     check_memory(_WHO, *given.values())
     if can_read(table) and can_read(lengths) and batch:
-        _check_blocks(table, lengths, shape[0], shape[1], lengths.long() - q.shape[1], window, sinks)
+        _check_blocks(table, lengths, shape[0], shape[1], q.shape[1], window, sinks)
 
 
 def _check_blocks(
-    table: Tensor, lengths: Tensor, blocks: int, block_size: int, order: Tensor, window: int | None, sinks: int
+    table: Tensor, lengths: Tensor, blocks: int, block_size: int, new: int, window: int | None, sinks: int
 ) -> None:
-    """Raise unless every row has its tokens in blocks of the pool. order: of the first new token of each row."""
+    """Raise unless every row has the tokens that its last `new` tokens attend to in blocks of the pool."""
     of_rows = lengths.tolist()  # faster than two comparisons of tensors
     low, high = min(of_rows), max(of_rows)
     if low < 0 or high > table.shape[1] * block_size:
@@ -312,9 +318,13 @@ def _check_blocks(
     if not outside.any():
         return
     start = torch.arange(table.shape[1]) * block_size
-    needed = start < lengths[:, None]
+    needed, fix = start < lengths[:, None], "with a block for each token of a row"
     if window is not None:
-        needed &= (start + block_size > order[:, None] - window + 1) | (start < sinks)
-    if (wrong := table[outside & needed]).numel():
+        needed &= (start + block_size > lengths[:, None] - (window + new - 1)) | (start < sinks)
+        fix = f"and free no block of the last {window + new - 1} tokens of a row (window + new - 1: padding is new)"
+        fix += " or of the sinks" if sinks else ""
+    if len(wrong := (outside & needed).nonzero()):
+        row, column = wrong[0].tolist()
         must = f"each block that a new token attends to must be from 0 to {blocks - 1}, the blocks of k_cache"
-        raise _checks.error(_WHO, must, str(int(wrong[0])), "Pass the block table of this pool.")
+        got = f"{int(table[row, column])} in block_table[{row}, {column}]"
+        raise _checks.error(_WHO, must, got, f"Pass the table of this pool, {fix}.")

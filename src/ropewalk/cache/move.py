@@ -218,7 +218,8 @@ def _check_tokens(
     low, high = min(int(x.min()) for x in slots), max(int(x.max()) for x in slots)
     if low < -1 or high >= count:
         must = f"each slot must be -1 or from 0 to {count - 1}, the slots of the pool"
-        raise _checks.error(_WHO, must, str(low if low < -1 else high), "Compute block * block_size + offset.")
+        fix = "Compute block * block_size + offset, for tokens that have a block: -1 in a table is no block."
+        raise _checks.error(_WHO, must, str(low if low < -1 else high), fix)
     written = slots[1][(slots[0] >= 0) & (slots[1] >= 0)]
     if len(torch.unique(written)) < len(written):
         fix = "Pass -1 for tokens that are not moved."

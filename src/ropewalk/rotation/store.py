@@ -60,7 +60,7 @@ def rotate_and_store(
             one tensor, but may not share elements with each other or with q, k and v, which is not checked under
             torch.compile.
         slot_mapping: the slot of each token, block · block_size + offset in the block, or −1 to store nothing, as in
-            vLLM. int64 `[batch, seq]`, or `[tokens]` in layout "thd". No two tokens may share a slot.
+            vLLM. int64 `[batch, seq]`, or `[tokens]` in layout "thd". No two tokens may share a slot (not checked).
         norm: norm of q and k, applied before rotation. None disables it.
         k_scales, v_scales: for caches in 8 bits, where the scale of each token and head is written, float32 `[blocks,
             block_size, kv_heads]`: max|x| / 127 for int8, and max|x| / 448 for float8_e4m3fn.
@@ -135,13 +135,26 @@ def _check(given: dict[str, Tensor], scales: dict[str, Tensor], norm: QKNorm | N
     for name, x in (("k", k), ("v", v)):
         if x.ndim != count:
             must = f"{name} in layout {layout!r} must have {count} axes"
-            raise _checks.error(_WHO, must, _checks.describe(x), f"Pass the layout of {name}.")
+            fix = "Pass its layout, such as layout='thd' for [tokens, heads, head_dim]."
+            raise _checks.error(_WHO, must, _checks.describe(x), fix)
     if v.shape[:-1] != k.shape[:-1]:
         must, got = "v must have the batch, tokens and heads of k", f"{_checks.describe(v)}"
         raise _checks.error(_WHO, must, got, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
-    blocks, kept = caches[0].shape[:2], q.dtype
+    blocks, kept = caches[0].shape[:2], caches[0].dtype if scales else q.dtype
+    for name, cache, x in (("k_cache", caches[0], k), ("v_cache", caches[1], v)):
+        inner = (x.shape[heads], x.shape[-1])
+        if cache.ndim != 4 or cache.shape[:2] != blocks or cache.shape[2:] != inner or 0 in blocks:
+            must = f"{name} must have shape [blocks, block_size, {inner[0]}, {inner[1]}], with the blocks of k_cache"
+            fix = f"Pass a view, such as {name}.transpose(1, 2) of blocks with the heads before the tokens."
+            raise _checks.error(_WHO, must, _checks.describe(cache), fix)
+        if x.dtype != q.dtype or cache.dtype != kept or cache.device != q.device or x.device != q.device:
+            must = f"k, v, k_cache and v_cache must be {q.dtype} on {q.device}, as q is"
+            must += f", and the caches {kept}" if scales else ""
+            got = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
+            fix = "Pass k_scales and v_scales for int8 or float8_e4m3fn, or else caches in the dtype and device of q."
+            raise _checks.error(_WHO, must, got, fix)
     if scales:
-        kept, shape = caches[0].dtype, (*blocks, k.shape[heads])
+        shape = (*blocks, k.shape[heads])
         fits = all(x.shape == shape and x.dtype == torch.float32 and x.device == q.device for x in scales.values())
         if len(scales) < 2 or kept not in (torch.int8, torch.float8_e4m3fn) or not fits:
             must = (
@@ -149,17 +162,6 @@ def _check(given: dict[str, Tensor], scales: dict[str, Tensor], norm: QKNorm | N
             )
             got = f"caches of {kept} and " + ", ".join(f"{name} {_checks.describe(x)}" for name, x in scales.items())
             raise _checks.error(_WHO, must, got, "Keep a scale for each token and head, or pass none of the two.")
-    for name, cache, x in (("k_cache", caches[0], k), ("v_cache", caches[1], v)):
-        inner = (x.shape[heads], x.shape[-1])
-        if cache.ndim != 4 or cache.shape[:2] != blocks or cache.shape[2:] != inner or 0 in blocks:
-            must = f"{name} must have shape [blocks, block_size, {inner[0]}, {inner[1]}], with the blocks of k_cache"
-            raise _checks.error(_WHO, must, _checks.describe(cache), "Pass a view of this shape, with any strides.")
-        if x.dtype != q.dtype or cache.dtype != kept or cache.device != q.device or x.device != q.device:
-            must = f"k, v, k_cache and v_cache must be {q.dtype} on {q.device}, as q is"
-            must += f", and the caches {kept}" if scales else ""
-            got = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
-            fix = "Build the cache with the dtype and device of the model's keys, or with 8 bits and scales."
-            raise _checks.error(_WHO, must, got, fix)
     shape = (k.shape[tokens],) if batch is None else (k.shape[batch], k.shape[tokens])
     if slots.dtype != torch.int64 or slots.shape != shape or slots.device != q.device:
         must = f"slot_mapping must be int64 of shape {tuple(shape)} on {q.device}, a slot for each token"
