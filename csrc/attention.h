@@ -148,7 +148,7 @@ struct Attention {
 
     explicit Attention(const ropewalk_attention &args) : a(args) {
         group = a.heads / a.kv_heads, queries = group * a.queries;
-        q_step = padded(a.head_dim, C::STEP), sums_step = padded(a.v_dim, C::STEP) + LANE;
+        q_step = padded(a.head_dim, C::STEP), sums_step = padded(a.head_dim, C::STEP) + LANE;
         sums_size = a.heads * a.queries * sums_step, queries_size = a.heads * a.queries * q_step;
     }
 
@@ -160,23 +160,22 @@ struct Attention {
 
     static int64_t chunks_of(int64_t keys) { return (keys + KEYS - 1) / KEYS; }
 
-    // The keys that the tokens of a row attend to: the first `sinks`, and [first, end), whose order is `offset` larger than their index.
-    // The least and the largest order of tokens.
+    // The keys that the tokens of a row attend to: the first `sinks`, and [first, end). The least and the largest order of tokens.
     struct Row {
-        int64_t sinks, first, end, offset, least, most;
+        int64_t sinks, first, end, least, most;
         int64_t chunks() const { return chunks_of(sinks) + chunks_of(end - first); }
     };
 
     Row row_of(int64_t row) const {
         auto larger = [](int64_t x, int64_t y) { return x > y ? x : y; };
         const int64_t keys = a.counts ? smaller(a.keys, a.counts[row]) : a.keys;
-        Row r{0, 0, 0, a.first ? a.first[row] : 0, order_of(row, 0), order_of(row, 0)};
+        Row r{0, 0, 0, order_of(row, 0), order_of(row, 0)};
         for (int64_t i = 1; i < a.queries; ++i) {
             r.least = smaller(r.least, order_of(row, i)), r.most = larger(r.most, order_of(row, i));
         }
         r.sinks = r.first = larger(0, smaller(smaller(a.sinks, keys), r.most + 1));
-        if (a.window) r.first = larger(r.first, r.least - r.offset - a.window + 1);
-        r.end = larger(r.first, smaller(keys, r.most - r.offset + 1));
+        if (a.window) r.first = larger(r.first, r.least - a.window + 1);
+        r.end = larger(r.first, smaller(keys, r.most + 1));
         return r;
     }
 
@@ -187,13 +186,13 @@ struct Attention {
     }
 
     struct Chunk {
-        int64_t count, order, key[KEYS], value[KEYS];  // order: of its first key; key, value: distances in elements
+        int64_t count, first, key[KEYS], value[KEYS];  // first: its first key; key, value: distances in elements
         int64_t key_scale[KEYS], value_scale[KEYS];
         bool hides, are_sinks;                         // hides: some query does not attend to some key
     };
 
     bool attends(int64_t query_order, const Chunk &chunk, int64_t key) const {
-        const int64_t distance = query_order - chunk.order - key;
+        const int64_t distance = query_order - chunk.first - key;
         return distance >= 0 && (chunk.are_sinks || !a.window || distance < a.window);
     }
 
@@ -202,7 +201,7 @@ struct Attention {
         const int64_t of_sinks = chunks_of(r.sinks);
         chunk.are_sinks = number < of_sinks;
         int64_t at = chunk.are_sinks ? number * KEYS : r.first + (number - of_sinks) * KEYS;
-        chunk.order = chunk.are_sinks ? at : r.offset + at;
+        chunk.first = at;
         chunk.count = smaller(KEYS, (chunk.are_sinks ? r.sinks : r.end) - at);
         for (int64_t n = 0; n < chunk.count; ++n, ++at) {
             int64_t block = a.blocks ? a.blocks[row * a.block_stride + at / a.block_size] : row;
@@ -214,8 +213,8 @@ struct Attention {
                 chunk.value_scale[n] = block * a.value_scale_stride[0] + slot * a.value_scale_stride[1];
             }
         }
-        int64_t last = chunk.order + chunk.count - 1;
-        chunk.hides = last > r.least || (!chunk.are_sinks && a.window && r.most - chunk.order >= a.window);
+        int64_t last = chunk.first + chunk.count - 1;
+        chunk.hides = last > r.least || (!chunk.are_sinks && a.window && r.most - chunk.first >= a.window);
     }
 
     // Call use with the dtype of queries and results.
@@ -328,7 +327,7 @@ struct Attention {
             ROPEWALK_UNROLL
             for (int i = 0; i < N; ++i) {
                 if (last) {
-                    C::read_last(v, a.v_dim - channel, x);
+                    C::read_last(v, a.head_dim - channel, x);
                 } else {
                     if (begins_line(channel + i * C::STEP)) {
                         __builtin_prefetch(values + next.value[n] + channel + i * C::STEP, 0, SECOND_LEVEL);
@@ -382,11 +381,11 @@ struct Attention {
         }
         constexpr int MOST = (ROWS >= 4 ? 16 / ROWS : 8) / C::COUNT;
         int64_t c = 0;
-        for (; c + MOST * C::STEP <= a.v_dim; c += MOST * C::STEP) {
+        for (; c + MOST * C::STEP <= a.head_dim; c += MOST * C::STEP) {
             add_values<ROWS, MOST, false>(scores, factors, values, chunk, next, c, sums, query);
         }
-        for (; c + C::STEP <= a.v_dim; c += C::STEP) add_values<ROWS, 1, false>(scores, factors, values, chunk, next, c, sums, query);
-        if (c < a.v_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
+        for (; c + C::STEP <= a.head_dim; c += C::STEP) add_values<ROWS, 1, false>(scores, factors, values, chunk, next, c, sums, query);
+        if (c < a.head_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
     }
 
     void attend_chunk(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, const Sums &sums) const {
@@ -451,7 +450,7 @@ struct Attention {
                 from.weights(query) = factor;  // from here on
             }
             const float inverse = total == 0 ? 0 : 1 / total;
-            for (int64_t c = 0; c < a.v_dim; c += C::STEP) {
+            for (int64_t c = 0; c < a.head_dim; c += C::STEP) {
                 Floats sum[C::COUNT] = {};
                 for (int64_t part = first_part; part <= last_part; ++part) {
                     Sums from = sums(row, part);
@@ -462,9 +461,9 @@ struct Attention {
                 for (int i = 0; i < C::COUNT; ++i) sum[i] *= inverse;
                 if constexpr (K::is_bfloat) interleave(sum[0], sum[1], sum[0], sum[1], Places<F32>());
                 typename T::Stored buffer[C::STEP];
-                bool whole = c + C::STEP <= a.v_dim;
+                bool whole = c + C::STEP <= a.head_dim;
                 for (int i = 0; i < C::COUNT; ++i) store<T>((whole ? out + c : buffer) + i * LANE, sum[i]);
-                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.v_dim - c) * sizeof *out);
+                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.head_dim - c) * sizeof *out);
             }
         }
     }

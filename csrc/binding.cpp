@@ -625,7 +625,7 @@ bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
 // Attend with queries [batch, token, head, channel] over the keys and values [block, slot, kv head, channel] of a cache. The other
 // arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
 nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
-                        nb::handle order, nb::handle first, nb::handle counts, int64_t window, int64_t sinks,
+                        nb::handle order, nb::handle counts, int64_t window, int64_t sinks,
                         nb::handle key_scales, nb::handle value_scales, double scale, bool profiled) {
     const nb::object left_to_python = nb::none();
     ropewalk::TensorView of_q, of_far, of_keys, of_values, of_key_scales, of_value_scales, of_blocks, of_order, of_out;
@@ -654,12 +654,12 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     }
     a.dtype = static_cast<ropewalk_dtype>(dtype), a.kept = static_cast<ropewalk_dtype>(kept);
     a.batch = of_q.shape[0], a.queries = of_q.shape[1], a.heads = of_q.shape[2], a.kv_heads = of_keys.shape[2];
-    a.head_dim = a.v_dim = of_q.shape[3];
+    a.head_dim = of_q.shape[3];
     for (int i = 0; i < 4; ++i) {
-        if (i < 3 && of_keys.shape[i] != of_values.shape[i]) return left_to_python;
+        if (of_keys.shape[i] != of_values.shape[i]) return left_to_python;
         a.q_stride[i] = of_q.strides[i], a.key_stride[i] = of_keys.strides[i], a.value_stride[i] = of_values.strides[i];
     }
-    if (of_keys.shape[3] != a.head_dim || of_values.shape[3] != a.v_dim || a.kv_heads < 1 || a.heads % a.kv_heads) return left_to_python;
+    if (of_keys.shape[3] != a.head_dim || a.kv_heads < 1 || a.heads % a.kv_heads) return left_to_python;
     if (of_keys.strides[3] != 1 || of_values.strides[3] != 1) return left_to_python;
     a.q = of_q.first(), a.key = of_keys.first(), a.value = of_values.first();
     if (!far_q.is_none()) {
@@ -689,7 +689,7 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
         }
     }
     if (!torch.view(order.ptr(), of_order) || !of_order.is_int(64) || of_order.axes != 2 || of_order.shape[0] != a.batch ||
-        of_order.shape[1] != a.queries || !read_rows(first, a.batch, a.first) || !read_rows(counts, a.batch, a.counts)) {
+        of_order.shape[1] != a.queries || !read_rows(counts, a.batch, a.counts)) {
         return left_to_python;
     }
     a.order = reinterpret_cast<const int64_t *>(of_order.first());
@@ -740,8 +740,8 @@ NB_MODULE(_cpu, m) {
           nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
-          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
-          nb::arg().none(), nb::arg(), nb::arg());
+          nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
+          nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -110,29 +110,28 @@ typedef struct {
 
 /* Attention of the new tokens of each row over its keys and values in a cache: softmax(scale * q k) v, computed in float32.
  *
- * Key i of row r is in slot i % block_size of block blocks[r, i / block_size]; without `blocks`, in slot i of block r. Its order,
- * the index of its token in the row, is i for the first `sinks` keys and first[r] + i for the others. A token attends to the keys
- * whose order is not larger than its own and, except for sinks, less than `window` smaller. The result of a token without keys is
- * 0. Slots that no token attends to are not read.
+ * Key i of row r is in slot i % block_size of block blocks[r, i / block_size]; without `blocks`, in slot i of block r. A token of
+ * order n, the index of the token in the row, attends to the keys i <= n, and with a window only to those with n - i < window and
+ * to the first `sinks` keys. The result of a token without keys is 0. Slots that no token attends to are not read.
  *
  * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. kept is the same or has 8 bits. Then
  * each head of a key and a value is multiplied by a scale. */
 typedef struct {
     const void *q, *far_q;  /* [batch, token, head, channel]; far_q, if not NULL, is used for sinks */
-    void *out;              /* [batch, token, head, v_dim] */
+    void *out;              /* [batch, token, head, channel] */
     const void *key, *value; /* [block, slot, kv head, channel] */
     int64_t q_stride[4], far_q_stride[4], out_stride[4], key_stride[4], value_stride[4];
     ropewalk_dtype dtype, kept;                             /* of q, far_q and out; of key and value */
     const float *key_scale, *value_scale;                   /* only for 8 bits: [block, slot, kv head] */
     int64_t key_scale_stride[3], value_scale_stride[3];
-    int64_t batch, queries, heads, kv_heads, head_dim, v_dim; /* queries: tokens of a row; kv_heads divides heads */
+    int64_t batch, queries, heads, kv_heads, head_dim; /* queries: tokens of a row; kv_heads divides heads */
     int64_t keys, block_size;
     const int32_t *blocks; /* NULL, or [batch, blocks of a row] */
     int64_t block_stride;
     const int64_t *order; /* [batch, token] */
     int64_t order_stride[2];
-    const int64_t *first, *counts; /* NULL for 0 and for `keys`, or [batch]: counts, how many of its keys a row has */
-    int64_t window, sinks;         /* window 0: no limit */
+    const int64_t *counts; /* NULL, or [batch]: how many of its keys a row has */
+    int64_t window, sinks; /* window 0: no limit */
     double scale;
     int64_t parts; /* into which the work is divided, at least 1 */
     float *work;   /* memory of attention_floats() numbers */

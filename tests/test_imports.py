@@ -323,7 +323,7 @@ BUDGET = {
     "configs/tables": 2150,
     "engines": 2900,
     "integrations": 2510,
-    "kernels": 1913,
+    "kernels": 1907,
     "parallel": 600,
     "positions": 1550,
     "rope": 800,

@@ -492,11 +492,11 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     if (!kernels.attend) return;
     const int64_t blocks_of_row = (a.keys + a.block_size - 1) / a.block_size, pool = has_blocks ? a.batch * blocks_of_row + 1 : a.batch;
     const int64_t slots = has_blocks ? a.block_size : a.keys;
-    const int64_t sizes[] = {a.batch, a.queries, a.heads, a.head_dim}, outs[] = {a.batch, a.queries, a.heads, a.v_dim};
-    const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim}, of_values[] = {pool, slots, a.kv_heads, a.v_dim};
+    const int64_t sizes[] = {a.batch, a.queries, a.heads, a.head_dim};
+    const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim};
     Memory q = placed(a.dtype, BHSD, sizes, a.q_stride), far_q = placed(a.dtype, SLICED, sizes, a.far_q_stride);
-    Memory out = placed(a.dtype, BSHD, outs, a.out_stride);
-    Memory key = placed(a.kept, place, of_keys, a.key_stride), value = placed(a.kept, place, of_values, a.value_stride);
+    Memory out = placed(a.dtype, BSHD, sizes, a.out_stride);
+    Memory key = placed(a.kept, place, of_keys, a.key_stride), value = placed(a.kept, place, of_keys, a.value_stride);
     // The scales of keys and values, in memory one after the other for each head.
     const int64_t of_scales[] = {pool, slots, a.kv_heads, 2};
     int64_t scale_stride[4];
@@ -508,28 +508,27 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     auto batch = static_cast<size_t>(a.batch), queries = static_cast<size_t>(a.queries);
     std::unique_ptr<int32_t[]> blocks(new int32_t[batch * static_cast<size_t>(blocks_of_row)]);
     for (int64_t i = 0; i < a.batch * blocks_of_row; ++i) blocks[static_cast<size_t>(i)] = static_cast<int32_t>(pool - 1 - i);
-    std::unique_ptr<int64_t[]> order(new int64_t[batch * queries]), first(new int64_t[batch]), counts(new int64_t[batch]);
+    std::unique_ptr<int64_t[]> order(new int64_t[batch * queries]), counts(new int64_t[batch]);
     for (int64_t row = 0; row < a.batch; ++row) {
-        first[static_cast<size_t>(row)] = row % 2 * 7, counts[static_cast<size_t>(row)] = row == 2 ? 0 : a.keys - row;
+        counts[static_cast<size_t>(row)] = row == 2 ? 0 : a.keys - row;
         for (int64_t i = 0; i < a.queries; ++i) {
             int64_t last = a.keys - row - a.queries + i;
-            order[static_cast<size_t>(row * a.queries + i)] = row % 2 * 7 + (last < 0 ? 0 : last);
+            order[static_cast<size_t>(row * a.queries + i)] = last < 0 ? 0 : last;
         }
     }
     a.q = q.bytes.get(), a.far_q = has_sinks ? far_q.bytes.get() : nullptr, a.out = out.bytes.get();
     a.key = key.bytes.get(), a.value = value.bytes.get(), a.blocks = has_blocks ? blocks.get() : nullptr;
     a.block_stride = blocks_of_row, a.order = order.get(), a.order_stride[0] = a.queries, a.order_stride[1] = 1;
-    a.first = first.get(), a.counts = counts.get(), a.sinks = !has_sinks ? 0 : a.keys > 100 ? 40 : 5;
+    a.counts = counts.get(), a.sinks = !has_sinks ? 0 : a.keys > 100 ? 40 : 5;
     auto sees = [&](int64_t row, int64_t token, int64_t i) {
-        int64_t own = order[static_cast<size_t>(row * a.queries + token)];
-        int64_t distance = own - (i < a.sinks ? 0 : first[static_cast<size_t>(row)]) - i;
+        int64_t distance = order[static_cast<size_t>(row * a.queries + token)] - i;
         return i < counts[static_cast<size_t>(row)] && distance >= 0 && (i < a.sinks || !a.window || distance < a.window);
     };
     auto place_of = [&](const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
         return at(strides, block, has_blocks ? i % a.block_size : i, head, channel);
     };
-    Memory random_keys = placed(a.kept, place, of_keys, a.key_stride), random_values = placed(a.kept, place, of_values, a.value_stride);
+    Memory random_keys = placed(a.kept, place, of_keys, a.key_stride), random_values = placed(a.kept, place, of_keys, a.value_stride);
     random_keys.set_random(), random_values.set_random();
     const auto size = static_cast<size_t>(SIZES[a.kept]);
     for (int64_t row = 0; row < a.batch; ++row) {
@@ -544,7 +543,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
                     auto from = static_cast<size_t>(place_of(a.key_stride, row, i, head, c)) * size;
                     std::memcpy(&key.bytes[from], &random_keys.bytes[from], size);
                 }
-                for (int64_t c = 0; c < a.v_dim; ++c) {
+                for (int64_t c = 0; c < a.head_dim; ++c) {
                     auto from = static_cast<size_t>(place_of(a.value_stride, row, i, head, c)) * size;
                     std::memcpy(&value.bytes[from], &random_values.bytes[from], size);
                 }
@@ -578,7 +577,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
             scores.push_back(score), seen.push_back(i), largest = std::fmax(largest, sum), most = std::fmax(most, score);
         }
         for (double &score : scores) total += score = std::exp(score - most);
-        for (int64_t c = 0; c < a.v_dim; ++c) {
+        for (int64_t c = 0; c < a.head_dim; ++c) {
             double want = 0, of_values = 0;
             for (size_t i = 0; i < seen.size(); ++i) {
                 double v = number(value, a.value_stride, row, seen[i], head / group, c);
@@ -667,7 +666,7 @@ void test_level(const ropewalk_kernels &kernels) {
                     ++variant;
                     constexpr ropewalk_dtype dtypes[] = {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16};
                     a.kept = kept, a.dtype = SIZES[kept] == 1 ? dtypes[variant % 3] : kept, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
-                    a.heads = a.kv_heads * group, a.head_dim = head_dim, a.v_dim = variant % 5 ? head_dim : head_dim + 3;
+                    a.heads = a.kv_heads * group, a.head_dim = head_dim;
                     a.keys = keys, a.block_size = variant % 7 ? 16 : 3, a.window = variant % 4 ? 0 : 9, a.scale = 0.25;
                     a.parts = 1 + variant % 6;
                     std::snprintf(now, sizeof now, "%s, attention, %s, head_dim %d, %d keys, %d of %d heads, batch %d, %d tokens, %d parts",

@@ -181,8 +181,8 @@ def attention(dtype: torch.dtype, rows: tuple[int, int], head_dim: int = 128, **
     scales = torch.empty(*slots, 8, **meta) if kept in EIGHT_BITS else None
     blocks = torch.empty(2, keys // 16, dtype=torch.int32, **meta) if paged else None
     of_rows, order = torch.empty(2, dtype=torch.int64, **meta), torch.empty(2, tokens, dtype=torch.int64, **meta)
-    first, counts = (of_rows if how.get(name, paged) else None for name in ("first", "counts"))
-    visible = VisibleKeys(order, keys, blocks, first, counts, None, how.get("sinks", 0), scales, scales)
+    counts = of_rows if how.get("counts", paged) else None
+    visible = VisibleKeys(order, keys, blocks, counts, None, how.get("sinks", 0), scales, scales)
     launches = gpu_plans.attention_launches(q, None, pool, pool, visible, 0.1, torch.empty_like(q))
     return {launch[0].kernel: launch for launch in launches}
 
@@ -427,11 +427,11 @@ def fused_steps() -> Iterator[Launch]:
 
 
 def attentions(kernel: str) -> Iterator[Launch]:
-    for dtype, kept, rows, paged, first, counts, sinks, many in product(
-        (torch.float16, torch.bfloat16, torch.float32), (None, *EIGHT_BITS), QUERIES, BOTH, BOTH, BOTH, BOTH, BOTH
+    for dtype, kept, rows, paged, head_dim, counts, sinks, many in product(
+        (torch.float16, torch.bfloat16, torch.float32), (None, *EIGHT_BITS), QUERIES, BOTH, (64, 200), BOTH, BOTH, BOTH
     ):
-        how = {"paged": paged, "first": first, "counts": counts, "sinks": sinks, "many": many or kernel == "combine"}
-        yield attention(dtype, rows, 200 if first else 64, kept=kept or dtype, **how)[kernel]
+        how = {"paged": paged, "counts": counts, "sinks": sinks, "many": many or kernel == "combine"}
+        yield attention(dtype, rows, head_dim, kept=kept or dtype, **how)[kernel]
 
 
 # Each kernel, with the launches that its launcher can make.

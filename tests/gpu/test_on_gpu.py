@@ -285,7 +285,7 @@ def cases_of_attention() -> list[attention_cases.Case]:
     """A cache with one block for each row, and others with pages, 8 bits or sinks, whose lengths change in place."""
     cases = [attention_cases.long_rows([1000, 3000]), *map(attention_cases.draw, (0, 2, 3, 5, 11))]
     cases += [attention_cases.in_8_bits(cases[i], kept) for i, kept in enumerate(attention_cases.EIGHT_BITS)]
-    return [*cases, attention_cases.draw(attention_cases.TWO_RANGES[0], two_ranges=True)]
+    return [*cases, attention_cases.draw(38)]
 
 
 @pytest.mark.parametrize("index", range(9))

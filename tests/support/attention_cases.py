@@ -15,11 +15,6 @@ from torch import Tensor
 from ropewalk.kernels.visible import VisibleKeys
 
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-# Seeds of `draw` for sinks with a window. In the first row of numbers, blocks behind the sinks are missing.
-TWO_RANGES = (
-    *(17, 33, 38, 66, 83, 87, 138, 157, 198, 247, 266, 267, 307, 311),
-    *(0, 5, 48, 54, 57, 106),
-)
 
 
 @dataclass
@@ -34,8 +29,7 @@ class Case:
     scale: float
 
 
-def draw(seed: int, *, two_ranges: bool = False) -> Case:
-    """Draw a case. two_ranges: sinks also with a window, behind which blocks may be missing."""
+def draw(seed: int) -> Case:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     batch, seq, kv_heads, group = (
@@ -57,36 +51,15 @@ def draw(seed: int, *, two_ranges: bool = False) -> Case:
     if rng.random() < 0.4:  # heads before tokens in memory
         keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     total = size * blocks
-    first = torch.tensor([rng.choice([0, 0, 17]) for _ in range(batch)])
     counts = torch.tensor([rng.choice([total, rng.randint(0, total)]) for _ in range(batch)])
-    order = first[:, None] + (counts[:, None] - seq + torch.arange(seq)).clamp(min=0)
+    order = (counts[:, None] - seq + torch.arange(seq)).clamp(min=0)
     table = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks).int() if paged else None
     sinks = rng.choice([0, 0, 4])
-    visible = VisibleKeys(
-        order, total, table, first, counts if rng.random() < 0.7 else None, rng.choice([None, 1, 33]), sinks
-    )
-    if sinks:
-        visible = (
-            with_sinks(visible, slots)
-            if two_ranges
-            else visible._replace(order=order - first[:, None], first=None, window=None)
-        )
+    visible = VisibleKeys(order, total, table, counts if rng.random() < 0.7 else None, rng.choice([None, 1, 33]), sinks)
     hide_unseen(keys, values, visible)
     q = normal(batch, seq, kv_heads * group, head_dim) * rng.choice([1, 5])
-    return Case(q, normal(*q.shape) if sinks else None, keys, values, visible, rng.choice([head_dim**-0.5, 0.3]))
-
-
-def with_sinks(visible: VisibleKeys, size: int) -> VisibleKeys:
-    """Return the same keys with an order that has a gap only where no token attends to the keys before it."""
-    assert visible.first is not None
-    in_row, front = visible.order - visible.first[:, None], -(-visible.sinks // size) * size
-    has_gap = in_row.amin(1) - front >= (10**9 if visible.window is None else visible.window - 1)
-    first = size * has_gap * torch.arange(1, len(has_gap) + 1)
-    return visible._replace(order=in_row + first[:, None], first=first)
-
-
-def order_of(visible: VisibleKeys, row: int, key: int) -> int:
-    return key if key < visible.sinks or visible.first is None else int(visible.first[row]) + key
+    far_q = normal(*q.shape) if sinks and rng.random() < 0.8 else None
+    return Case(q, far_q, keys, values, visible, rng.choice([head_dim**-0.5, 0.3]))
 
 
 def in_8_bits(case: Case, dtype: torch.dtype, head_dim: int = 200) -> Case:
@@ -124,7 +97,7 @@ def seen_by(visible: VisibleKeys, row: int, token: int, count: int) -> list[int]
     """Return the keys that a token attends to, of `count` keys of its row."""
     window, seen = visible.window or 10**9, []
     for i in range(count):
-        distance = int(visible.order[row, token]) - order_of(visible, row, i)
+        distance = int(visible.order[row, token]) - i
         if distance >= 0 and (distance < window or i < visible.sinks):
             seen.append(i)
     return seen

@@ -65,8 +65,8 @@ def _run(
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
         if not (backend.FAST_PATH and q.is_cpu):
             return _run_kernel(q, far_q, keys, values, visible, scale)
-        order, count, blocks, first, counts, window, sinks, k_scales, v_scales = visible
-        at = blocks, count, order, first, counts, window or 0, sinks
+        order, count, blocks, counts, window, sinks, k_scales, v_scales = visible
+        at = blocks, count, order, counts, window or 0, sinks
         attended: Tensor | None = cpu.attend_plain(q, far_q, keys, values, *at, k_scales, v_scales, scale, profiled)
         return attended
 
@@ -100,7 +100,7 @@ def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible
 _library: Any = get_library_allowing_overwrite("ropewalk", "attend_cached")  # as in rotation/ops.py
 _library.define(
     "attend_cached(Tensor q, Tensor? far_q, Tensor keys, Tensor values, Tensor order, SymInt count, Tensor? blocks, "
-    "Tensor? first, Tensor? counts, SymInt? window, SymInt sinks, Tensor? key_scales, Tensor? value_scales, "
+    "Tensor? counts, SymInt? window, SymInt sinks, Tensor? key_scales, Tensor? value_scales, "
     "float scale) -> Tensor"
 )
 
@@ -131,12 +131,9 @@ def _define(
 
 def _seen(visible: VisibleKeys, device: torch.device) -> Tensor:
     """Return which keys each new token attends to, bool `[batch, seq, keys]`."""
-    order, first, window, counts = visible.order, visible.first, visible.window, visible.counts
-    index = torch.arange(visible.keys, device=device)
-    is_sink = index < visible.sinks
-    key_order = index if first is None else torch.where(is_sink, index, first[:, None] + index)  # [keys], [batch, keys]
-    distance = order[:, :, None] - (key_order if first is None else key_order[:, None])
-    seen = distance >= 0 if window is None else (distance >= 0) & ((distance < window) | is_sink)
+    window, counts, index = visible.window, visible.counts, torch.arange(visible.keys, device=device)
+    distance = visible.order[:, :, None] - index
+    seen = distance >= 0 if window is None else (distance >= 0) & ((distance < window) | (index < visible.sinks))
     return seen if counts is None else seen & (index < counts[:, None, None])
 
 

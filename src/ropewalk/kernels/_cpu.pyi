@@ -111,7 +111,6 @@ def attend_plain(
     blocks: object,
     count: int,
     order: object,
-    first: object,
     counts: object,
     window: int,
     sinks: int,

@@ -328,17 +328,17 @@ def attention_launches(
     out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
-    order, count, blocks, first, counts, window, sinks, key_scales, value_scales = visible
+    order, count, blocks, counts, window, sinks, key_scales, value_scales = visible
     keys, values = _numbers(keys), _numbers(values)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
-    optional = key_scales, blocks, first, counts
+    optional = key_scales, blocks, counts
     # In the place of a tensor that is None, another one is passed.
     arguments = (
         *(q, q if far_q is None else far_q, keys, values),
         *(q if key_scales is None else key_scales, q if value_scales is None else value_scales),
         order if blocks is None else blocks,
-        *(order, order if first is None else first, order if counts is None else counts, out),
+        *(order, order if counts is None else counts, out),
     )
     plan, of_combine = _attention_plans(
         (q.shape, keys.shape),
@@ -367,9 +367,9 @@ def _attention_plans(
     division: Division,
 ) -> tuple[Plan, Plan | None]:
     (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
-    has_scales, has_blocks, has_first, has_counts = given
+    has_scales, has_blocks, has_counts = given
     count, window, sinks, scale = numbers_of_keys
-    dtypes, (q, f, k, v, ks, vs, blocks, order, first, counts, _) = zip(*forms, strict=True)
+    dtypes, (q, f, k, v, ks, vs, blocks, order, counts, _) = zip(*forms, strict=True)
     dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
     block_d = max(16, power_of_two(head_dim))
     tile = _attention_tile(tokens * group, block_d, dtype.itemsize, dtypes[2].itemsize, is_amd)
@@ -397,7 +397,6 @@ def _attention_plans(
         "blocks_b": blocks[0],
         "order_b": order[0],
         "order_t": order[1],
-        "first_b": first[0],
         "counts_b": counts[0],
         "SCALE": scale * math.log2(math.e),
         "HEAD_DIM": head_dim,
@@ -406,7 +405,6 @@ def _attention_plans(
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "PAGE": page if has_blocks else 0,
-        "FIRST": has_first,
         "COUNTS": has_counts,
         "SINKS": sinks > 0,
         "SPLIT": splits > 1,

@@ -503,7 +503,7 @@ def step(
 _NOT_SPECIALIZED_OF_ATTENTION = [
     *("kv_heads", "group", "tokens", "count", "window", "sinks", "splits", "queries"),
     *(f"{x}_{axis}" for x in ("q", "f", "k", "v", "ks", "vs") for axis in "bth"),
-    *("blocks_b", "order_b", "order_t", "first_b", "counts_b"),
+    *("blocks_b", "order_b", "order_t", "counts_b"),
 ]
 
 
@@ -618,12 +618,12 @@ def _store_attended(out, place, here, weights, sums, HEAD_DIM: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED_OF_ATTENTION)
 def attend(
-    q, far_q, keys, values, key_scales, value_scales, blocks, order, first, counts, out, work,
+    q, far_q, keys, values, key_scales, value_scales, blocks, order, counts, out, work,
     kv_heads, group, tokens, count, window, sinks, splits, queries,
     q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h,
-    blocks_b, order_b, order_t, first_b, counts_b,
+    blocks_b, order_b, order_t, counts_b,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, COUNTS: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, COUNTS: tl.constexpr, SINKS: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -644,12 +644,10 @@ def attend(
     here = query < group * tokens
     token, of_head = (query // group).to(tl.int64), head * group + query % group
 
-    offset = tl.load(first + row * first_b) if FIRST else tl.full((), 0, tl.int64)
     # The last and the first key that each query sees.
     of_token = tl.load(order + row * order_b + token * order_t, mask=here, other=-1)
-    last = of_token - offset
-    first_key = tl.minimum(tl.maximum(last - window + 1, 0), count).to(tl.int32)
-    last = tl.where(here, tl.minimum(tl.maximum(last, -1), count - 1), -1).to(tl.int32)
+    first_key = tl.minimum(tl.maximum(of_token - window + 1, 0), count).to(tl.int32)
+    last = tl.where(here, tl.minimum(tl.maximum(of_token, -1), count - 1), -1).to(tl.int32)
     end = tl.max(last, axis=0) + 1
     if COUNTS:
         count = tl.minimum(count, tl.load(counts + row * counts_b)).to(tl.int32)

@@ -11,14 +11,13 @@ class VisibleKeys(NamedTuple):
     """Where the keys of each row are in a cache, and which of them its new tokens attend to.
 
     Key i of a row is in slot i of its block, or with `blocks`, in slot i % block_size of block `blocks[row, i //
-    block_size]`. Its order is i if it is one of the sinks, else `first[row] + i`. A new token attends to the keys whose
-    order is at most its own and, with a window, less than `window` smaller; and to all sinks up to its own order.
+    block_size]`. A new token of order n attends to the keys i ≤ n, with a window only to those with n - i < window, and
+    to the sinks among them.
 
     Attributes:
         order: order of the new tokens, int64 `[batch, seq]`.
         keys: number of keys of a row.
         blocks: blocks of each row, int32 `[batch, blocks of a row]`. None if row i has block i.
-        first: order of the keys of each row minus their index, except for sinks, int64 `[batch]`. None means 0.
         counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
         window: number of tokens that each token attends to, itself included. None means no limit.
         sinks: number of first keys that no window hides, and to which another rotation of the queries may belong.
@@ -29,7 +28,6 @@ class VisibleKeys(NamedTuple):
     order: Tensor
     keys: int
     blocks: Tensor | None = None
-    first: Tensor | None = None
     counts: Tensor | None = None
     window: int | None = None
     sinks: int = 0
