@@ -482,3 +482,24 @@ def test_doctor_as_json() -> None:
     assert [f"{name:<10}  {fact}" for name, fact in facts.items()] == lines
     assert facts["ropewalk"] == ropewalk.__version__
     assert "reference" in facts
+
+
+def test_verify(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaModel
+
+    given = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+    }
+    LlamaModel(LlamaConfig(**given)).save_pretrained(tmp_path)
+    ran = run("verify", tmp_path)
+    assert ran.exit_code == 0
+    assert "ok     rotary_emb.inv_freq of layers 0-1" in ran.stdout
+    (tmp_path / "other.json").write_text(json.dumps({**given, "model_type": "llama", "rope_theta": 5e5}))
+    ran = run("verify", tmp_path, "--config", tmp_path / "other.json", "--json")
+    assert ran.exit_code == 1
+    assert json.loads(ran.stdout)["held"][0]["code"] == "wrong-base"
+    assert run("verify", tmp_path / "none").exit_code == 2

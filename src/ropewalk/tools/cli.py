@@ -23,11 +23,12 @@ from ropewalk.tools.commands.doctor import doctor
 from ropewalk.tools.commands.explain import explain
 from ropewalk.tools.commands.explore import explore
 from ropewalk.tools.commands.extend import extend
+from ropewalk.tools.commands.verify import verify
 
 # The sections of `ropewalk --help`, and the commands of each.
 _SECTIONS = {
     "Read, compare and convert models": (explain, diff, extend, explore, convert),
-    "Check and measure": (check, bench, doctor, demo),
+    "Check and measure": (check, verify, bench, doctor, demo),
 }
 
 

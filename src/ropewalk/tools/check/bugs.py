@@ -122,6 +122,7 @@ BUGS: dict[str, Bug] = {
     ),
     "scaling-ignored": Bug("the scaling of the config has no effect", "Read rope_scaling (rope_parameters)."),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
+    "scaling-twice": Bug("the scaling is applied twice", "Scale the frequencies in one place only."),
     "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
     "yarn-ramp-swapped": Bug(
         "YaRN's ramp is reversed", "Keep the fast pairs, and divide the frequencies of the slow pairs by the factor."

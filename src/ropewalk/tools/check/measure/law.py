@@ -237,6 +237,7 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
+        yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."

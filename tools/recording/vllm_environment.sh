@@ -1,5 +1,5 @@
 #!/bin/sh
-# An environment with ropewalk, the CPU build of vLLM and its torch: tests/engines/environment.sh FOLDER
+# An environment with ropewalk, the CPU build of vLLM and its torch: tools/recording/vllm_environment.sh FOLDER
 # vLLM needs torchvision, torchaudio and torchcodec for images and sound only. They are left out, since they bring CUDA.
 set -eu
 folder=$1
