@@ -330,7 +330,7 @@ BUDGET = {
     "rotation": 1942,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 6654,
+    "tools/check": 6683,
     "tools/commands": 1276,
     "tools/convert": 2052,
     "tools/diff": 1553,

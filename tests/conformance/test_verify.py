@@ -56,14 +56,14 @@ def engine(**tensors: Tensor) -> nn.Module:
     return model
 
 
-def angles(parameters: dict[str, Any], positions: Tensor) -> Tensor:
-    """Return the float32 angles that engines compute for the frequencies of transformers' own module."""
-    return torch.outer(positions.float(), llama(parameters).model.rotary_emb.inv_freq)
+def table_of(model: Any, positions: Tensor | None = None) -> Tensor:
+    """Return vLLM's table of the frequencies of a model of transformers, without an attention factor."""
+    t = torch.outer(torch.arange(3000.0) if positions is None else positions, model.model.rotary_emb.inv_freq)
+    return torch.cat((t.cos(), t.sin()), dim=-1)
 
 
-def cache(parameters: dict[str, Any], factor: float = 1.0, *, rows: int = 3000) -> Tensor:
-    t = angles(parameters, torch.arange(rows))
-    return torch.cat((t.cos(), t.sin()), dim=-1) * factor
+def cache(parameters: dict[str, Any]) -> Tensor:
+    return table_of(llama(parameters))
 
 
 @pytest.mark.parametrize("name", [*tiny_models.MODELS, *tiny_towers.TOWERS])
@@ -117,11 +117,6 @@ def on_meta() -> nn.Module:
         return llama(YARN)
 
 
-def rounded_positions() -> Tensor:
-    t = angles(LLAMA3, torch.arange(3000.0).bfloat16())
-    return torch.cat((t.cos(), t.sin()), dim=-1)
-
-
 FAILURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
     "bfloat16 model": (lambda: llama(YARN).bfloat16(), YARN, "low-precision-frequencies", "bfloat16"),
     "float16 model": (lambda: llama(YARN).half(), YARN, "low-precision-frequencies", "float16"),
@@ -150,8 +145,34 @@ FAILURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = 
     "table without factor": (lambda: engine(cos_sin_cache=cache(YARN)), YARN, "attention-factor", "1 instead of"),
     "table on meta": (lambda: engine(cos_sin_cache=cache(PLAIN).to("meta")), PLAIN, "lost-on-meta", "meta device"),
     "table never filled": (lambda: engine(cos_sin_cache=0 * cache(PLAIN)), PLAIN, "lost-on-meta", "never filled"),
+    "table of bfloat16 without scaling": (
+        lambda: engine(cos_sin_cache=cache(PLAIN).bfloat16()),
+        LLAMA3,
+        "scaling-ignored",
+        "without any",
+    ),
+    "table of bfloat16 with another base": (
+        lambda: engine(cos_sin_cache=cache({**LLAMA3, "rope_theta": 1e4}).bfloat16()),
+        LLAMA3,
+        "wrong-base",
+        "10000 instead of 500000",
+    ),
+    "table of bfloat16 with another ramp": (
+        lambda: engine(
+            cos_sin_cache=(1.13863 * cache({**YARN, "original_max_position_embeddings": 131_072})).bfloat16()
+        ),
+        YARN,
+        "yarn-original-length",
+        "131,072 trained tokens",
+    ),
+    "table of float16 that is scaled twice": (
+        lambda: engine(cos_sin_cache=table_of(scaled_twice(LINEAR)).half()),
+        LINEAR,
+        "scaling-twice",
+        "scaled twice",
+    ),
     "table of rounded positions": (
-        lambda: engine(cos_sin_cache=rounded_positions()),
+        lambda: engine(cos_sin_cache=table_of(llama(LLAMA3), torch.arange(3000.0).bfloat16().float())),
         LLAMA3,
         "low-precision-positions",
         "rounded to bfloat16",
@@ -179,7 +200,7 @@ def test_failures_are_named(name: str) -> None:
 def test_formats_of_tables() -> None:
     """Right and wrong tables are found in every usual format."""
     for parameters, verdict in ((LLAMA3, "right"), (PLAIN, "wrong")):
-        t = angles(parameters, torch.arange(500))
+        t = torch.outer(torch.arange(500.0), llama(parameters).model.rotary_emb.inv_freq)
         each, halves = t.repeat_interleave(2, -1), torch.cat((t, t), -1)
         for tensors in (
             {"freqs_cis": torch.polar(torch.ones_like(t), t)},
@@ -220,8 +241,7 @@ def test_what_is_not_seen_is_not_judged() -> None:
     # A tower of another base, a mask, and sinusoidal embeddings are none of the text model's.
     plain.vision_tower = engine(inv_freq=torch.tensor([1.0, 0.5]))
     plain.register_buffer("mask", torch.ones(8, 8))
-    t = angles(PLAIN, torch.arange(64))
-    plain.register_buffer("weights", torch.cat((t.sin(), t.cos()), -1))
+    plain.register_buffer("weights", cache(PLAIN).roll(8, -1))
     found = conformance.verify(plain)
     assert found.verdict == "right"
     assert [held.verdict for held in found.held] == ["right", "not judged"]

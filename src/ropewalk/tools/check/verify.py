@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropewalk import ModelRopes, Rope, _checks, formats, from_config
 from ropewalk.tools.check.bugs import BUGS
-from ropewalk.tools.check.measure.law import Law, find_rounding, identify
+from ropewalk.tools.check.measure.law import NAMES, Law, find_rounding, identify
 
 Verdict = Literal["right", "wrong", "not judged"]
 
@@ -102,6 +102,13 @@ class _Table(NamedTuple):
     positions: Tensor
     factor: float | None  # None if the module does not hold it
     inv_freq: Tensor | None = None  # float64 `[pairs]`, if the table is that of the frequencies
+    stored: torch.dtype = torch.float32  # of cos and sin
+
+    @property
+    def noise(self) -> float:
+        """The error of cos and sin together, relative to the factor, by the rounding to 16 bits."""
+        stored = torch.finfo(self.stored)
+        return math.sqrt(0.5) * stored.eps if stored.bits == 16 else 0.0
 
 
 def verify(model: torch.nn.Module, config: Any = None, **reading: Any) -> Verified:
@@ -263,7 +270,7 @@ def _table_of(cos: Tensor, sin: Tensor) -> _Table:
     rotates = z.imag.any(0)
     if bool(rotates.any()):
         z = z[:, rotates]
-    return _Table(z, positions, float(z[0, 0].real))
+    return _Table(z, positions, float(z[0, 0].real), stored=formats.stored_dtype(torch.view_as_real(z)))
 
 
 def _judge(
@@ -316,14 +323,21 @@ def _static_law(table: _Table, rope: Rope) -> Law:
     else:
         if table.inv_freq is not None and bool((table.inv_freq != 0).any()):
             z = z[:, table.inv_freq != 0]
-        law = identify(z[:_NEAR], positions[:_NEAR], rope, rope.head_dim)
+        law = identify(z[:_NEAR], positions[:_NEAR], rope, rope.head_dim, noise=table.noise)
         if law.code in _RIGHT and not law.explains(z, positions):
+            # Slow pairs show only far away which frequency they have, if the table is coarse.
+            known = identify(z, positions, rope, rope.head_dim, noise=table.noise)
             rounding = find_rounding(z, positions, law)
             worst = int(law.excess(z, positions).amax(-1).argmax())
-            code, says = rounding or ("wrong-far-positions", law.describe_error(z[worst], positions[worst]))
-            law = replace(law, code=code, says=says)
+            if known.code != "wrong-frequencies":
+                law = known
+            else:
+                code, says = rounding or ("wrong-far-positions", law.describe_error(z[worst], positions[worst]))
+                law = replace(law, code=code, says=says)
+        if law.code is None and table.noise:
+            law = replace(law, code="low-precision-tables", says=f"They are rounded to {NAMES[table.stored]}.")
     factor, wanted = table.factor, rope.attention_factor
-    near = 2**-8 if law.code == "low-precision-tables" else 4 * formats.FLOAT32
+    near = table.noise or 4 * formats.FLOAT32
     if law.code in _RIGHT and factor is not None and abs(factor / wanted - 1) > near:
         how = " twice" if abs(factor / wanted**2 - 1) <= near else ""
         says = f"The attention factor is {factor:.6g} instead of {wanted:.6g}{', as if applied' * bool(how)}{how}."
@@ -333,11 +347,8 @@ def _static_law(table: _Table, rope: Rope) -> Law:
 
 def _rounded_to(inv_freq: Tensor, rope: Rope) -> str | None:
     """Return the 16-bit dtype to which frequencies are rounded, or None."""
-    dtype = formats.stored_dtype(inv_freq)
-    exact = torch.from_numpy(rope.inv_freq)
-    if torch.finfo(dtype).bits > 16 or torch.equal(exact.to(dtype).double(), exact):
-        return None
-    return str(dtype).removeprefix("torch.")
+    dtype, exact = formats.stored_dtype(inv_freq), torch.from_numpy(rope.inv_freq)
+    return None if torch.equal(exact.to(dtype).double(), exact) else NAMES.get(dtype)
 
 
 def _softmax(path: str, module: torch.nn.Module, ropes: ModelRopes) -> Held | None:

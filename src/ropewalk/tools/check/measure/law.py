@@ -32,6 +32,7 @@ class Law:
         code: the code of the bug that this law describes, or None for a right law.
         says: what was measured, in one sentence.
         uncertain: the relative error of each frequency that is only known from the measurement, `[pairs]`.
+        noise: the error of cos and sin, relative to the factor, of a table that is stored in 16 bits.
     """
 
     inv_freq: Tensor
@@ -41,6 +42,7 @@ class Law:
     code: str | None = None
     says: str = ""
     uncertain: Tensor | float = 0.0
+    noise: float = 0.0
 
     def angles(self, positions: Tensor) -> Tensor:
         """Return the angles at positions `[...]`, in radians, `[..., pairs]`."""
@@ -72,7 +74,7 @@ class Law:
         roundings = 5 + 3 * size.log().abs() + 2 * rank
         is_exact = (rank == 0) & (size.frexp().mantissa == 0.5)
         relative = torch.where(is_exact, 0.0, roundings * formats.FLOAT32 / 4) + self.uncertain
-        return ROUNDED + angles.abs() * relative
+        return ROUNDED + self.noise + angles.abs() * relative
 
     def excess(self, multipliers: Tensor, positions: Tensor) -> Tensor:
         """Return the error of measured multipliers, as multiples of the error that float32 explains in each pair."""
@@ -96,7 +98,13 @@ class Law:
 
 
 def identify(
-    multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int, *, is_fitted: bool = False
+    multipliers: Tensor,
+    positions: Tensor,
+    rope: Rope | None,
+    head_dim: int,
+    *,
+    is_fitted: bool = False,
+    noise: float = 0.0,
 ) -> Law:
     """Identify the law of multipliers that were measured at small positions.
 
@@ -106,6 +114,7 @@ def identify(
         rope: the expected rope. With None, the measured frequencies count as right.
         head_dim: the number of channels of a head.
         is_fitted: whether the base of the rope is itself a measurement, which counts as exact if it has 3 digits.
+        noise: that of the laws.
 
     Returns:
         The right law or that of a known bug, if it explains the multipliers in float32, or with rounding to 16 bits.
@@ -113,7 +122,7 @@ def identify(
     """
     factor = float(multipliers.abs().median()) or 1.0
     inv_freq = measure_frequencies(multipliers, positions)
-    measured = Law(inv_freq, factor, uncertain=formats.FLOAT32 / inv_freq.abs().clamp(min=1e-30))
+    measured = Law(inv_freq, factor, uncertain=(formats.FLOAT32 + noise) / inv_freq.abs().clamp(min=1e-30))
     if not bool(multipliers.abs().isfinite().all()):
         return replace(measured, code="not-finite", says="The result is not finite at positions 0 to 63.")
     if not measured.explains(multipliers, positions):
@@ -128,7 +137,8 @@ def identify(
     steady = int((expected - 1e-3).abs().argmin())  # a pair with clear angles, whose first is within half a turn
     shift = round(float(multipliers[0, steady].angle() / expected[steady]))
     is_exact = not is_fitted or rope.base == float(f"{rope.base:.3g}")
-    right = Law(expected, factor, uncertain=0.0 if is_exact else _FITTED * expected.log().abs() / math.log(rope.base))
+    uncertain = 0.0 if is_exact else _FITTED * expected.log().abs() / math.log(rope.base)
+    right = Law(expected, factor, uncertain=uncertain, noise=noise)
     backwards = replace(right, kind="backwards", code="rotates-backwards", says=_BACKWARDS)
     swapped = "At position 0, pairs are rotated by 90 degrees."
     shifted = f"Position 0 gets the angles of {shift}."
@@ -239,6 +249,9 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
         yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
+    if rope.base != 10_000.0:
+        says = f"The base is 10000 instead of {rope.base:.10g}."
+        yield "wrong-base", says, replace(rope, base=10_000.0).inv_freq
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
