@@ -41,8 +41,16 @@ GEMMA = {
 }
 
 
+BETAS = "--yarn-beta-fast 32 --yarn-beta-slow 1"
+
+
 def of(found: Any, name: str) -> dict[str, Any]:
     return next(entry for entry in found.facts["engines"] if entry["name"] == name)
+
+
+def commands(found: Any) -> str:
+    """Return the commands for llama.cpp."""
+    return "\n".join(of(found, "llama.cpp")["commands"])
 
 
 def keys(command: str) -> dict[str, Any]:
@@ -59,6 +67,14 @@ def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
     assert keys(command) == row["override"]
     assert row["accepted"]
     assert int(shlex.split(command)[-1]) == row["length"]
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("model", ["Gemma 3", "gpt-oss", "DeepSeek V3"])
+def test_the_engine_accepts_the_length_of_a_model_that_is_scaled(engine: str, model: str) -> None:
+    row = ROWS[engine, f"length of {model}"]
+    assert keys(of(extend(row["config"], row["length"]), engine)["commands"][0]) == row["override"]
+    assert row["accepted"]
 
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
@@ -146,14 +162,41 @@ def test_only_layers_without_a_window_are_scaled() -> None:
     parameters = found.config()["rope_parameters"]
     assert (parameters["full_attention"]["factor"], parameters["sliding_attention"]["rope_type"]) == (6.0, "default")
     assert found.plans[0].layers == [5]
-    assert of(found, "llama.cpp")["commands"] == []
-    assert "the layers of this model differ" in of(found, "llama.cpp")["why_not"][0]
+    for scheme in ("yarn", "linear"):  # llama.cpp's own lines leave such a layer as it is, up to their rounding
+        row = ROWS["llama.cpp", f"{scheme} in a layer with a window"]
+        np.testing.assert_allclose(row["inv_freq"], 1e6 ** -(np.arange(64) / 64), rtol=2 * 64 * 2**-24)
+        assert row["attention_factor"] == 1.0
+    assert f"--rope-scale 8 --yarn-orig-ctx 32768 {BETAS} --rope-freq-base 1000000 -c 131072" in commands(found)
+    # The config of gpt-oss states one rope for all layers, so layers with a window would need it as well.
+    found = extend(ROWS["vLLM", "length of gpt-oss"]["config"], 2 * LONG, engines=("llama.cpp",))
+    assert (commands(found), len(found.plans[0].layers)) == ("", 2)
+    assert "its arguments change only layers without a window" in of(found, "llama.cpp")["why_not"][0]
     # In EXAONE 4 only layers with a window rotate.
     exaone = {**FLAT, "model_type": "exaone4", "sliding_window": 4096, "sliding_window_pattern": 4}
     found = extend(exaone, LONG)
     assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
     assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
     assert "--override-kv" in of(found, "llama.cpp")["notes"][0]
+
+
+def test_an_engine_without_the_windows_of_a_model() -> None:
+    """llama.cpp disables the window of Phi-3, and SGLang runs it as a Llama, so their layers see the whole text."""
+    phi = {**FLAT, "model_type": "phi3", "max_position_embeddings": 4096, "sliding_window": 2047}
+    found = extend(phi, 16_384)
+    assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
+    assert [bool(entry["commands"]) for entry in found.facts["engines"]] == [True, False, False, True]
+    assert "not found to apply windows to phi3" in of(found, "SGLang")["why_not"][0]
+
+
+def test_the_softmax_of_deepseek_follows_the_flags() -> None:
+    """deepseek2.cpp reads mscale_all_dim from the file and the factor from the arguments."""
+    assert ROWS["llama.cpp", "yarn of DeepSeek"]["attention_factor"] == 1.0
+    config = ROWS["vLLM", "length of DeepSeek V3"]["config"]
+    assert f"--rope-scale 128 --yarn-orig-ctx 4096 {BETAS}" in commands(
+        extend(config, 2 * LONG, engines=("llama.cpp",))
+    )
+    found = extend(config, 2 * LONG, engines=("llama.cpp",), method="linear")
+    assert of(found, "llama.cpp")["why_not"] == ["no argument of it replaces mscale_all_dim, which is in its file"]
 
 
 def test_tokens_with_several_positions() -> None:
@@ -173,7 +216,8 @@ def test_factors_in_a_gguf_are_not_replaced() -> None:
     scaling["original_max_position_embeddings"] = 8192
     llama = {**FLAT, "model_type": "llama", "rope_theta": 5e5, "max_position_embeddings": LONG, "rope_scaling": scaling}
     found = extend(llama, 2 * LONG, method="yarn", engines=("llama.cpp",))
-    assert (found.complete, of(found, "llama.cpp")["commands"]) == (False, [])
+    reason = "the factors of llama3 are a tensor of its file, which no argument replaces"
+    assert (found.complete, of(found, "llama.cpp")["why_not"]) == (False, [reason])
 
 
 def test_refusals() -> None:
@@ -215,7 +259,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert facts["reaches"]
     asked = CliRunner().invoke(main, ["explain", str(source), "--for", "vllm", "--length", "128k"]).output
     assert "ropewalk extend --to 131072" in asked
-    (source / "config.json").write_text(json.dumps(GEMMA))
+    (source / "config.json").write_text(json.dumps({**FLAT, "model_type": "phi3", "sliding_window": 2047}))
     assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
 
 

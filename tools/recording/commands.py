@@ -39,7 +39,7 @@ def commands(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
     if case == "arguments":
         return {**result, "arguments": _arguments(engine, source)}
     if engine == "llama.cpp":
-        return {**result, **_rope(row["flags"], row["rotary_dim"], _folder(engine, source))}
+        return {**result, **_rope(row, _folder(engine, source))}
     config = _overridden(engine, row["config"], row["override"]).get_text_config()
     if "length" in row:
         return {**result, "accepted": {"vLLM": _vllm_accepts, "SGLang": _sglang_accepts}[engine](config, row)}
@@ -158,23 +158,28 @@ def _sglang_accepts(config: Any, row: dict[str, Any]) -> bool:
     return bool(row["length"] <= derived)
 
 
-def _rope(flags: list[str], rotary_dim: int, source: Path) -> dict[str, Any]:
-    """Return the frequencies and the attention factor of a Llama without scaling, with these flags."""
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
+def _rope(row: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the frequencies and the attention factor of a Llama without scaling, with the flags of a row.
+
+    The row may have a `log_multiplier`, which makes it a DeepSeek V2, or the `scale_of_layer` that
+    `llama_model::get_rope_freq_scale` returns for a layer with a window.
+    """
+    given = dict(zip(row["flags"][::2], row["flags"][1::2], strict=True))
     kinds = ("none", "linear", "yarn", "longrope")
     numbers = [
-        0,
+        int("log_multiplier" in row),
         kinds.index(given.get("--rope-scaling", "none")),
         1.0 / float(given.get("--rope-scale", 1.0)),
         float(given.get("--yarn-ext-factor", -1.0)),
         float(given.get("--yarn-attn-factor", 1.0)),
-        0.0,
+        row.get("log_multiplier", 0.0),
         1.0,
-        rotary_dim,
+        row["rotary_dim"],
         int(given.get("--yarn-orig-ctx", 4096)),
         float(given.get("--rope-freq-base", 10_000.0)),
         float(given.get("--yarn-beta-fast", 32.0)),
         float(given.get("--yarn-beta-slow", 1.0)),
+        row.get("scale_of_layer", 0.0),
     ]
     command = [str(build(source)), *(repr(number) for number in numbers)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -117,11 +117,12 @@ int main(int, char ** v) {
     ggml_rope_yarn_corr_dims(n_dims, n_ctx_orig, freq_base, atof(v[11]), atof(v[12]), dims);
     const float theta_scale = powf(freq_base, -2.0f / n_dims);
     std::vector<float> factors;
-    for (char ** each = v + 13; *each; each++) factors.push_back(atof(*each));
+    const float scale_of_layer = atof(v[13]) > 0 ? atof(v[13]) : cparams.rope_freq_scale;
+    for (char ** each = v + 14; *each; each++) factors.push_back(atof(*each));
     std::vector<float> cache(n_dims);
     for (float position : {0.0f, 1.0f}) {
         const float * each = factors.empty() ? nullptr : factors.data();
-        ggml_rope_cache_init(position, cparams.rope_freq_scale, each, dims, n_dims, cparams.yarn_ext_factor,
+        ggml_rope_cache_init(position, scale_of_layer, each, dims, n_dims, cparams.yarn_ext_factor,
                              cparams.yarn_attn_factor, cache.data(), 1.0f, theta_scale);
         for (float x : cache) printf("%.9g ", x);
         printf("\\n");
@@ -217,6 +218,7 @@ def table(
         base,
         read("beta_fast", 32.0),
         read("beta_slow", 1.0),
+        0.0,
         *(lists[0] if lists else []),
     ]
     command = [str(build(source)), *(repr(number) for number in numbers)]

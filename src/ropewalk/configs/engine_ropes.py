@@ -152,7 +152,8 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
 def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind: str, layer: int) -> ConfigRope:
     name = _section_name(ropes.model_type, kind)
     section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
-    found = ConfigRope(rope, section=section, nested=nested, kind=kind, section_name=name, layer=layer, **shared)
+    place: Any = {"kind": kind, "section_name": name, "layer": layer, "window": ropes.window(layer)}
+    found = ConfigRope(rope, section=section, nested=nested, **place, **shared)
     if not ropes.stated_twice:
         return found
     values = find_text(ropes.to_hf_config(version=5))[1]

@@ -27,6 +27,7 @@ class ConfigRope:
         values: the config of the text model, as it is in the whole config.
         kind: the kind of the layers, such as "sliding_attention".
         section_name: the key of this kind in nested `rope_parameters`.
+        window: the window of the layers, in tokens, or None.
         layer: the index of the first of the layers.
         layers: the number of layers of the model.
         ropes: maps each kind of layer of the model to its rope, or to None if it does not rotate.
@@ -46,6 +47,7 @@ class ConfigRope:
     values: Mapping[str, Any] = field(default_factory=dict)
     kind: str = ""
     section_name: str = ""
+    window: int | None = None
     layer: int = 0
     layers: int = 0
     ropes: Mapping[str, Rope | None] = field(default_factory=dict)

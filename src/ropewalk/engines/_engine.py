@@ -50,6 +50,10 @@ DEEPSEEK = frozenset(
 MSCALE_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 """The keys of YaRN that code like DeepSeek's reads."""
 
+MIXED_WINDOWS = frozenset({"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma2", "gemma3_text"})
+MIXED_WINDOWS |= {"gemma3n_text", "gemma4_text", "gpt_oss", "laguna", "llama4_text", "mellum", "olmo3"}
+"""The model_types with a window in some layers, which SGLang (srt/models) and llama.cpp (src/models) apply."""
+
 HUNYUAN = ("hunyuan",)
 """The prefixes of the model_types whose `dynamic` scaling has an alpha."""
 
@@ -172,6 +176,7 @@ class Engine:
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
+        windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own, and for frequencies in
             some files.
@@ -190,6 +195,7 @@ class Engine:
     unknown: str
     files: str
     query_scale: str = ""
+    windows: frozenset[str] | None = None
     override: Override | Flags | None = None
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)

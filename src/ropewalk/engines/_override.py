@@ -43,19 +43,21 @@ class Override:
 
 @dataclass(frozen=True)
 class Flags:
-    """The arguments with which an engine that reads no config.json at run time gets the rope of all layers.
+    """The arguments with which an engine that reads no config.json at run time gets the rope of its layers.
 
     Args:
         write: returns the arguments, and the rope that the engine then computes. It gets the rope of the config, the
-            rope that the engine computes without arguments, and the rope to state. It returns None if no argument
-            states its scheme.
+            rope that the engine computes without arguments, and the rope to state. If no argument states its scheme,
+            it returns the reason.
         source: the files of the engine that define the arguments and apply them.
         command: returns the command from the model, the arguments, and the length to configure or None.
+        keep_windows: the model_types of which layers with a window keep the rope of the file, whatever the arguments.
     """
 
-    write: Callable[[ConfigRope, Rope, Rope], tuple[str, Rope] | None]
+    write: Callable[[ConfigRope, Rope, Rope], tuple[str, Rope] | str]
     source: str
     command: Callable[[str, str, int | None], str]
+    keep_windows: frozenset[str] = frozenset()
 
 
 def shell(command: str, override: str, length: str) -> Callable[[str, Mapping[str, Any], int | None], str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     HUNYUAN,
+    MIXED_WINDOWS,
     NO_LENGTH,
     Answer,
     Engine,
@@ -30,6 +31,11 @@ _MINICPM = frozenset({"minicpm", "minicpm3"})
 _DEEPSEEK2 = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"})
 _WRITES_MSCALE = _DEEPSEEK2 | {"deepseek_v32", "ministral3", "mistral4"}
 _READS_BETAS = frozenset({"ministral3"})
+_KEEP_WINDOWS = frozenset({"gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "mellum", "olmo3"})
+"""The model_types of which `src/models` rotates layers with a window by the numbers of the file.
+
+It calls `llama_model::get_rope_freq_scale` for each layer, or passes 1 in `olmo2.cpp` and `mellum.cpp`.
+"""
 
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
@@ -106,21 +112,26 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     return Answer(config.rope)
 
 
-def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | None:
-    """Return the arguments that state a rope, and the rope that llama.cpp then computes.
+def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | str:
+    """Return the arguments that state a rope, and the rope that llama.cpp then computes; or why there are none.
 
-    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor. The
-    factors of Llama 3's scheme and of LongRoPE are a tensor of the file, and no argument removes them.
+    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor. With
+    the mscale_all_dim of the file, `deepseek2.cpp` and `deepseek32.cpp` scale the scores, for linear scaling as well.
     """
     scheme = rope.scaling
-    if config.several_axes or isinstance(read.scaling, Llama3 | LongRoPE):
-        return None
+    if config.several_axes:
+        return "what its arguments do for tokens with several positions was not looked up"
+    if isinstance(read.scaling, Llama3 | LongRoPE):
+        return f"the factors of {read.scaling.rope_type} are a tensor of its file, which no argument replaces"
+    in_file, stated = (getattr(scaling, "mscale_all_dim", None) or 0.0 for scaling in (read.scaling, scheme))
+    if in_file != stated and config.model_type in _WRITES_MSCALE:
+        return "no argument of it replaces mscale_all_dim, which is in its file"
     flags = f"--rope-freq-base {_number(rope.base)}"
     if scheme is None:
         flags = f"--rope-scaling none {flags}"
     elif isinstance(scheme, Linear):
         flags = f"--rope-scaling linear --rope-scale {_number(scheme.factor)} {flags}"
-    elif isinstance(scheme, YaRN) and not (scheme.mscale_all_dim and config.model_type in _WRITES_MSCALE):
+    elif isinstance(scheme, YaRN):
         flags = (
             f"--rope-scaling yarn --rope-scale {_number(scheme.factor)} "
             f"--yarn-orig-ctx {scheme.original_max_position_embeddings} "
@@ -129,7 +140,7 @@ def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | Non
         scheme = replace(scheme, truncate=True)
         scheme = with_attention_factor(scheme, _attention(config, scheme))
     else:
-        return None
+        return f"no argument of it states {scheme.rope_type} scaling"
     return flags, replace(read, base=rope.base, scaling=scheme)
 
 
@@ -177,5 +188,6 @@ LLAMA_CPP = Engine(
     own_format=("GGUF file", "src/llama-model.cpp"),
     reads_by_transformers="conversion/base.py",
     unknown="the converter knows no such rope type",
-    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp", _command),
+    windows=MIXED_WINDOWS,
+    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp, src/llama-model.cpp", _command, _KEEP_WINDOWS),
 )

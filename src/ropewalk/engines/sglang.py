@@ -7,6 +7,7 @@ from dataclasses import replace
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     DEEPSEEK,
+    MIXED_WINDOWS,
     Answer,
     Engine,
     Rounding,
@@ -132,6 +133,7 @@ SGLANG = Engine(
     lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
     reads_by_transformers="srt/utils/hf_transformers/config.py",
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
+    windows=MIXED_WINDOWS,
     override=Override(
         shell("python -m sglang.launch_server --model-path", "--json-model-override-args", "--context-length"),
         "srt/arg_groups/fields/model.py, srt/utils/hf_transformers/config.py",

@@ -262,16 +262,27 @@ def _flags(
     model: str,
     length: int | None,
 ) -> tuple[list[str], list[str]]:
-    """As `find_command`, for an engine with arguments that state the one rope of all layers."""
-    first, indices = configs[0]
-    if len(configs) > 1:
-        return [], ["its arguments state one rope for all layers, and the layers of this model differ"]
-    answer, meant = chosen.answer(first), own[indices[0]]
+    """As `find_command`, for an engine whose arguments state one rope."""
+    kept = [entry for entry in configs if entry[0].window is not None and entry[0].model_type in override.keep_windows]
+    changed = [entry for entry in configs if entry not in kept]
+    if len(changed) != 1:
+        differ = len({own[indices[0]] for _, indices in changed}) > 1
+        unknown = "what its arguments do to the layers with a window was not looked up for this model"
+        return [], ["its arguments state one rope, and the layers of this model differ" if differ else unknown]
+    for config, indices in kept:
+        read, meant = chosen.answer(config).rope, own[indices[0]]
+        if apart := "it has no rope" if read is None or meant is None else _difference(meant, read, setting):
+            place = layers(indices, len(own))
+            return [], [
+                f"its arguments change only layers without a window, and this config all layers: {place}: {apart}"
+            ]
+    [(config, indices)] = changed
+    answer, meant = chosen.answer(config), own[indices[0]]
     if answer.rope is None or meant is None:
         return [], [f"it does not run this config: {answer.refusal}"]
-    flags = override.write(first, answer.rope, meant)
-    if flags is None:
-        return [], ["no argument of it states this rope for this model"]
+    flags = override.write(config, answer.rope, meant)
+    if isinstance(flags, str):
+        return [], [flags]
     apart = _difference(meant, flags[1], setting)
     return ([], [apart]) if apart else ([override.command(model, flags[0], length)], [])
 

@@ -100,11 +100,12 @@ def extend(
     models = {entry.name: model if isinstance(entry.override, Flags) else others for entry in chosen}
     reaches = target <= read.length and method is None and factor is None
     made = [] if reaches else [plans.make(read, target, name, factor) for name in plans.methods(read, method)]
-    if made and made[0].layers:
-        rows = [_extended(read, entry, made, target, models[entry.name]) for entry in chosen]
-    else:
-        made = made[:1]
-        rows = [_as_it_is(read, entry, target, models[entry.name]) for entry in chosen]
+    made = made if made and made[0].layers else made[:1]
+    rows = []
+    for entry in chosen:
+        find = _extended if made and made[0].layers else _as_it_is
+        far = made and _may_see_all(read, entry, made[0])
+        rows.append({**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name]))
     for row in rows:
         row["notes"] = _notes(row, read, made, target, model) if row["commands"] else []
     now = plans.scheme_of(read.text)
@@ -149,7 +150,16 @@ def _unseen(source: Source, made: Plan, target: int) -> list[int]:
     return [i for i, w in enumerate(static.wavelength.tolist()) if math.isfinite(w) and w > source.length]
 
 
-def _as_it_is(source: Source, chosen: Engine, target: int, model: str) -> dict[str, Any]:
+def _may_see_all(source: Source, chosen: Engine, plan: Plan) -> str:
+    """Return why layers that stay as they are may see the whole text in an engine, or ""."""
+    kept = any(rope is not None and i not in plan.layers for i, rope in enumerate(source.text.layers))
+    model = source.text.model_type
+    if not kept or chosen.windows is None or model in chosen.windows:
+        return ""
+    return f"its code was not found to apply windows to {model}, so layers that are not scaled may see the whole text"
+
+
+def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, model: str) -> dict[str, Any]:
     """Return the command for a config whose ropes reach the length as they are."""
     override, row = chosen.override, _row(chosen)
     if override is None:
