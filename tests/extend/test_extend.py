@@ -69,9 +69,15 @@ def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
     assert int(shlex.split(command)[-1]) == row["length"]
 
 
-@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
-@pytest.mark.parametrize("model", ["Gemma 3", "gpt-oss", "DeepSeek V3"])
-def test_the_engine_accepts_the_length_of_a_model_that_is_scaled(engine: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        *[(engine, model) for engine in ("vLLM", "SGLang") for model in ("Gemma 3", "gpt-oss", "DeepSeek V3")],
+        ("vLLM", "Mistral's params.json"),
+        ("vLLM", "Mistral's params.json with an encoder"),
+    ],
+)
+def test_the_engine_accepts_the_length_of_this_model(engine: str, model: str) -> None:
     row = ROWS[engine, f"length of {model}"]
     assert keys(of(extend(row["config"], row["length"]), engine)["commands"][0]) == row["override"]
     assert row["accepted"]
@@ -103,7 +109,7 @@ def test_transformers_computes_the_ropes_of_the_config(method: str) -> None:
     from transformers import AutoConfig
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-    written = extend(FLAT, LONG, method=method, factor=8.0).config()
+    written = extend(FLAT, LONG, method=method, new_factor=8.0).config()
     assert written["max_position_embeddings"] == LONG
     rope = from_config(written).rope
     theirs = Qwen2RotaryEmbedding(AutoConfig.for_model(**written))
@@ -223,10 +229,12 @@ def test_factors_in_a_gguf_are_not_replaced() -> None:
 def test_refusals() -> None:
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}
-    with pytest.raises(RopeError, match=r"got longrope\. Its numbers were found for at most 32,768 tokens"):
+    with pytest.raises(RopeError, match=r"got longrope\. Its numbers are known for at most 32,768 tokens"):
         extend(phi, LONG)
-    with pytest.raises(RopeError, match="factor must be at least 4, the target divided by the length before scaling"):
-        extend(FLAT, LONG, factor=2.0)
+    with pytest.raises(
+        RopeError, match="new_factor must be at least 4, the target divided by the length before scaling"
+    ):
+        extend(FLAT, LONG, new_factor=2.0)
     with pytest.raises(RopeError, match="engine must be one of"):
         extend(FLAT, LONG, engines=("vlm",))
     without = {key: value for key, value in FLAT.items() if key != "max_position_embeddings"}
@@ -273,6 +281,28 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert f"llama-server -m {path} {flags} --rope-freq-base 1000000 -c 163840" in found.output
     assert "vllm serve MODEL --hf-overrides" in found.output
     assert found.exit_code == 0
+
+
+def test_a_params_json(tmp_path: Path) -> None:
+    """The factor of Meta's scaling is not that of the new one. Only vLLM reads the file of Mistral itself."""
+    meta = {"dim": 4096, "n_layers": 2, "n_heads": 32, "rope_theta": 5e5, "use_scaled_rope": True}
+    path = tmp_path / "params.json"
+    path.write_text(json.dumps(meta))
+    arguments = ["extend", str(path), "--to", "256k", "--factor", "24"]
+    assert ", got none. Add rope_scaling_factor to the file." in CliRunner().invoke(main, arguments).output
+    stated = {"rope_scaling_factor": 8.0, "max_position_embeddings": LONG}
+    path.write_text(json.dumps({**meta, **stated}))
+    found = extend(path, 2 * LONG, new_factor=24.0, model=str(tmp_path))
+    assert found.config()["rope_parameters"]["factor"] == 24.0
+    assert (found.facts["trained_length"], found.facts["stated_length"]) == (8192, LONG)
+    assert "vllm serve MODEL " in of(found, "vLLM")["commands"][0]
+    assert of(found, "vLLM")["notes"] == ["MODEL is this model in a format that it reads."]
+    refused = CliRunner().invoke(main, [*arguments, "--write", str(tmp_path / "new")])
+    assert (refused.exit_code, "--write needs a config.json" in refused.output) == (1, True)
+    path.write_text(json.dumps(ROWS["vLLM", "length of Mistral's params.json"]["config"]))
+    found = extend(path, 2 * LONG, model=str(tmp_path))
+    for engine, model in (("vLLM", str(tmp_path)), ("SGLang", "MODEL")):
+        assert model in shlex.split(of(found, engine)["commands"][0])
 
 
 @pytest.mark.parametrize("length", ["16k", "128k"])

@@ -72,6 +72,10 @@ def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -
     """Return the config after an override."""
     from transformers import AutoConfig
 
+    if "dim" in values:
+        config = _mistral(values)
+        _vllm(config, override)
+        return config
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values))
         if engine == "transformers":
@@ -81,6 +85,18 @@ def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -
     if engine != "transformers":
         {"vLLM": _vllm, "SGLang": _sglang}[engine](config, override)
     return config
+
+
+def _mistral(values: dict[str, Any]) -> Any:
+    """Return the config that vLLM makes from a params.json of Mistral."""
+    from unittest.mock import MagicMock
+
+    from transformers import PreTrainedConfig
+
+    file = Path(package_folder("vllm")) / "transformers_utils/configs/mistral.py"
+    wanted = tuple(node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
+    names = _functions(str(file), wanted, PreTrainedConfig=PreTrainedConfig, logger=MagicMock())
+    return names["adapt_config_dict"](json.loads(json.dumps(values)), {})
 
 
 def _vllm(config: Any, override: dict[str, Any]) -> None:

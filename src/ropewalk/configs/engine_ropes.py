@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import RopeError, error
-from ropewalk.configs import hf, other_formats, source
+from ropewalk.configs import hf, mistral, other_formats, source
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
@@ -69,10 +69,12 @@ def read(
         other = other_formats.read(values, name, **asked, ignore=ignore)
     note = ""
     if other is not None:
+        inside = mistral.has_encoder(values)
         try:
             values = other.to_hf_config(version=4)  # which more engines read
         except RopeError:  # it cannot express ropes of several kinds
             values = other.to_hf_config(version=5)
+        values = {"model_type": "mistral3", "text_config": values} if inside else values
         note = "It was compared as the config.json of the same model, converted for transformers."
         pairing = base = None
     if source.is_denoiser(values):

@@ -37,6 +37,8 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
         rope = Rope(head_dim, base, "interleaved", scaling=_scaling(fields, factor))
     layers = (rope,) * fields.layers(("n_layers",))
     sizes = {"hidden_size": config["dim"], "num_attention_heads": config["n_heads"], "num_hidden_layers": len(layers)}
+    if fields.has("max_position_embeddings"):  # which Meta's files do not state
+        sizes["max_position_embeddings"] = fields.size("max_position_embeddings")
     return ModelRopes(
         layers=layers,
         model_type="Meta params.json",

@@ -14,7 +14,10 @@ from ropewalk.configs import hf
 from ropewalk.configs.model_ropes import ModelRopes
 
 FORMAT = "params.json of Mistral"
-_OWN = ("yarn", "llama_4_scaling", "vision_encoder", "multimodal")
+_ENCODERS = ("vision_encoder", "multimodal")
+_OWN = ("yarn", "llama_4_scaling", *_ENCODERS)
+_META = ("multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "use_hf_rope")
+"""Keys of the params.json of Meta and of ExecuTorch, which Mistral's files do not have."""
 _SIZES = {
     "dim": "hidden_size",
     "n_heads": "num_attention_heads",
@@ -34,9 +37,15 @@ _SCALE = ("beta", "original_max_position_embeddings")
 
 
 def matches(config: Mapping[str, Any]) -> bool:
-    """Whether a params.json has keys that only Mistral's files have. Without them, it means what Meta's means."""
-    latent = config.get("qk_rope_head_dim") is not None
-    return not latent and any(config.get(key) is not None for key in _OWN)
+    """Whether a params.json has keys that Mistral's files have and Meta's do not have."""
+    has = {key for key, value in config.items() if value is not None}
+    text = {"head_dim", "hidden_dim"} <= has and not has.intersection(_META)
+    return "qk_rope_head_dim" not in has and (text or not has.isdisjoint(_OWN))
+
+
+def has_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a params.json has an encoder, so that engines have the text model inside of the config."""
+    return any(config.get(key) is not None for key in _ENCODERS)
 
 
 def read(config: Mapping[str, Any], source: str) -> ModelRopes:
@@ -75,8 +84,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelRopes:
         got = without_fix(e).removeprefix(f"{source}: ")
         raise error(source, f"{FORMAT} must state a rope", got, "Correct the key of Mistral with this meaning.") from e
     layers = tuple(rope and replace(rope, pairing="interleaved") for rope in ropes.layers)
-    has_tower = any(config.get(key) is not None for key in _OWN[2:])
-    warnings = (*ropes.warnings, *["Only the text model was read, not the encoder."] * has_tower)
+    warnings = (*ropes.warnings, *["Only the text model was read, not the encoder."] * has_encoder(config))
     origins = {**ropes.origins, "pairing": FORMAT}
     return replace(ropes, layers=layers, file_format=FORMAT, origins=origins, warnings=warnings)
 

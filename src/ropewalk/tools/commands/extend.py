@@ -38,7 +38,10 @@ Examples:
     help="The scheme. ntk is a larger base. [default: the config's, or llama3, or else yarn]",
 )
 @click.option(
-    "--factor", type=float, help="The factor of the scheme. [default: 1.5 or 2 times the ratio of the lengths]"
+    "--factor",
+    "new_factor",  # the `factor` of from_config is that of the file
+    type=float,
+    help="The factor of the scheme. [default: 1.5 or 2 times the ratio of the lengths]",
 )
 @click.option(
     "--write",
@@ -83,7 +86,7 @@ def extend(
     target: int,
     engines: tuple[str, ...],
     method: str | None,
-    factor: float | None,
+    new_factor: float | None,
     folder: Path | None,
     version: str,
     measure: bool,
@@ -111,7 +114,7 @@ def extend(
     _refuse_without(context, "measure", ("text", "keep", "dtype", "device", "plot"), passed=measure)
     measured: dict[str, object] | None = None
     if measure:
-        if method is not None or factor is not None:
+        if method is not None or new_factor is not None:
             raise click.UsageError(
                 "--measure finds the method and the factor. Drop --method and --factor, or --measure."
             )
@@ -128,13 +131,13 @@ def extend(
             click.echo(nothing if as_json else "No factor was found.")
             context.exit(2)
         if result.method != "none":
-            method, factor = result.method, result.factor
+            method, new_factor = result.method, result.factor
     found = extending.extend(
         source,
         target,
         engines=engines or extending.DEFAULT,
         method=method,
-        factor=factor,
+        new_factor=new_factor,
         model=_model(source),
         pairing=pairing,
         base=base,

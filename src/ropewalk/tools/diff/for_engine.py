@@ -237,9 +237,10 @@ def find_command(
     reasons: list[str] = []
     for new in spellings(parameters, scaled):
         applied = {"rope_parameters": override.applied(section, new, len(path))}
-        changed = put(first.whole, path, {**written, **applied})
-        try:
-            _, found = ropes_for_engines(changed, chosen)
+        text = {**written, **applied}
+        try:  # an engine that reads the file itself has its own config around that of the text model
+            alone = chosen.reads(first.file_format)
+            _, found = ropes_for_engines(text if alone else put(first.whole, path, text), chosen)
         except RopeError as e:
             reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
             continue

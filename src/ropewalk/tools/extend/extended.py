@@ -64,7 +64,7 @@ def extend(
     *,
     engines: Collection[str] = DEFAULT,
     method: str | None = None,
-    factor: float | None = None,
+    new_factor: float | None = None,
     model: str = "MODEL",
     **options: Any,
 ) -> Extended:
@@ -79,10 +79,10 @@ def extend(
         engines: names of `ropewalk.diff.ENGINES`.
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
             Llama 3's scheme, and YaRN for engines that do not have it.
-        factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
+        new_factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
             the margin of the method, times the target, divided by the length before scaling.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
-        options: `pairing`, `base`, `ignore` and `download` of `from_config`.
+        options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
 
     Raises:
         RopeError: the config cannot be read, states no length, or has a scheme for which no other factor is known; an
@@ -92,14 +92,13 @@ def extend(
     chosen = [engine("ropewalk extend", name) for name in dict.fromkeys(engines)]
     if method is not None:
         _checks.choice("ropewalk extend", _checks.option("method"), method, tuple(METHODS))
-    if factor is not None:
-        factor = _checks.number("ropewalk extend", _checks.option("factor"), factor, at_least=1.0)
+    if new_factor is not None:
+        new_factor = _checks.number("ropewalk extend", _checks.option("new_factor"), new_factor, at_least=1.0)
     read = plans.read_source(source, **options)
-    # Other engines than llama.cpp get the config, and so the weights that belong to it.
-    others = "MODEL" if model.endswith(".gguf") else model
-    models = {entry.name: model if isinstance(entry.override, Flags) else others for entry in chosen}
-    reaches = target <= read.length and method is None and factor is None
-    made = [] if reaches else [plans.make(read, target, name, factor) for name in plans.methods(read, method)]
+    file_format = read.text.file_format
+    models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
+    reaches = target <= read.length and method is None and new_factor is None
+    made = [] if reaches else [plans.make(read, target, name, new_factor) for name in plans.methods(read, method)]
     made = made if made and made[0].layers else made[:1]
     rows = []
     for entry in chosen:
@@ -107,7 +106,7 @@ def extend(
         far = made and _may_see_all(read, entry, made[0])
         rows.append({**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name]))
     for row in rows:
-        row["notes"] = _notes(row, read, made, target, model) if row["commands"] else []
+        row["notes"] = _notes(row, read, made, target, models[row["name"]]) if row["commands"] else []
     now = plans.scheme_of(read.text)
     facts = {
         "source": read.text.source,
@@ -120,7 +119,7 @@ def extend(
         "scaling": None if now is None else now.rope_type,
         "ignored": list(options.get("ignore", ())),
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
-        "asked": {"method": method, "factor": factor},
+        "asked": {"method": method, "factor": new_factor},
         "plans": [_plan_facts(read, entry) for entry in made],
         "engines": rows,
         "warnings": [*read.text.warnings, *filter(None, [plans.length_note(read, target)])],
@@ -206,7 +205,7 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
     if limit is not None and limit < target:
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
         return [f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command."]
-    return []
+    return ["MODEL is this model in a format that it reads."] if source.text.file_format and model == "MODEL" else []
 
 
 def _tokenizer_limit(folder: Path) -> float | None:

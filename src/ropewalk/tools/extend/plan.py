@@ -152,15 +152,16 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     now = scheme_of(source.text)
     if now is not None and not method_of(now):
         must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
-        fix = f"Its numbers were found for at most {source.length:,} tokens. Choose another model, or train it."
+        fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
     before = round(source.length / getattr(now, "factor", 1.0))
     least = target / before
     if factor is None:
         factor = math.ceil(100 * METHODS[method].margin * least) / 100
     elif factor < least:
-        must = f"factor must be at least {least:g}, the target divided by the length before scaling"
-        raise error(_WHO, must, f"{factor:g}", "Pass a larger factor, or omit it.")
+        must = f"must be at least {least:g}, the target divided by the length before scaling"
+        got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
+        raise error(_WHO, f"{_checks.option('new_factor')} {must}", got, fix)
     known = [i for i, rope in enumerate(source.ropes.layers) if rope is not None]
     far = [i for i in known if (window := source.ropes.window(i)) is None or window > before]
     method, factor = (method, factor) if far else ("none", 1.0)
@@ -196,7 +197,7 @@ def length_note(source: Source, target: int) -> str:
     return (
         f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that they "
         f"are the length before it, the model reads {round(length * factor):,} tokens, and "
-        f"{_checks.argument('factor', enough)} is enough."
+        f"{_checks.argument('new_factor', enough)} is enough."
     )
 
 

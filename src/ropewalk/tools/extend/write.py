@@ -25,13 +25,13 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> No
         version: the version of transformers whose schema is written, 4 or 5.
 
     Raises:
-        RopeError: the folder exists, the source is a GGUF file, or the config has no such schema.
+        RopeError: the folder exists, the source has another format, or the config has no such schema.
         OSError: a file cannot be written.
     """
     if folder.exists() or folder.is_symlink():
         raise _checks.error(_WHO, "the folder to write must not exist", str(folder), "Pass another one.")
-    if source.suffix == ".gguf":
-        raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass llama.cpp its arguments instead.")
+    if extended.source.text.file_format:
+        raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass the engine its arguments instead.")
     config = extended.config(version=version)
     beside = source if source.is_dir() else source.parent if source.suffix == ".json" else None
     folder.parent.mkdir(parents=True, exist_ok=True)
