@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import oracle
 from gguf_files import write
@@ -161,3 +163,53 @@ def test_the_params_json_of_mistral(tmp_path: Path, config: dict[str, Any], mode
 def test_what_a_params_json_of_mistral_does_not_say(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(RopeError, match=message):
         from_config({**MISTRAL, **keys})
+
+
+LITGPT = json.loads((Path(__file__).parents[1] / "golden" / "litgpt.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("row", LITGPT, ids=lambda row: row["config"]["name"])
+def test_the_config_of_litgpt(tmp_path: Path, row: dict[str, Any]) -> None:
+    """litgpt's own code computed cos and sin of position 3, for layers with rope_base and with rope_local_base_freq."""
+    config, path = row["config"], tmp_path / "model_config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    ropes, count = from_config(tmp_path), config["n_layer"]
+    for rope, index in zip(ropes.layers, config["rope_indices"] or [0] * count, strict=True):
+        assert rope is not None
+        cos, sin = row["tables"][2 * index : 2 * index + 2]
+        assert (rope.pairing, len(cos)) == ("half", rope.rotary_dim)
+        expected = [np.tile(f(3 * rope.inv_freq), 2) for f in (np.cos, np.sin)]
+        np.testing.assert_allclose([cos, sin], expected, rtol=0, atol=3 * 2**-23 + 1e-6)
+    windows = [config["sliding_window_size"] if slides else None for slides in config["sliding_window_indices"] or []]
+    assert [ropes.window(i) for i in range(count)] == (windows or [None] * count)
+    if "condensed" not in config["name"]:  # Gemma 3 of transformers does not divide the positions of local layers
+        written = from_config(ropes.to_hf_config(version=5))
+        assert written.max_position_embeddings == config["block_size"]
+        for ours, theirs in zip(ropes.layers, written.layers, strict=True):
+            assert ours is not None
+            assert theirs is not None
+            np.testing.assert_allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_adjustments": {"factor": 4.0, "beta_fast": 32, "beta_slow": 1}}, "slows the fast pairs instead of the"),
+        ({"rope_adjustments": {"factor": 8.0, "low_freq_factor": 1.0}}, "must have factor, low_freq_factor, high_freq"),
+        ({"latent_attention": {"qk_rope_head_dim": 64}}, "the keys of latent attention were not looked up"),
+        ({"rope_indices": [0], "rope_local_base_freq": 1e4}, "must be a list of at least 2 numbers, 0 or 1"),
+    ],
+)
+def test_what_is_not_read_of_litgpt(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        from_config({**LITGPT[0]["config"], **keys})
+
+
+def test_yaml_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text("n_layer: [")
+    with pytest.raises(RopeError, match="the file must contain YAML"):
+        from_config(path)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(RopeError, match=r"PyYAML must be installed to read it.*pip install pyyaml"):
+        from_config(path)

@@ -45,8 +45,14 @@ def read(
         _refuse(like, factor, "a GGUF file")
         ropes = gguf.read(Path(name), pairing=pairing, base=base, text_only=text_only, ignore=ignore)
         return replace(ropes, writer=to_hf_config)
-    from ropewalk.configs import meta, mistral
+    from ropewalk.configs import litgpt, meta, mistral
 
+    if source.is_litgpt(values):
+        _refuse(like, factor, f"a {litgpt.FORMAT}")
+        if pairing not in (None, "half") or base is not None:
+            must = f"the pairing of a {litgpt.FORMAT} must be 'half', and its base that of the file"
+            raise error("from_config", must, f"{shown(pairing)} and {shown(base)}", other_pairing())
+        return replace(litgpt.read(values, name), writer=to_hf_config)
     _refuse(like, None, "Meta's params.json")
     if pairing not in (None, "interleaved"):
         must = "pairing of Meta's params.json must be 'interleaved'"

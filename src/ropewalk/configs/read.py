@@ -45,8 +45,8 @@ def from_config(
             (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`. The
             supported formats are: Hugging Face configs in the schemas of transformers 4 (`rope_theta`, `rope_scaling`)
             and 5 (`rope_parameters`), including multimodal models and vision towers; configs of diffusers'
-            transformers; Meta's params.json; and GGUF files of llama.cpp. Arrays and tensors are treated as lists. A
-            JSON file may have at most 2 MiB, and the header of a GGUF file 256 MiB.
+            transformers; params.json of Meta and Mistral; litgpt's model_config.yaml; and GGUF files. Arrays and
+            tensors are treated as lists. A JSON file may have at most 2 MiB, and the header of a GGUF file 256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not contain (8 in Llama 3.1 and 3.2

@@ -34,6 +34,7 @@ _NOT_A_CONFIG = "Pass a model's config.json."
 _CONFIG_NAMES = (
     "config.json",
     "params.json",
+    "model_config.yaml",
     "model_index.json",  # of a pipeline of diffusers, which is refused with a hint
 )
 
@@ -56,8 +57,8 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
     """Load a config. Return it as a dict, and the name by which messages refer to it.
 
     Args:
-        source: a dict, an object with `to_dict()` (a transformers config), a path to a JSON file, a path to a folder
-            that contains a config.json or a params.json, or a hub id.
+        source: a dict, an object with `to_dict()` (a transformers config), a path to a JSON or YAML file, a path to a
+            folder that contains a config.json, a params.json or a model_config.yaml, or a hub id.
         download: whether the config of a hub id may be downloaded.
 
     Raises:
@@ -108,7 +109,7 @@ def load_any(
         return {}, str(path), True
     values, name = load(config, download=download)
     values = without_keys(values, ignore, name)
-    other = is_params(values) and not is_denoiser(values)
+    other = (is_params(values) or is_litgpt(values)) and not is_denoiser(values)
     if not other:
         refuse_factor(factor)
     return values, name, other
@@ -146,6 +147,11 @@ def is_denoiser(values: Mapping[str, Any]) -> bool:
 def is_params(config: Mapping[str, Any]) -> bool:
     """Whether the config is a params.json of Meta, or of another program that names sizes as Meta does."""
     return config.get("model_type", "transformer") == "transformer" and {"dim", "n_layers", "n_heads"} <= config.keys()
+
+
+def is_litgpt(config: Mapping[str, Any]) -> bool:
+    """Whether the config has the sizes that every model_config.yaml of litgpt states."""
+    return {"n_layer", "n_embd", "n_head", "rotary_percentage", "rope_base", "block_size"} <= config.keys()
 
 
 def to_plain(value: Any, name: str) -> Any:
@@ -263,6 +269,8 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
         raise unreadable_file(str(path), e) from e
     if len(content) > max_bytes:
         raise error(str(path), f"the file must have at most {max_bytes:,} bytes", "more", "Check the path.")
+    if path.suffix == ".yaml":
+        return _parse_yaml(content, str(path))
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
     except RopeError as e:
@@ -270,6 +278,17 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
     except (ValueError, RecursionError) as e:
         got = f"other content ({e})" if content.strip() else "an empty file"
         raise error(str(path), "the file must contain JSON in UTF-8", got, "Check that it is complete.") from e
+
+
+def _parse_yaml(content: bytes, name: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise error(name, "PyYAML must be installed to read it", "no such package", "pip install pyyaml.") from None
+    try:
+        return yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise error(name, "the file must contain YAML", f"other content ({e})", "Check that it is complete.") from e
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def extend(
 ) -> None:
     """Find the config and the commands with which engines run the model SOURCE on texts of another length.
 
-    SOURCE is a config.json, the folder of a model, a GGUF file, a params.json, or a hub id. With --measure, it must
-    have weights.
+    SOURCE is a config.json, the folder of a model, a GGUF file, a params.json, litgpt's model_config.yaml, or a hub id.
+    With --measure, it must have weights.
 
     The exit status is 2 if an engine has no command.
     """
