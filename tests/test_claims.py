@@ -51,8 +51,8 @@ def test_the_picture_of_benchmarks_is_drawn_from_the_results(theme: str) -> None
 
 
 def outputs(page: str) -> dict[str, str]:
-    """Return the commands of explain, diff and check on a page, with what they print there."""
-    return dict(re.findall(r"```console\n\$ (ropewalk (?:explain|diff|check)[^\n]*)\n(.*?)```", page, re.DOTALL))
+    """Return the commands of explain, extend, diff and check on a page, with what they print there."""
+    return dict(re.findall(r"```console\n\$ (ropewalk (?:explain|extend|diff|check)[^\n]*)\n(.*?)```", page, re.DOTALL))
 
 
 SHOWN = outputs(README) | outputs((ROOT / "docs" / "models.md").read_text("utf-8"))

@@ -72,7 +72,11 @@ def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "model"),
     [
-        *[(engine, model) for engine in ("vLLM", "SGLang") for model in ("Gemma 3", "gpt-oss", "DeepSeek V3")],
+        *[
+            (engine, model)
+            for engine in ("vLLM", "SGLang")
+            for model in ("Gemma 3", "gpt-oss", "DeepSeek V3", "Command R")
+        ],
         ("vLLM", "Mistral's params.json"),
         ("vLLM", "Mistral's params.json with an encoder"),
     ],
@@ -81,6 +85,7 @@ def test_the_engine_accepts_the_length_of_this_model(engine: str, model: str) ->
     row = ROWS[engine, f"length of {model}"]
     assert keys(of(extend(row["config"], row["length"]), engine)["commands"][0]) == row["override"]
     assert row["accepted"]
+    assert not ROWS[engine, "length of Command R without model_max_length"]["accepted"]
 
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])

@@ -152,8 +152,12 @@ def _vllm_accepts(config: Any, row: dict[str, Any]) -> bool:
     names = _functions(f"{folder}/transformers_utils/config.py", wanted, **_layer_types())
     used = {"logger": MagicMock(), "envs": SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False), **names}
     check = _functions(f"{folder}/config/model.py", ("_get_and_verify_max_len",), **used)["_get_and_verify_max_len"]
-    length = config.max_position_embeddings
-    arch = SimpleNamespace(derived_max_model_len_and_key=(length, "max_position_embeddings"))
+    tree = ast.walk(ast.parse(Path(f"{folder}/transformers_utils/model_arch_config_convertor.py").read_text()))
+    derive = next(node for node in tree if getattr(node, "name", None) == "derive_max_model_len_and_key")
+    scope: dict[str, Any] = {}
+    exec(compile(ast.Module([derive], []), "vllm", "exec"), scope)
+    derived = scope["derive_max_model_len_and_key"](SimpleNamespace(hf_text_config=config))
+    arch = SimpleNamespace(derived_max_model_len_and_key=derived)
     tokenizer = {"model_max_length": row["tokenizer"]} if "tokenizer" in row else None
     try:
         return bool(check(config, arch, tokenizer, row["length"], False, None) == row["length"])

@@ -13,13 +13,16 @@ from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
-from ropewalk.configs.reader import LENGTHS
+from ropewalk.configs.reader import LENGTHS as _LENGTHS
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
+
+LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
+"""The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +236,14 @@ def find_command(
         return [], ["no argument of it reaches the text model inside of this config"]
     scaled = next((rope for rope in own.values() if rope is not None and rope.scaling is not None), None)
     section, parameters = {**old, **first.section}, written.get("rope_parameters") or {}
+    alone = chosen.reads(first.file_format)  # then it has its own config around that of the text model
     keys = {} if length is None else {key: written[key] for key in LENGTHS if key in written}
+    keys |= {"max_seq_len": length} if alone and length is not None else {}  # which vLLM adds to a params.json
     reasons: list[str] = []
     for new in spellings(parameters, scaled):
         applied = {"rope_parameters": override.applied(section, new, len(path))}
         text = {**written, **applied}
-        try:  # an engine that reads the file itself has its own config around that of the text model
-            alone = chosen.reads(first.file_format)
+        try:
             _, found = ropes_for_engines(text if alone else put(first.whole, path, text), chosen)
         except RopeError as e:
             reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
@@ -266,17 +270,15 @@ def _flags(
     """As `find_command`, for an engine whose arguments state one rope."""
     kept = [entry for entry in configs if entry[0].window is not None and entry[0].model_type in override.keep_windows]
     changed = [entry for entry in configs if entry not in kept]
-    if len(changed) != 1:
-        differ = len({own[indices[0]] for _, indices in changed}) > 1
-        unknown = "what its arguments do to the layers with a window was not looked up for this model"
-        return [], ["its arguments state one rope, and the layers of this model differ" if differ else unknown]
     for config, indices in kept:
         read, meant = chosen.answer(config).rope, own[indices[0]]
         if apart := "it has no rope" if read is None or meant is None else _difference(meant, read, setting):
             place = layers(indices, len(own))
-            return [], [
-                f"its arguments change only layers without a window, and this config all layers: {place}: {apart}"
-            ]
+            return [], [f"its arguments change only layers without a window, and this config others: {place}: {apart}"]
+    if len(changed) != 1:
+        differ = len({own[indices[0]] for _, indices in changed}) > 1
+        unknown = "what its arguments do to the layers with a window was not looked up for this model"
+        return [], ["its arguments state one rope, and the layers of this model differ" if differ else unknown]
     [(config, indices)] = changed
     answer, meant = chosen.answer(config), own[indices[0]]
     if answer.rope is None or meant is None:

@@ -11,10 +11,9 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk._checks import RopeError
-from ropewalk.configs.reader import LENGTHS
 from ropewalk.engines import Engine, Flags, engine
 from ropewalk.engines._config import to_finite
-from ropewalk.tools.diff.for_engine import find_command, for_engine
+from ropewalk.tools.diff.for_engine import LENGTHS, find_command, for_engine
 from ropewalk.tools.extend import plan as plans
 from ropewalk.tools.extend.plan import METHODS, Plan, Source
 from ropewalk.tools.extend.text import extended_text

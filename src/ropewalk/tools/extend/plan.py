@@ -14,11 +14,10 @@ from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
-from ropewalk.configs.reader import LENGTHS
 from ropewalk.engines import ConfigRope
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import DynamicNTK, Linear, Llama3, Scaling, YaRN
-from ropewalk.tools.diff.for_engine import put
+from ropewalk.tools.diff.for_engine import LENGTHS, put
 from ropewalk.tools.diff.lengths import stated_length
 
 
@@ -233,12 +232,18 @@ def longer(source: Source, target: int) -> dict[str, Any]:
     if target <= source.stated:
         return {}
     path, text = find_text(source.whole)
-    length = {next((key for key in LENGTHS if text.get(key)), LENGTHS[0]): target}
+    length = _lengths(text, target)
     try:
         read, _ = ropes_for_engines(put(source.whole, path, {**text, **length}), **source.asked)
     except RopeError:
         return {}
     return put({}, path, length) if read.layers == source.text.layers else {}
+
+
+def _lengths(text: Mapping[str, Any], target: int) -> dict[str, int]:
+    """Return the keys with which the config of a text model allows a length: the first one, and each that limits it."""
+    first = next((key for key in LENGTHS if text.get(key)), LENGTHS[0])
+    return {key: target for key in LENGTHS if key == first or (type(text.get(key)) is int and text[key] < target)}
 
 
 def config_of(
@@ -256,5 +261,5 @@ def config_of(
         written = ropes.to_hf_config(version=4)
     # A scheme that depends on the length is relative to the stated one. The others state their own.
     if all(rope is None or rope.is_static for rope in ropes.layers):
-        written[next((key for key in LENGTHS if written.get(key)), LENGTHS[0])] = target
+        written |= _lengths(written, target)
     return written, put(source.whole, find_text(source.whole)[0], written)
