@@ -210,6 +210,17 @@ def test_the_softmax_of_deepseek_follows_the_flags() -> None:
     assert of(found, "llama.cpp")["why_not"] == ["no argument of it replaces mscale_all_dim, which is in its file"]
 
 
+def test_what_a_config_states_for_engines() -> None:
+    """Command R states its length in model_max_length. With chunks, vLLM and SGLang rotate by another class."""
+    command = {**FLAT, "model_type": "cohere", "max_position_embeddings": 8192, "model_max_length": LONG}
+    found = extend(command, LONG)
+    assert (found.facts["reaches"], found.complete) == (True, True)
+    assert "The config states 131,072 tokens, without scaling." in found.text()
+    assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
+    chunks = {**FLAT, "dual_chunk_attention_config": {"chunk_size": 8192}}
+    assert [bool(entry["commands"]) for entry in extend(chunks, LONG).facts["engines"]] == [False, False, True, True]
+
+
 def test_tokens_with_several_positions() -> None:
     """Engines divide the pairs among axes with YaRN, and vLLM computes another ramp then."""
     text = {**FLAT, "model_type": "qwen2_5_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}

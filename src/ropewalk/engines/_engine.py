@@ -176,6 +176,7 @@ class Engine:
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
+        other_class: the key of a config with which it rotates by a class that is not described here, or "".
         windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own, and for frequencies in
@@ -195,6 +196,7 @@ class Engine:
     unknown: str
     files: str
     query_scale: str = ""
+    other_class: str = ""
     windows: frozenset[str] | None = None
     override: Override | Flags | None = None
     lender: Engine | None = None
@@ -218,6 +220,9 @@ class Engine:
             source = self.own_format[1] if self.own_format else ""
             decides: DecidingLength = "nothing" if config.rope.is_static else "the setting"
             return Answer(config.rope, decides, ("It reads this file itself.",), source=source, rounding=rounding)
+        if self.other_class and config.values.get(self.other_class):
+            why = f"rotates with {self.other_class} by another class, which is not described here"
+            return Answer(None, refusal=why, why="unknown")
         if self.reads_by_transformers and config.by_transformers is not None:
             answer = self.answer(config.by_transformers)
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."

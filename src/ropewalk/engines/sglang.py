@@ -133,6 +133,7 @@ SGLANG = Engine(
     lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
     reads_by_transformers="srt/utils/hf_transformers/config.py",
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
+    other_class="dual_chunk_attention_config",
     windows=MIXED_WINDOWS,
     override=Override(
         shell("python -m sglang.launch_server --model-path", "--json-model-override-args", "--context-length"),

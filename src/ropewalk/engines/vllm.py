@@ -132,6 +132,7 @@ VLLM = Engine(
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     own_format=("params.json of Mistral", "vllm/transformers_utils/configs/mistral.py"),
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
+    other_class="dual_chunk_attention_config",
     # --rope-scaling and --rope-theta no longer exist. The JSON replaces the parameters after the config was loaded.
     override=Override(
         shell("vllm serve", "--hf-overrides", "--max-model-len"),

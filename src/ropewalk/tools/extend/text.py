@@ -45,7 +45,7 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
     length, trained = f"{facts['stated_length']:,}", facts["trained_length"]
     scheme = f"scaled by {facts['scaling']}" if facts["scaling"] else "without scaling"
     said = [f"The config states {length} tokens, {scheme}."]
-    if trained is not None and trained != facts["stated_length"]:
+    if trained is not None and trained != facts["stated_length"] and facts["scaling"]:
         said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
     if facts["reaches"]:
         return [*said, "It reaches the length as it is, so only the length is passed."]
