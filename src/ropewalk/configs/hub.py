@@ -13,7 +13,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,9
 def is_id(path: Path) -> bool:
     """Whether the path looks like a hub id and no file or folder has that name."""
     name = path.as_posix()
-    return _ID.fullmatch(name) is not None and path.suffix not in (".json", ".gguf") and not path.exists()
+    return _ID.fullmatch(name) is not None and path.suffix not in (".json", ".gguf", ".yaml") and not path.exists()
 
 
 def config_path(name: str, *, download: bool) -> Path:
