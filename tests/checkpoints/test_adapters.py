@@ -72,9 +72,6 @@ class TestAdapters:
         write_adapter(tmp_path / "a", peft_type="IA3")
         match = "must hold a LoRA adapter, got peft_type 'IA3'"
         refused(match, tmp_path / "a", tmp_path / "b", "--to", "interleaved", target=model)
-        write_adapter(tmp_path / "c", base_model_name_or_path=str(model))
-        match = "an adapter must stay in the format of PEFT"
-        refused(match, tmp_path / "c", tmp_path / "b", "--to", "interleaved", "--format", "meta", target=model)
 
     def test_biases(self, tmp_path: Path) -> None:
         """PEFT saves them with bias="all", also those of projections that have no matrices A and B."""
@@ -89,7 +86,7 @@ class TestAdapters:
         new = load_file(file)
         for name in names:
             assert torch.equal(new[name][:8], old[name][[0, 4, 1, 5, 2, 6, 3, 7]])
-        plan = checkpoints.plan(checkpoints.read(tmp_path / "a"), "interleaved", "hf")
+        plan = checkpoints.plan(checkpoints.read(tmp_path / "a"), "interleaved")
         verify(plan, tmp_path / "b", lambda _: None)
         for layer, name in enumerate(names):
             save_file(new | {name: new[name].flip(0)}, file)

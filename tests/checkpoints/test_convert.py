@@ -198,7 +198,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
         if file == "model-00002-of-00003.safetensors":
             raise StoppedError
 
-    plan = checkpoints.plan(checkpoints.read(source), "interleaved", "hf")
+    plan = checkpoints.plan(checkpoints.read(source), "interleaved")
     with pytest.raises(StoppedError):
         checkpoints.write(plan, tmp_path / "b", stop)
     assert not (tmp_path / "b").exists()
@@ -212,7 +212,7 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         checkpoints.write(plan, tmp_path / "c", stop)
     os.utime(source / first.name)  # the source may have changed since the first run
-    again = checkpoints.plan(checkpoints.read(source), "interleaved", "hf")
+    again = checkpoints.plan(checkpoints.read(source), "interleaved")
     (tmp_path / ".c.unfinished" / first.name).write_bytes(b"of another run")
     checkpoints.write(again, tmp_path / "c", lambda *_: None)
     assert (tmp_path / "c" / first.name).read_bytes() == (tmp_path / "b" / first.name).read_bytes()
@@ -227,7 +227,7 @@ def test_the_pairing_in_a_config() -> None:
 
 def test_verify_reads_what_was_written(model: Path, tmp_path: Path) -> None:
     """The files are changed after they were written, so that they differ from the plan."""
-    plan = checkpoints.plan(checkpoints.read(model), "interleaved", "hf")
+    plan = checkpoints.plan(checkpoints.read(model), "interleaved")
     checkpoints.write(plan, tmp_path / "b", lambda *_: None)
     verify(plan, tmp_path / "b", lambda _: None)
     file = tmp_path / "b" / "model.safetensors"

@@ -65,7 +65,7 @@ def check_round_trip(name: str, folder: Path, **changes: Any) -> None:
     expected = logits(model)
     source = checkpoints.read(first)
     to = "interleaved" if source.pairing == "half" else "half"
-    plan = checkpoints.plan(source, to, "hf")
+    plan = checkpoints.plan(source, to)
     checkpoints.write(plan, second, lambda *_: None, lambda written: verify(plan, written, lambda _: None))
     rope = next(rope for rope in from_config(first).layers if rope is not None)
     converted = load(model, second)
@@ -77,7 +77,7 @@ def check_round_trip(name: str, folder: Path, **changes: Any) -> None:
         with other_rotation(converted, source.pairing, rope.head_dim, rope.rotary_dim, rope.rotary_offset):
             result = logits(converted)
     torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
-    inverse_plan = checkpoints.plan(checkpoints.read(second), source.pairing, "hf")
+    inverse_plan = checkpoints.plan(checkpoints.read(second), source.pairing)
     checkpoints.write(inverse_plan, third, lambda *_: None)
     assert {path.name for path in third.iterdir()} == {path.name for path in first.iterdir()}
     for path in third.glob("*.safetensors"):
@@ -102,7 +102,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
     def convert() -> None:
         source = checkpoints.read(tmp_path)
-        checkpoints.plan(source, "interleaved" if source.pairing == "half" else "half", "hf")
+        checkpoints.plan(source, "interleaved" if source.pairing == "half" else "half")
 
     with pytest.raises(RopeError, match=REFUSED[name]):
         convert()

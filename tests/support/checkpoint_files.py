@@ -72,13 +72,17 @@ PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1
 
 def meta_weights() -> dict[str, torch.Tensor]:
     """Return the random weights of the same Llama by Meta's names."""
+    return by_metas_names(weights())
+
+
+def by_metas_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a Llama by Meta's names."""
     names = {
         "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.": "",
         "self_attn.": "attention.", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
         "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
         "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
     }  # fmt: skip
-    tensors = weights()
     for old, new in names.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     return tensors

@@ -1,4 +1,4 @@
-"""`ropewalk convert`: convert weights between pairings, and between the formats of Hugging Face and Meta."""
+"""`ropewalk convert`: convert weights between pairings, and from Meta's format to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ _Folder = click.Path(path_type=Path)
 
 
 @click.command(
-    short_help="Convert weights between pairings and formats.",
+    short_help="Convert weights between pairings.",
     epilog="""\b
 Examples:
   ropewalk convert Llama-3.1-8B Llama-3.1-8B-interleaved --to interleaved --verify
-  ropewalk convert Llama-3.1-8B for-meta --to interleaved --format meta
   ropewalk convert from-meta for-hf --to half --max-positions 131072 --factor 8
 """,
 )
 @click.argument("source", metavar="SRC", type=_Folder)
 @click.argument("target", metavar="DST", type=_Folder)
 @click.option("--to", type=click.Choice(["half", "interleaved"]), required=True, help="The pairing to write.")
-@click.option(
-    "--format", "form", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="The format to write."
-)
 @click.option("--dry-run", is_flag=True, help="List the changes without writing anything.")
 @click.option(
     "--verify", is_flag=True, help="Check that the attention scores of every layer are unchanged, before DST appears."
@@ -53,7 +49,6 @@ def convert(
     source: Path,
     target: Path,
     to: Literal["half", "interleaved"],
-    form: str,
     dry_run: bool,
     verify: bool,
     base_config: Path | None,
@@ -74,7 +69,7 @@ def convert(
     read = checkpoints.read(
         source, base_config=base_config, pairing=pairing, factor=factor, max_positions=max_positions, ignore=ignore
     )
-    plan = checkpoints.plan(read, to, form)
+    plan = checkpoints.plan(read, to)
     checkpoints.check_target(plan, target)
     _describe(plan, listed=dry_run)
     if dry_run:
@@ -100,12 +95,11 @@ def _echo(line: str, *, err: bool = False) -> None:
 def _describe(plan: Plan, *, listed: bool) -> None:
     """Print what the conversion will do. If `listed`, also list the tensors whose rows move."""
     source = plan.source
-    names = {"hf": "Hugging Face", "meta": "Meta", "adapter": "LoRA adapter"}
     layers = len(source.ropes.layers)
     tensors = len(source.tensors)
     _echo(f"{source.folder}: {source.model_type}, {layers} layers, {tensors} tensors, {plan.nbytes:,} bytes")
-    if source.form != plan.form:
-        _echo(f"format: {names[source.form]} -> {names[plan.form]}")
+    if source.form == "meta":
+        _echo("format: Meta -> Hugging Face")
     if source.pairing == plan.to:
         _echo(f"pairing: {plan.to}, unchanged; no rows move")
     else:
@@ -122,7 +116,7 @@ def _say_what_is_missing(plan: Plan) -> None:
     source = plan.source
     if source.unread_weights:
         _echo(f"omitted, because they are other weights or folders: {', '.join(source.unread_weights)}")
-    if plan.form != source.form and source.companion_files:
+    if source.form == "meta" and source.companion_files:
         _echo(f"omitted, because they belong to the other format: {', '.join(source.companion_files)}")
     for note in plan.notes:
         _echo(f"note: {note}")

@@ -3,7 +3,7 @@
     folder ──► read ──► Checkpoint ──► plan ──► Plan ──► write ──► folder
                model.py                plan.py           write.py
 
-`raw` reads tensors as rows of bytes. `shards` reads and writes safetensors, and `pth` reads and writes Meta's files.
+`raw` reads tensors as rows of bytes. `shards` reads and writes safetensors, and `pth` reads Meta's files.
 `layouts` finds the rows of q and k, `meta` converts the names and configs of Meta's format, and `verify` checks the
 result. No tensor is loaded as a whole: rows are copied in chunks of about 16 MiB.
 """

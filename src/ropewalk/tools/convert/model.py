@@ -27,7 +27,7 @@ class Checkpoint:
 
     Args:
         folder: the folder.
-        form: the format of the files: "hf", "meta" or "adapter" (a LoRA adapter of PEFT).
+        form: the format of the files: "hf", "meta" (which is converted to "hf") or "adapter" (a LoRA adapter of PEFT).
         config: the config of the model in Hugging Face's schema. For an adapter, the config of its base model.
         own_config: the content of adapter_config.json for an adapter; the same as `config` for other checkpoints.
         ropes: the ropes of the config.

@@ -13,7 +13,7 @@ from ropewalk import _checks
 from ropewalk._layout import Pairing
 from ropewalk.configs import weights
 from ropewalk.configs.reader import PAIRING_KEY
-from ropewalk.tools.convert import layouts, meta, model, pth
+from ropewalk.tools.convert import layouts, model
 from ropewalk.tools.convert.layouts import Heads, Part
 from ropewalk.tools.convert.model import Checkpoint
 from ropewalk.tools.convert.raw import Tensor, as_column, reorder
@@ -36,7 +36,6 @@ class Plan:
     Args:
         source: the checkpoint to convert.
         to: the pairing to write.
-        form: the format to write: "hf", "meta" or "adapter" (a LoRA adapter of PEFT).
         parts: maps the name of each tensor with rotated rows to those rows.
         tensors: maps Hugging Face's name of each tensor to the converted tensor.
         files: maps each file to its tensors, by the names under which they are written.
@@ -47,7 +46,6 @@ class Plan:
 
     source: Checkpoint
     to: Pairing
-    form: str
     parts: Mapping[str, list[Part]]
     tensors: Mapping[str, Tensor]
     files: Mapping[str, Mapping[str, Tensor]]
@@ -61,26 +59,17 @@ class Plan:
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
 
-def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
+def plan(source: Checkpoint, to: Pairing) -> Plan:
     """Plan a conversion.
 
     Args:
         source: the checkpoint to convert.
         to: the pairing to write.
-        form: the format to write: "hf" or "meta". For an adapter, which keeps its own format, this must be "hf".
 
     Raises:
         RopeError: there is nothing to convert, or ropewalk cannot convert the checkpoint.
     """
-    if source.form == "adapter":
-        if form == "meta":
-            must = "an adapter must stay in the format of PEFT"
-            raise _checks.error("convert", must, "--format meta", "Do not pass --format.")
-        form = "adapter"
-    if form == "meta" and to != "interleaved":
-        must, fix = "Meta's format must be interleaved", "Pass --to interleaved, or --format hf."
-        raise _checks.error("convert", must, f"--to {to}", fix)
-    if source.pairing == to and source.form == form:
+    if source.pairing == to and source.form != "meta":
         must = f"the weights in {source.folder} must have another pairing than {to!r}"
         fix = "There is nothing to convert, and converting them twice would make them fit neither pairing."
         raise _checks.error("convert", must, f"{source.pairing!r}", fix)
@@ -89,14 +78,14 @@ def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
         name: tensor if source.pairing == to or name not in parts else _reorder(name, tensor, parts[name], to)
         for name, tensor in source.tensors.items()
     }
-    texts, notes = _texts(source, to, form)
+    texts, notes = _texts(source, to)
     if source.model_type not in layouts.PROVEN:
         notes.append(
             f"ropewalk's tests run no model of type {source.model_type}. Its heads are assumed to follow one another "
             "in q_proj and k_proj, which its shapes allow. Compare its outputs before you rely on the result."
         )
-    files, metadata, more = _files(source, tensors, form, to)
-    return Plan(source, to, form, parts, tensors, files, metadata, {**texts, **more}, tuple(notes))
+    files, metadata, more = _files(source, tensors, to)
+    return Plan(source, to, parts, tensors, files, metadata, {**texts, **more}, tuple(notes))
 
 
 def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
@@ -233,21 +222,13 @@ def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
             _refuse_quantised(f"{name}, whose heads extend across blocks of {block} rows that share a scale")
 
 
-def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], list[str]]:
+def _texts(source: Checkpoint, to: Pairing) -> tuple[dict[str, Any], list[str]]:
     """Return the JSON files to write, except the index, and notes about the result for the user."""
-    if form == "adapter":
+    if source.form == "adapter":
         return {model.ADAPTER_CONFIG: source.own_config}, [
             f"The adapter now fits a model whose q and k are {to}. Convert its model in the same way."
         ]
     config = {key: value for key, value in source.config.items() if key != PAIRING_KEY}
-    if form == "meta":
-        notes = ["The tokenizer is not converted. Meta's code needs Meta's tokenizer.model."]
-        if _HEAD not in source.tensors:
-            notes.append(
-                "The embedding is written twice, as tok_embeddings.weight and output.weight, because Meta's code does "
-                "not tie the two."
-            )
-        return {"params.json": meta.to_params(config, source.ropes)}, notes
     notes = []
     if source.form == "meta":
         notes.append(
@@ -276,23 +257,13 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
 
 
 def _files(
-    source: Checkpoint, tensors: Mapping[str, Tensor], form: str, to: Pairing
+    source: Checkpoint, tensors: Mapping[str, Tensor], to: Pairing
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
     """Return the tensors of each file, the metadata of each file, and the index of the files if they need one."""
-    if form == "meta":
-        ordered = sorted(tensors.items(), key=lambda item: _sort_key(item[0]))
-        named = {meta.meta_name(name): tensor for name, tensor in ordered}
-        if "tok_embeddings.weight" not in named:
-            must, fix = "the checkpoint must hold model.embed_tokens.weight", "Pass a complete Llama."
-            raise _checks.error("convert", must, "none", fix)
-        named.setdefault("output.weight", named["tok_embeddings.weight"])
-        contents = {name: tensor for name, tensor in named.items() if name is not None}
-        pth.check(contents)
-        return {"consolidated.00.pth": contents}, {}, {}
-    if source.form == form:
+    if source.form != "meta":
         files = {file: {name: tensors[name] for name in names} for file, names in source.files.items()}
         metadata = {file: dict(source.metadata.get(file, {})) for file in files}
-        if form == "adapter":
+        if source.form == "adapter":
             for held in metadata.values():
                 held.pop(PAIRING_KEY, None)
                 held.update({} if to == source.native_pairing else {PAIRING_KEY: to})

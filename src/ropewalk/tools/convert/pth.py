@@ -1,19 +1,18 @@
-"""Read and write Meta's consolidated.*.pth: find the tensors in the files, join their pieces, and write one file.
+"""Read Meta's consolidated.*.pth: find the tensors in the files, and join their pieces.
 
 The format is that of torch.save: an uncompressed zip archive, in which one member is a pickle of the names and shapes,
 and each other member is the content of a storage. This module reads the directory of the archive and the pickle itself,
-without calling anything that the pickle names. It writes one tensor at a time.
+without calling anything that the pickle names.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ NAME = re.compile(r"consolidated\.(\d{2,})\.pth")
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 _DTYPES_BY_STORAGE = {f"torch {name}": dtype for dtype, name in _STORAGES.items()}
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_ALIGNED = 64
-"""The alignment of the members of an archive of PyTorch, in bytes."""
 _LARGEST_READ = 2**20
 """The largest directory of an archive, and the largest pickle, in bytes. Those of Llama 3.1 405B have about 2**17."""
 
@@ -238,76 +235,3 @@ def _join_tensor(name: str, pieces: list[StoredTensor], width: int) -> Tensor:
     must = f"{name} must be a tensor of Meta's Llama, whose pieces can be joined"
     came = f"{len(pieces)} pieces of shape {first.shape}"
     raise _checks.error("convert", must, came, "Join the files into one first.")
-
-
-class _Reference:
-    """The reference to a storage in a pickle, which tells PyTorch where to find the bytes of a tensor."""
-
-    def __init__(self, key: int, tensor: Tensor) -> None:
-        self.key, self.tensor = key, tensor
-
-
-class _Rebuilt:
-    """A tensor in a pickle, in the form in which PyTorch writes contiguous tensors on the CPU."""
-
-    def __init__(self, reference: _Reference) -> None:
-        self._reference = reference
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        from collections import OrderedDict
-
-        import torch
-
-        shape = self._reference.tensor.shape
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return torch._utils._rebuild_tensor_v2, (self._reference, 0, shape, strides, False, OrderedDict())
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        if not isinstance(value, _Reference):
-            return None
-        import torch
-
-        kind = getattr(torch, _STORAGES[value.tensor.dtype])
-        return "storage", kind, str(value.key), "cpu", math.prod(value.tensor.shape)
-
-
-def check(tensors: Mapping[str, Tensor]) -> None:
-    """Raise a RopeError if a tensor has a dtype that Meta's format does not support."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _STORAGES:
-            must = f"{name} must have one of the dtypes {', '.join(DTYPES.values())} in Meta's format"
-            raise _checks.error("convert", must, tensor.dtype, "Use --format hf.")
-
-
-def write(file: Path, tensors: Mapping[str, Tensor], done: Callable[[int], None]) -> None:
-    """Write a file that `torch.load(file, weights_only=True, mmap=True)` reads, with the tensors in their given order.
-
-    Args:
-        file: the file to create or overwrite.
-        tensors: the tensors by name. They must pass `check`.
-        done: a function that is called after each chunk, with its number of bytes.
-    """
-    pickled = io.BytesIO()
-    _Pickler(pickled, 2).dump({name: _Rebuilt(_Reference(k, t)) for k, (name, t) in enumerate(tensors.items())})
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
-            with _open_member(archive, name) as member:
-                member.write(content)
-        for key, tensor in enumerate(tensors.values()):
-            with _open_member(archive, f"data/{key}", tensor.nbytes) as member:
-                for chunk in raw.chunks(tensor):
-                    member.write(chunk.data)
-                    done(chunk.nbytes)
-
-
-def _open_member(archive: zipfile.ZipFile, name: str, nbytes: int = 0) -> Any:
-    """Open a member of the archive for writing, with padding that aligns its bytes to 64 as PyTorch does."""
-    member = zipfile.ZipInfo(f"consolidated/{name}")  # with a fixed date, so that equal tensors give equal files
-    member.file_size = nbytes
-    large = nbytes > 2**31 - 2**20
-    begin = archive.fp.tell() + 30 + len(member.filename) + (20 if large else 0) + 4  # type: ignore[union-attr]
-    padding = -begin % _ALIGNED
-    member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    return archive.open(member, "w", force_zip64=large)

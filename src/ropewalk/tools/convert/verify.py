@@ -17,7 +17,7 @@ import torch
 from ropewalk import _checks
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.rotation.api import Rotation
-from ropewalk.tools.convert import meta, pth, shards
+from ropewalk.tools.convert import shards
 from ropewalk.tools.convert.layouts import Part
 from ropewalk.tools.convert.plan import Plan
 from ropewalk.tools.convert.raw import Bytes, Tensor, as_column, chunks
@@ -66,18 +66,8 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
 
 
 def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
-    """Read the headers of the written files. Return each tensor by the name that it has in the source."""
-    if plan.form != "meta":
-        found: dict[str, Tensor] = {}
-        for file in plan.files:
-            found.update(shards.header(folder / file)[0])
-        return found
-    stored = pth.tensors_of(folder / "consolidated.00.pth")
-    found = {}
-    for name, tensor in plan.source.tensors.items():
-        written_name = meta.meta_name(name)
-        found[name] = tensor if written_name is None else stored[written_name]
-    return found
+    """Read the headers of the written files. Return each tensor by its name."""
+    return {name: tensor for file in plan.files for name, tensor in shards.header(folder / file)[0].items()}
 
 
 def _check_unrotated_rows(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:

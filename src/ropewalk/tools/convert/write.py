@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ropewalk import _checks
-from ropewalk.tools.convert import pth, shards
+from ropewalk.tools.convert import shards
 from ropewalk.tools.convert.files import hold, replaced
 from ropewalk.tools.convert.plan import Plan
 
@@ -70,7 +70,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
                 except _checks.RopeError:
                     shutil.rmtree(unfinished)
                     raise
-            for name in plan.source.companion_files if plan.form == plan.source.form else ():
+            for name in plan.source.companion_files if plan.source.form != "meta" else ():
                 _write_file(unfinished / name, lambda new, name=name: shutil.copyfile(plan.source.folder / name, new))  # type: ignore[misc]
             for name, content in plan.texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -94,7 +94,6 @@ def _state(plan: Plan) -> str:
     """Return a hash of the plan and of the source's files. A run continues an earlier run only if the hashes agree."""
     plan_values = [
         plan.to,
-        plan.form,
         plan.texts,
         plan.metadata,
         [part for parts in plan.parts.values() for part in parts],
@@ -130,10 +129,7 @@ def _write_weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
             progress(file, done, total)
 
         def make(new: Path) -> None:
-            if plan.form == "meta":
-                pth.write(new, tensors, report)  # noqa: B023
-            else:
-                shards.write(new, tensors, plan.metadata.get(file, {}), report)  # noqa: B023
+            shards.write(new, tensors, plan.metadata.get(file, {}), report)  # noqa: B023
 
         if not (unfinished / file).exists():
             _write_file(unfinished / file, make)
