@@ -130,7 +130,6 @@ def test_another_size_of_the_head() -> None:
     assert changed(found)["head_dim"] == (128, 64)
     assert found.facts["weights"]["why"] == "the head size differs"
     assert not found.facts["weights"]["fit"]
-    assert found.ropes == ({},)
 
 
 def test_another_number_of_layers() -> None:

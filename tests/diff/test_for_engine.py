@@ -226,5 +226,5 @@ def test_the_command(tmp_path: Path) -> None:
     fern = tmp_path / "fern.json"
     fern.write_text(json.dumps({**FLAT, "model_type": "fern"}))
     assert CliRunner().invoke(main, ["explain", str(fern), "--for", "vllm", "--pairing", "half"]).exit_code == 2
-    piped = CliRunner().invoke(main, ["explain", str(path), "--for", "vllm", "--plot", "x.png"])
-    assert (piped.exit_code, "--plot has no effect with --for. Drop one of them." in piped.output) == (2, True)
+    piped = CliRunner().invoke(main, ["explain", str(path), "--for", "vllm", "--like", "llama"])
+    assert (piped.exit_code, "--like has no effect with --for. Drop one of them." in piped.output) == (2, True)

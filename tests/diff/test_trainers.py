@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import oracle
-from ropewalk import diff
+from ropewalk import diff, from_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -39,17 +39,24 @@ GEMMA_3 = {"sliding_window_pattern": 2}
 NESTED = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {**LINEAR, "rope_theta": 1e6}}
 
 
+def numbers(found: diff.EngineDiff, name: str, row: int = -1) -> tuple[list[float], float]:
+    """Return the frequencies and the attention factor of an engine at the longest compared length."""
+    entry = found.facts["ropes"][row]["at"][-1]["engines"][name]
+    return entry["inv_freq"], entry["attention_factor"]
+
+
 def answer(trainer: str, model_type: str, scaling: dict[str, Any] | None, **more: Any) -> tuple[Any, Any]:
     """Return the largest divisor of a frequency and the attention factor, or the state and the reason."""
     config = {**LLAMA, "model_type": model_type, **more, **({} if scaling is None else {"rope_scaling": scaling})}
     found = diff.engines(config, names=("transformers", trainer))
     [*_, row] = found.facts["ropes"]
     name = row["engines"][1]["name"]
-    if name not in found.ropes[-1]:
+    if name not in row["at"][-1]["engines"]:
         return found.facts["states"][name], row["engines"][1]["refused"]
-    rope = found.ropes[-1][name]
-    slowest = rope.inv_freq[-1] / rope.base ** (2 / rope.rotary_dim - 1)
-    return pytest.approx(1 / slowest, rel=1e-6), pytest.approx(rope.attention_factor, rel=1e-6)
+    inv_freq, factor = numbers(found, name)
+    last = from_config(config, engine=trainer).layers[row["layers"][0]]
+    slowest = inv_freq[-1] / last.base ** (1 / len(inv_freq) - 1)
+    return pytest.approx(1 / slowest, rel=1e-6), pytest.approx(factor, rel=1e-6)
 
 
 CASES = [
@@ -139,10 +146,10 @@ def test_mistral_rs_rounds_the_ramp_of_gpt_oss_only_if_the_config_says_so() -> N
     config = {**LLAMA, "model_type": "gpt_oss", "layer_types": ["full_attention"] * 2}
     for stated in ({}, {"truncate": False}, {"truncate": True}):
         found = diff.engines({**config, "rope_scaling": {**BETAS, **stated, "mscale": 0.5}}, names=("mistral.rs",))
-        rope = found.ropes[0]["mistral.rs"]
+        inv_freq, factor = numbers(found, "mistral.rs")
         wanted = oracle.yarn(1e6, 128, 4.0, 32_768, truncate=stated.get("truncate", False))
-        np.testing.assert_allclose(rope.inv_freq, [float(w) for w in wanted], rtol=1e-12)
-        assert rope.attention_factor == pytest.approx(M)
+        np.testing.assert_allclose(inv_freq, [float(w) for w in wanted], rtol=1e-12)
+        assert factor == pytest.approx(M)
 
 
 @pytest.mark.parametrize("mscales", [{}, {"short_mscale": 1.5, "long_mscale": 2.0}])
@@ -150,9 +157,9 @@ def test_mistral_rs_uses_the_long_list_of_phi_from_the_trained_length_on(mscales
     lists = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [16.0] * 64, **mscales}
     config = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": lists}
     for length, divisor in ((4095, 1), (4096, 16), (4097, 16)):
-        rope = diff.engines(config, names=("mistral.rs",), length=length).ropes[-1]["mistral.rs"]
-        assert rope.inv_freq[0] == pytest.approx(1 / divisor)
-        assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+        inv_freq, factor = numbers(diff.engines(config, names=("mistral.rs",), length=length), "mistral.rs")
+        assert inv_freq[0] == pytest.approx(1 / divisor)
+        assert factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
 
 
 def test_mistral_rs_reads_half_of_the_parameters_of_gemma_4() -> None:
@@ -162,9 +169,10 @@ def test_mistral_rs_reads_half_of_the_parameters_of_gemma_4() -> None:
     types = ["sliding_attention", "full_attention"]
     config = {**LLAMA, "model_type": "gemma4_text", "layer_types": types, "rope_parameters": nested}
     del config["rope_theta"]
-    sliding, whole = (ropes["mistral.rs"] for ropes in diff.engines(config, names=("mistral.rs",)).ropes)
-    head = whole.head_dim
-    np.testing.assert_allclose(sliding.inv_freq, [2e4 ** (-i / 64) for i in range(64)], rtol=1e-12)
+    found = diff.engines(config, names=("mistral.rs",))
+    (sliding, _), (whole, _) = (numbers(found, "mistral.rs", row) for row in range(2))
+    head = 2 * len(whole)
+    np.testing.assert_allclose(sliding, [2e4 ** (-i / 64) for i in range(64)], rtol=1e-12)
     np.testing.assert_allclose(
-        whole.inv_freq, [1e6 ** (-2 * i / head) if i < head // 4 else 0 for i in range(head // 2)], rtol=1e-12
+        whole, [1e6 ** (-2 * i / head) if i < head // 4 else 0 for i in range(head // 2)], rtol=1e-12
     )

@@ -21,7 +21,6 @@ from ropewalk.tools.commands import doctor
 from ropewalk.tools.commands._options import Length
 
 CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
-PNG = b"\x89PNG"
 
 
 @pytest.fixture
@@ -47,15 +46,6 @@ def test_explain(config: Path) -> None:
 def test_explain_as_json(config: Path) -> None:
     ran = run("explain", config, "--json", "--length", 5)
     assert json.loads(ran.stdout) == ropewalk.from_config(config).facts(5)
-
-
-def test_explain_draws(config: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "frequencies.png"
-    ran = run("explain", config, "--json", "--plot", picture)
-    assert ran.exit_code == 0
-    assert picture.read_bytes().startswith(PNG)
-    assert json.loads(ran.stdout)["model_type"] == "llama"  # what was drawn is said on stderr
-    assert "frequencies.png" in ran.stderr
 
 
 def test_explain_lists_the_model_types() -> None:
@@ -164,48 +154,6 @@ def write(tmp_path: Path, **values: object) -> Path:
     return path
 
 
-def test_explain_draws_what_depends_on_the_length(tmp_path: Path) -> None:
-    path = write(tmp_path, max_position_embeddings=64, rope_scaling={"type": "dynamic", "factor": 2.0})
-    refused = run("explain", path, "--plot", tmp_path / "a.png")
-    assert refused.exit_code == 1
-    assert refused.stdout == ""
-    assert "Also pass --length N." in refused.stderr
-    assert run("explain", path, "--length", 128, "--plot", tmp_path / "a.png").exit_code == 0
-    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
-
-
-def test_explain_draws_each_rope_of_a_model(tmp_path: Path) -> None:
-    path = write(tmp_path, model_type="gemma3_text", rope_local_base_freq=1e4, sliding_window_pattern=2, rope_theta=1e6)
-    ran = run("explain", path, "--plot", tmp_path / "a.png")
-    assert ran.exit_code == 0
-    assert {p.name for p in tmp_path.glob("*.png")} == {"a-1.png", "a-2.png"}
-    nothing = run("explain", write(tmp_path, model_type="jamba"), "--plot", tmp_path / "b.png")
-    assert nothing.exit_code == 1
-    assert "no layer rotates" in nothing.stderr
-
-
-def test_explain_draws_the_ropes_of_a_tower(tmp_path: Path) -> None:
-    tower = {"model_type": "gemma4_vision", "head_dim": 72}
-    path = tmp_path / "tower.json"
-    path.write_text(json.dumps(tower))
-    ran = run("explain", path, "--plot", tmp_path / "a.png")
-    assert ran.exit_code == 0, ran.output
-    assert {p.name for p in tmp_path.glob("*.png")} == {"a-1.png", "a-2.png"}
-    assert "a-2.png: vision tower, rope 2 of 2" in ran.stdout
-    ran = run("explain", write(tmp_path, vision_config={"model_type": "pixtral"}), "--plot", tmp_path / "b.png")
-    assert ran.exit_code == 0, ran.output
-    assert [line.rpartition("b-")[2] for line in ran.stdout.splitlines() if line.startswith("drew ")] == [
-        "1.png: layer 0 and 1 more",
-        "2.png: vision tower",
-    ]
-    field = {"model_type": "qwen2_vl", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    field |= {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
-    path.write_text(json.dumps({**field, "vision_config": {"depth": 2}}))
-    assert run("explain", path, "--plot", tmp_path / "d.svg").exit_code == 0
-    assert "<!-- width -->" in (tmp_path / "d-1.svg").read_text()
-    assert run("explain", path, "--length", 7, "--plot", tmp_path / "c.png").exit_code == 0
-
-
 def test_explain_of_params_json(tmp_path: Path) -> None:
     path = tmp_path / "params.json"
     path.write_text(
@@ -239,20 +187,6 @@ def process(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 def one_line(stderr: str) -> bool:
     return stderr.startswith("Error: ") and stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("plot", [".", "", "/", "..", "folder/", "folder", "a.txt", ".png", "nowhere/a.png"])
-def test_plot_needs_the_name_of_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plot: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for more in (
-        {},
-        {"model_type": "gemma3_text", "rope_local_base_freq": 1e4, "rope_theta": 1e6},
-    ):  # one rope, and two
-        ran = run("explain", write(tmp_path, **more), "--plot", plot)
-        assert (ran.exit_code, ran.stdout) == (1, ""), ran.output
-        assert one_line(ran.stderr), ran.stderr
-        assert "must end in one of" in ran.stderr or "the folder of path must exist" in ran.stderr
 
 
 EVIL = "x\x1b[31mRED\x07\ud800 \u4e2d\u6587 \u2603"

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import ropewalk
 from ropewalk import diff
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
 from ropewalk.tools import cli
 
-PNG = b"\x89PNG"
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -140,32 +138,10 @@ def test_two_configs(config: Path, tmp_path: Path) -> None:
     assert json.loads(run(config, other, "--json").stdout) == diff.configs(config, other).facts
 
 
-def test_pictures(config: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "engines.png"
-    ran = run(config, "--json", "--plot", picture)
-    assert picture.read_bytes().startswith(PNG)
-    assert f"drew {picture}" in ran.stderr
-    assert json.loads(ran.stdout)["model_type"] == "llama"
-    two = tmp_path / "two.png"
-    ran = run(config, written(tmp_path, "other", rope_theta=20_000.0), "--plot", two)
-    assert two.read_bytes().startswith(PNG)
-    assert f"drew {two}" in ran.stdout
-
-
-def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
-    """Gemma 3 has two kinds of layers, with different bases."""
-    gemma = {"model_type": "gemma3_text", "head_dim": 16, "rope_local_base_freq": 1e4, "num_hidden_layers": 6}
-    pattern = {"sliding_window_pattern": 6, "rope_theta": 1e6}
-    first = written(tmp_path, "first", **gemma, **pattern)
-    assert run(first, "--plot", tmp_path / "kinds.png").exit_code == 0, run(first).stdout
-    assert {path.name for path in tmp_path.glob("*.png")} == {"kinds-1.png", "kinds-2.png"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--engine", "tgi"), "engine must be one of 'transformers', 'vllm', 'sglang', 'llama.cpp'"),
-        (("--plot", "picture.txt"), "path must end in one of .png, .svg, .pdf"),
         (("--ignore", "nothing"), "every key in --ignore must be in the config"),
     ],
 )
@@ -181,25 +157,6 @@ def test_what_cannot_be_combined(config: Path) -> None:
     ran = run(config, config, "--engine", "vllm")
     assert ran.exit_code == 2
     assert "--engine is for one config, so it cannot be combined with SOURCE2" in ran.stderr
-
-
-def test_nothing_to_draw(config: Path, tmp_path: Path) -> None:
-    ran = run(config, config, "--plot", tmp_path / "same.png")
-    assert ran.exit_code == 2
-    assert "--plot needs ropes that can be drawn in the same axes, got none. Omit it." in ran.stderr
-
-
-def test_a_picture_reaches_the_length_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines differ at 8,192 and at 32,768 tokens. The picture is of the length for which the text says most."""
-    dynamic = written(tmp_path, "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    drawn: list[tuple[dict[str, Any], int]] = []
-    monkeypatch.setattr(ropewalk.plots, "differences", lambda ropes, *, longest: drawn.append((ropes, longest)))
-    monkeypatch.setattr(ropewalk.plots, "save", lambda *_: None)
-    ran = run(dynamic, "--length", 32_768, "--plot", tmp_path / "dynamic.png")
-    assert "a sequence of 32,768 tokens" in ran.stdout
-    [(ropes, longest)] = drawn
-    assert longest == 32_768
-    assert ropes["SGLang"] == ropes["transformers"] != ropes["vLLM"]  # at 8,192 tokens SGLang is the one that differs
 
 
 def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
@@ -249,4 +206,3 @@ def test_the_commands_of_the_page(config: Path, tmp_path: Path, monkeypatch: pyt
     for command in commands:
         ran = run(*(files.get(word, word) for word in command))
         assert ran.exit_code in (0, 1), ran.output
-    assert (tmp_path / "engines.png").read_bytes().startswith(PNG)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -51,11 +51,7 @@ def convert(
     to: Literal["half", "interleaved"],
     dry_run: bool,
     verify: bool,
-    base_config: Path | None,
-    pairing: str | None,
-    factor: float | None,
-    max_positions: int | None,
-    ignore: tuple[str, ...],
+    **asked: Any,
 ) -> None:
     """Convert the checkpoint SRC to another pairing of channels, into the new folder DST.
 
@@ -66,9 +62,7 @@ def convert(
     """
     from ropewalk.tools import convert as checkpoints
 
-    read = checkpoints.read(
-        source, base_config=base_config, pairing=pairing, factor=factor, max_positions=max_positions, ignore=ignore
-    )
+    read = checkpoints.read(source, **asked)
     plan = checkpoints.plan(read, to)
     checkpoints.check_target(plan, target)
     _describe(plan, listed=dry_run)

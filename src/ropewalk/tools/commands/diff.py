@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 import ropewalk
-from ropewalk import _checks
 from ropewalk.tools.commands import _options
 
 _STATUS = {"agree": 0, "differ": 1, "not judged": 2}
@@ -63,7 +61,6 @@ Examples:
 @_options.ignore
 @_options.download
 @_options.as_json
-@click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
 @click.pass_context
 def diff(
     ctx: click.Context,
@@ -75,7 +72,6 @@ def diff(
     bitwise: bool,
     draft: bool,
     as_json: bool,
-    plot: Path | None,
     **options: Any,
 ) -> None:
     """Compare how engines read the config SOURCE, or compare the configs SOURCE and SOURCE2.
@@ -99,41 +95,25 @@ def diff(
                 raise click.UsageError(
                     f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
                 )
-        if draft and (source2 is None or plot is not None):
-            raise click.UsageError("--draft needs SOURCE2, and cannot be combined with --plot.")
-        if plot is not None:
-            ropewalk.plots.check_path(plot)
+        if draft and source2 is None:
+            raise click.UsageError("--draft needs SOURCE2.")
         if source2 is not None and draft:
             found: Any = ropewalk.diff.draft(source, source2, **options)
-            rows, status = [], int(not found.alike)
+            status = int(not found.alike)
         elif source2 is None:
             found = ropewalk.diff.engines(source, names=engine, trainers=trainers, **options)
-            rows, status = found.facts["ropes"], _STATUS[found.verdict]
+            status = _STATUS[found.verdict]
             if bitwise and not found.bitwise and status == 0:
                 click.echo("Not all engines are known to rotate bitwise equally, so --bitwise exits with 1.", err=True)
                 status = 1
         else:
             found = ropewalk.diff.configs(source, source2, **options)
-            rows, status = found.facts["layers"], int(not found.same)
+            status = int(not found.same)
         status = 2 if options["ignore"] else status
         click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
-        if plot is not None:
-            drawn = zip(found.ropes, rows, strict=True)
-            _draw([(ropes, row["drawn_at"]) for ropes, row in drawn if ropes], plot, err=as_json)
     except BrokenPipeError:  # the reader closed the pipe, which is no failure of the comparison
         raise
     except (ropewalk.RopeError, OSError) as e:
         click.echo(f"Error: {e}", err=True)
         status = 2
     ctx.exit(status)
-
-
-def _draw(rows: list[tuple[Mapping[str, ropewalk.Rope], int]], plot: Path, *, err: bool) -> None:
-    """Draw one picture for each group of ropes, up to its length. If there are several pictures, number the files."""
-    if not rows:
-        must, fix = "--plot needs ropes that can be drawn in the same axes", "Omit it."
-        raise _checks.error("ropewalk diff", must, "none", fix)
-    paths = [plot] if len(rows) == 1 else [plot.with_stem(f"{plot.stem}-{i}") for i in range(1, len(rows) + 1)]
-    for (ropes, longest), path in zip(rows, paths, strict=True):
-        ropewalk.plots.save(ropewalk.plots.differences(ropes, longest=longest), path)
-        click.echo(f"drew {path}", err=err)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -60,10 +61,7 @@ def explore(
     length: int | None,
     trained_length: int | None,
     pairs: tuple[int, ...],
-    pairing: str | None,
-    base: float | None,
-    ignore: tuple[str, ...],
-    download: bool,
+    **asked: Any,
 ) -> None:
     """Draw the ropes of every SOURCE on one interactive page, and open it in a browser.
 
@@ -83,7 +81,7 @@ def explore(
             name = _name(source) if _name(source) not in models else str(source)
             if name in models:
                 raise click.UsageError(f"{source} is listed twice. List each source once.")
-            models[name] = ropewalk.from_config(source, pairing=pairing, base=base, ignore=ignore, download=download)
+            models[name] = ropewalk.from_config(source, **asked)
         page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None)
     else:
         page = plots.explorer(

@@ -25,13 +25,9 @@ class ConfigDiff:
 
     Args:
         facts: the whole comparison as a dict of JSON values.
-        ropes: for each entry of `facts["layers"]`, a dict with the static ropes "first" and "second" for sequences of
-            `entry["drawn_at"]` tokens. The dict is empty if the ropes differ in rotary_dim or axes, or if only one of
-            the configs rotates these layers.
     """
 
     facts: Mapping[str, Any]
-    ropes: tuple[Mapping[str, Rope], ...] = dataclasses.field(repr=False)
 
     @property
     def same(self) -> bool:
@@ -80,7 +76,7 @@ def configs(
     a, b = read_both((first, second), pairing, base, factor, ignore, download)
     longest = longest_of("diff.configs", length, a, b)
     converted = a.file_format != b.file_format
-    rows, static_ropes = _compare_all(a, b, longest, converted)
+    rows = _compare_all(a, b, longest, converted)
     other_differences = [
         {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
     ]
@@ -96,7 +92,7 @@ def configs(
         "ignored": list(ignore),
         "same": None if ignore else len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
-    return ConfigDiff(facts, tuple(static_ropes))
+    return ConfigDiff(facts)
 
 
 def read_both(
@@ -163,40 +159,35 @@ def summary(ropes: ModelRopes) -> dict[str, Any]:
     }
 
 
-def _compare_all(
-    a: ModelRopes, b: ModelRopes, longest: int, converted: bool
-) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
+def _compare_all(a: ModelRopes, b: ModelRopes, longest: int, converted: bool) -> list[dict[str, Any]]:
     """Compare the ropes of all layers, without what a converter changes if one config was `converted`.
 
-    Returns:
-        A list with the facts about each distinct pair of ropes that differ, and a list with these pairs, both as in
-        `ConfigDiff`.
+    Return a list with the facts about each distinct pair of ropes that differ, as in `ConfigDiff`.
     """
     spans = [(a.window(i), b.window(i)) for i in range(min(len(a.layers), len(b.layers)))]
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
-    rows, static_ropes = [], []
+    rows = []
     for (rope_a, rope_b, windows), layers in indices_of(zip(a.layers, b.layers, spans, strict=False)).items():
         if converted and rope_a and rope_b:
             rope_b = dataclasses.replace(rope_b, pairing=rope_a.pairing)
         tolerance = FLOAT32 if converted else LAST_BITS
-        row, ropes = compare_layers(rope_a, rope_b, sorted({short, longest}), tolerance, windows)
+        row = compare_layers(rope_a, rope_b, sorted({short, longest}), tolerance, windows)
         if row is not None:
             rows.append({"layers": layers, **row})
-            static_ropes.append(ropes)
-    return rows, static_ropes
+    return rows
 
 
 def compare_layers(
     a: Rope | None, b: Rope | None, lengths: list[int], tolerance: float, windows: tuple[int | None, ...]
-) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
-    """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same, and the ropes."""
+) -> dict[str, Any] | None:
+    """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same."""
     if a is None or b is None:
         if a is b:
-            return None, {}
+            return None
         changed = [{"what": "rotates", "first": a is not None, "second": b is not None}]
-        return {"changed": changed, "at": [], "same_channels": a is b}, {}
+        return {"changed": changed, "at": [], "same_channels": a is b}
     if a == b:
-        return None, {}
+        return None
     changed = [
         {"what": name, "first": _fact(a, name), "second": _fact(b, name)}
         for name in (*_CHANNELS, "pairing", "base", "scaling", "axes")
@@ -204,7 +195,7 @@ def compare_layers(
     ]
     channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
-        return {"changed": changed, "at": [], "same_channels": channels}, {}
+        return {"changed": changed, "at": [], "same_channels": channels}
     at = [
         {"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), farthest(n, *windows), tolerance)}
         for n in lengths
@@ -214,9 +205,8 @@ def compare_layers(
     fixed = (a.is_static and b.is_static) or (switch is not None and switch == other)
     same = fixed and all(found["same"] for found in at)
     if same and channels and a.pairing == b.pairing:
-        return None, {}
-    ropes = {"first": a.at_length(lengths[-1]), "second": b.at_length(lengths[-1])}
-    return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
+        return None
+    return {"changed": changed, "at": at, "same_channels": channels}
 
 
 def _switch(rope: Rope, short: int, longest: int) -> int | None:

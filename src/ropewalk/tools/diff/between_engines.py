@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ropewalk import _checks
@@ -24,14 +24,9 @@ class EngineDiff:
 
     Args:
         facts: the whole comparison as a dict of JSON values.
-        ropes: for each entry of `facts["ropes"]`, a dict from the engines to their static ropes for sequences of
-            `entry["drawn_at"]` tokens. This is the longest compared length at which the engines differ, or the longest
-            compared length if they agree. Engines without a rope for the config are omitted, and engines that rotate
-            another number of channels than the first one.
     """
 
     facts: Mapping[str, Any]
-    ropes: tuple[Mapping[str, Rope], ...] = field(repr=False)
 
     @property
     def verdict(self) -> Literal["agree", "differ", "not judged"]:
@@ -109,12 +104,10 @@ def engines(
         source, *chosen, pairing=pairing, base=base, factor=factor, ignore=ignore, download=download
     )
     setting = longest_of("diff.engines", length, ropes)
-    rows, static_ropes = [], []
+    rows = []
     for config, layers in config_ropes:
         answers = {engine.name: engine.answer(config) for engine in chosen}
-        row, static = _compare_rope(config, layers, answers, ropes, setting)
-        rows.append(row)
-        static_ropes.append(static)
+        rows.append(_compare_rope(config, layers, answers, ropes, setting))
     facts = {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -132,7 +125,7 @@ def engines(
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
     verdict = "not judged" if ignore else _verdict(states, {entry.name for entry in named})
-    return EngineDiff({**facts, "states": states, "verdict": verdict}, tuple(static_ropes))
+    return EngineDiff({**facts, "states": states, "verdict": verdict})
 
 
 def _state(name: str, facts: Mapping[str, Any]) -> str:
@@ -161,12 +154,8 @@ def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
 
 def _compare_rope(
     config: ConfigRope, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
-) -> tuple[dict[str, Any], dict[str, Rope]]:
-    """Compare the engines for one rope of the config.
-
-    Returns:
-        The facts, and a dict from each engine that can run the config to its static rope, as in `EngineDiff`.
-    """
+) -> dict[str, Any]:
+    """Compare the engines for one rope of the config, and return the facts."""
     window = ropes.window(layers[0])
     ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
     changing = any(not rope.is_static for rope in ropes_compared)
@@ -175,9 +164,7 @@ def _compare_rope(
     running = [name for name, answer in answers.items() if answer.rope is not None]
     reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
     at = {n: _compare_at_length(answers, reference, n, setting, window) for n in sequences}
-    differ = [n for n, found in at.items() if any(not entry["apart"]["same"] for entry in found.values())]
-    longest = max(differ, default=setting)
-    row: dict[str, Any] = {
+    return {
         "layers": layers,
         "window": window,
         "scheme": "default" if config.rope.scaling is None else config.rope.scaling.rope_type,
@@ -197,12 +184,7 @@ def _compare_rope(
             for name, answer in answers.items()
         ],
         "at": [{"sequence": n, "engines": found} for n, found in at.items()],
-        "drawn_at": longest,
     }
-    static = {name: answer.at(longest, setting) for name, answer in answers.items()}
-    first = None if reference is None else static[reference]
-    count = 0 if first is None else first.rotary_dim
-    return row, {name: rope for name, rope in static.items() if rope is not None and rope.rotary_dim == count}
 
 
 def _compare_at_length(

@@ -81,7 +81,7 @@ def draft(
     rows = []
     for (rope, window), indices in indices_of(zip(b.layers, map(b.window, range(len(b.layers))), strict=True)).items():
         lengths = sorted({short, longest})
-        found = {own: compare_layers(own, rope, lengths, LAST_BITS, (window,))[0] for own in dict.fromkeys(a.layers)}
+        found = {own: compare_layers(own, rope, lengths, LAST_BITS, (window,)) for own in dict.fromkeys(a.layers)}
         if None not in found.values():
             kind = b.layer_kinds[indices[0]] if b.layer_kinds else ""
             nearest = found[kinds[kind]] if kind in kinds else min(found.values(), key=_largest_change)
