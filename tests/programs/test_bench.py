@@ -87,7 +87,7 @@ def test_a_contender_that_fails_is_reported() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    options = ["--tokens", "5", "--tokens", "9", "--no-compile", "--rounds", "3", "--json", str(file)]
+    options = ["--tokens", "5", "--tokens", "9", "--no-compile", "--quick", "--json", str(file)]
     ran = CliRunner().invoke(cli.main, ["bench", *options])
     assert ran.exit_code == 0, ran.output
     found = json.loads(file.read_text())
@@ -96,7 +96,7 @@ def test_the_command(tmp_path: Path) -> None:
         (*cell, one.name) for cell in cells for one in EAGER
     ]
     for row in found["rows"]:
-        assert (row["state"], row["rounds"]) == ("timed", 3), row
+        assert (row["state"], row["rounds"]) == ("timed", 5), row
         assert 0 < row["p10"] <= row["median"] <= row["p90"]
         moved = 2 * row["tokens"] * (32 + 8) * 128 * (4 if row["dtype"] == "float32" else 2)
         assert row["gb_per_s"] == pytest.approx(moved / row["median"] / 1e9)

@@ -357,6 +357,41 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     return {"rounds": len(samples), "median": median, "p10": samples[tenth], "p90": samples[-1 - tenth]}
 
 
+def run(
+    *,
+    tokens: Sequence[int],
+    dtype: Sequence[str],
+    device: str,
+    compiled: bool,
+    limit: int,
+    json_file: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Time the contenders for each number of tokens and dtype, and say one table for each.
+
+    Args:
+        tokens: the numbers of tokens.
+        dtype: names in `DTYPES`.
+        device: "cpu" or "cuda".
+        compiled: whether to time the contenders under torch.compile as well.
+        limit: both limits of `rows`: the number of samples, and the seconds of a table.
+        json_file: the file for all results, or None.
+        say: a function that is called with the text.
+    """
+    limits: dict[str, Any] = {"rounds": limit, "seconds": float(limit)}
+    settings = {"tokens": tokens, "dtype": dtype, "device": device, **limits}
+    found: dict[str, Any] = {**describe(), "settings": settings, "rows": []}
+    write(found, json_file)  # raises now if the file cannot be written
+    say(heading(found))
+    contenders = [one for one in CONTENDERS if compiled or "compiled" not in one.name]
+    clock = OnGpu() if device == "cuda" else OnCpu()
+    for case in (Case(n, DTYPES[name], device) for name in dtype for n in tokens):
+        timed = rows(case, contenders, clock, **limits)
+        say(table(case.title, timed))
+        found["rows"] += timed
+        write(found, json_file)
+
+
 def describe() -> dict[str, Any]:
     """Describe the run, machine, environment and versions, for JSON. Host names and paths are left out."""
     info = Path("/proc/cpuinfo")

@@ -42,28 +42,9 @@ Examples:
     help="Where to run. cuda is an NVIDIA or AMD GPU.",
 )
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also time torch.compile.")
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Number of samples for each contender."
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    help="Time limit of each table: after this many seconds, only the first three rounds still start.",
-)
-@click.option("--quick", is_flag=True, help="Measure at most 5 rounds and 5 seconds for each table.")
+@click.option("--quick", is_flag=True, help="Measure at most 5 rounds and 5 seconds for each table, instead of 30.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all results to this file as JSON.")
-def bench(
-    tokens: tuple[int, ...],
-    dtype: tuple[str, ...],
-    device: str,
-    compiled: bool,
-    rounds: int,
-    seconds: float,
-    quick: bool,
-    json_file: Path | None,
-) -> None:
+def bench(device: str, quick: bool, **asked: Any) -> None:
     """Time ropewalk's rotation, and compare it with a plain copy and with the formula of transformers.
 
     q and k are those of one layer of Llama 3. Every result is checked before its computation is timed. On a CPU,
@@ -76,18 +57,4 @@ def bench(
     if device == "cuda" and kernel.startswith("not usable"):
         must, got = "--device cuda needs a GPU that the kernels can use", kernel.removeprefix("not usable: ")
         raise _checks.error("bench", must, got, "Run it on a machine with a GPU.")
-    limits: dict[str, Any] = {
-        "rounds": min(rounds, 5) if quick else rounds,
-        "seconds": min(seconds, 5.0) if quick else seconds,
-    }
-    settings = {"tokens": tokens, "dtype": dtype, "device": device, **limits}
-    found: dict[str, Any] = {**the_bench.describe(), "settings": settings, "rows": []}
-    the_bench.write(found, json_file)  # raises now if the file cannot be written
-    click.echo(the_bench.heading(found))
-    contenders = [one for one in the_bench.CONTENDERS if compiled or "compiled" not in one.name]
-    clock = the_bench.OnGpu() if device == "cuda" else the_bench.OnCpu()
-    for case in (the_bench.Case(n, the_bench.DTYPES[name], device) for name in dtype for n in tokens):
-        rows = the_bench.rows(case, contenders, clock, **limits)
-        click.echo(the_bench.table(case.title, rows))
-        found["rows"] += rows
-        the_bench.write(found, json_file)
+    the_bench.run(device=device, limit=5 if quick else 30, say=click.echo, **asked)

@@ -53,6 +53,7 @@ Examples:
 @click.pass_context
 def explain(
     context: click.Context,
+    /,
     source: Path | None,
     length: int | None,
     engine: str | None,
