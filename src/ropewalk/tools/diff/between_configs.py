@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -104,13 +105,16 @@ def read_both(
     download: bool,
 ) -> tuple[ModelRopes, ModelRopes]:
     """Read two configs. Arguments and errors are those of `configs`."""
-    of_each = _present_keys(both, ignore, download)
-    factors = [factor if factor is not None and _needs_factor(config, download) else None for config in both]
-    if factor is not None and factors == [None, None]:
+    ignored, found = source.check_ignore(ignore), []
+    asked = [_asked_of(config, ignored, factor, download) for config in both]
+    for key in ignored:
+        if not any(key in keys for keys, _ in asked):
+            must, fix = "every key to ignore must be in one of the configs", "Do not pass it."
+            raise _checks.error("diff.configs", must, _checks.shown(key), fix)
+    if factor is not None and all(own is None for _, own in asked):
         must, fix = "factor requires Meta's params.json with use_scaled_rope", "Omit it."
         raise _checks.error("diff.configs", must, _checks.shown(factor), fix)
-    found = []
-    for config, keys, own in zip(both, of_each, factors, strict=True):
+    for config, (keys, own) in zip(both, asked, strict=True):
         ropes = read_config(config, pairing=pairing, base=base, factor=own, ignore=keys, download=download)
         if not ropes.layers:
             fix = "Compare two text models."
@@ -119,34 +123,19 @@ def read_both(
     return found[0], found[1]
 
 
-def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
-    """Return for each config those of the keys to ignore that it has, since `from_config` rejects missing ones."""
-    if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
-        return [ignore, ignore]  # from_config raises the error
-    found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]
-    for key in ignore:
-        if key not in found[0] and key not in found[1]:
-            must, fix = "every key to ignore must be in one of the configs", "Do not pass it."
-            raise _checks.error("diff.configs", must, _checks.shown(key), fix)
-    return found
-
-
-def _has_key(config: Any, key: str, download: bool) -> bool:
-    if source.gguf_path(config) is not None:
-        return True  # the GGUF reader raises if the key is missing
+def _asked_of(
+    config: Any, ignore: tuple[str, ...], factor: float | None, download: bool
+) -> tuple[tuple[str, ...], float | None]:
+    """Return the keys to ignore that a config has and the factor if it needs one: `from_config` refuses others."""
+    if source.gguf_path(config) is not None or not (ignore or factor is not None):
+        return ignore, None  # the GGUF reader raises if the key is missing
     values, name = source.load(config, download=download)
-    try:
-        source.without_keys(values, (key,), name)
-    except _checks.RopeError:
-        return False
-    return True
-
-
-def _needs_factor(config: Any, download: bool) -> bool:
-    if source.gguf_path(config) is not None:
-        return False
-    values, _ = source.load(config, download=download)
-    return source.is_params(values) and meta.needs_factor(values)
+    keys = []
+    for key in ignore:
+        with contextlib.suppress(_checks.RopeError):
+            source.without_keys(values, (key,), name)
+            keys.append(key)
+    return tuple(keys), factor if source.is_params(values) and meta.needs_factor(values) else None
 
 
 def summary(ropes: ModelRopes) -> dict[str, Any]:
