@@ -205,9 +205,9 @@ class TestRefusals:
         refused = {one["name"]: one["refused"] for one in row["engines"] if one["refused"]}
         assert set(refused) == {"vLLM", "SGLang"}
         assert "Write 4.0" in refused["vLLM"]
-        assert not found.agree
+        assert found.verdict != "agree"
         assert "vLLM and SGLang do not run this config" in found.text()
-        assert diff.engines(scaled(rope_type="linear", factor=4.0)).agree
+        assert diff.engines(scaled(rope_type="linear", factor=4.0)).verdict == "agree"
 
     @pytest.mark.parametrize("key", [{"attn_factor": 0.0}, {"extrapolation_factor": 1.5}, {"attn_factor": "much"}])
     def test_keys_of_sglang_out_of_range(self, key: dict[str, Any]) -> None:
@@ -312,7 +312,7 @@ class TestRefusals:
         config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
         with pytest.raises(RopeError, match="the length must be passed if the config does not state it"):
             diff.engines(config)
-        assert diff.engines(config, length=4096).agree
+        assert diff.engines(config, length=4096).verdict == "agree"
 
 
 class TestNumbersOfAnEngine:
@@ -534,7 +534,7 @@ def test_the_text_says_what_was_not_compared() -> None:
 
 def test_no_engine_reads_the_pairing_of_convert() -> None:
     converted = diff.engines({**LLAMA, "ropewalk_pairing": "interleaved"})
-    assert converted.agree
+    assert converted.verdict == "agree"
     assert "No engine reads ropewalk_pairing. They rotate as for any other llama." in converted.facts["warnings"]
     assert converted.facts["ropes"] == diff.engines(LLAMA).facts["ropes"]
 

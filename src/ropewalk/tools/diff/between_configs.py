@@ -234,21 +234,21 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]], con
     In the result, "permute" is true if they do not fit unchanged but would fit if q and k were permuted.
     """
     changed = {change["what"] for row in rows for change in row["changed"]}
+    fit = permute = False
     if len(a.layers) != len(b.layers):
-        return {"fit": False, "permute": False, "why": "the number of layers differs"}
-    if "head_dim" in changed:
-        return {"fit": False, "permute": False, "why": "the head size differs"}
-    if _pairings_differ(a, b):
-        why = "the pairings of these formats differ, and converters permute the weights" if converted else ""
-        return {"fit": False, "permute": True, "why": why or "the pairings differ"}
-    if changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}:
+        why = "the number of layers differs"
+    elif "head_dim" in changed:
+        why = "the head size differs"
+    elif permute := _pairings_differ(a, b):
+        why = "the pairings of these formats differ, and converters permute the weights"
+        why = why if converted else "the pairings differ"
+    elif fit := bool(changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}):
         why = "other channels are rotated, which the model must have been trained for"
-        return {"fit": True, "permute": False, "why": why}
-    if any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
-        return {"fit": True, "permute": False, "why": "the same channels are rotated, at other frequencies"}
-    if rows:
-        return {"fit": True, "permute": False, "why": "of the rotation, only the attention factor differs"}
-    return {"fit": True, "permute": False, "why": "the rotation is the same"}
+    elif fit := any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
+        why = "the same channels are rotated, at other frequencies"
+    else:
+        fit, why = True, "of the rotation, only the attention factor differs" if rows else "the rotation is the same"
+    return {"fit": fit, "permute": permute, "why": why}
 
 
 def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -39,17 +39,14 @@ class EngineDiff:
         return self.facts["verdict"]  # type: ignore[no-any-return]
 
     @property
-    def agree(self) -> bool:
-        """Whether the verdict is "agree"."""
-        return self.verdict == "agree"
-
-    @property
     def bitwise(self) -> bool:
         """Whether all engines agree, and each is known to rotate bitwise equally to the first one."""
         found = [
             entry["verdict"] for row in self.facts["ropes"] for at in row["at"] for entry in at["engines"].values()
         ]
-        return self.agree and all(verdict is None or verdict["word"] == "bitwise equal" for verdict in found)
+        return self.verdict == "agree" and all(
+            verdict is None or verdict["word"] == "bitwise equal" for verdict in found
+        )
 
     def text(self) -> str:
         """Return the comparison as text for a terminal."""
