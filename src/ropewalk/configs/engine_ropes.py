@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import PAIRING_KEY, SECTIONS
+from ropewalk.configs.source import Request
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
 from ropewalk.engines import engine as engine
 from ropewalk.rope.rope import Rope
@@ -26,13 +27,7 @@ _LENGTH_NOTES = {
 
 
 def ropes_for_engines(
-    config: Any,
-    *chosen: Engine,
-    pairing: str | None = None,
-    base: float | None = None,
-    factor: float | None = None,
-    ignore: Collection[str] = (),
-    download: bool = False,
+    config: Any, *chosen: Engine, **asked: Any
 ) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
     """Read the text ropes of a config, and the config keys that the `chosen` engines read for each rope.
 
@@ -43,32 +38,19 @@ def ropes_for_engines(
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
         `engines`, and the indices of the layers that have this rope.
     """
-    base = source.check_passed(pairing, base)
-    ignored = source.check_ignore(ignore)
-    ropes, values = read(config, pairing, base, True, ignored, download, factor)
+    ropes, values = read(config, Request(**asked, text_only=True))
     return ropes, distinct_ropes(ropes, values, *chosen)
 
 
-def read(
-    config: Any,
-    pairing: str | None,
-    base: float | None,
-    text_only: bool,
-    ignore: tuple[str, ...],
-    download: bool,
-    factor: float | None = None,
-) -> tuple[ModelRopes, dict[str, Any]]:
+def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
     """Read the ropes of a config without the keys that only engines read. Return them and the whole config.
 
     A file of another format is converted to a config.json.
     """
-    values, name, is_other = source.load_any(config, ignore=ignore, download=download, factor=factor)
-    other = None
+    values, name, is_other = source.load_any(config, asked)
+    how, other, note = asked.of_text, None, ""
     if is_other:
-        asked: Any = {"pairing": pairing, "base": base, "factor": factor, "text_only": text_only}
-        other = other_formats.read(values, name, **asked, ignore=ignore)
-    note = ""
-    if other is not None:
+        other = other_formats.read(values, name, **how, factor=asked.factor, ignore=tuple(asked.ignore))
         inside = mistral.has_encoder(values)
         try:
             values = other.to_hf_config(version=4)  # which more engines read
@@ -76,16 +58,16 @@ def read(
             values = other.to_hf_config(version=5)
         values = {"model_type": "mistral3", "text_config": values} if inside else values
         note = "It was compared as the config.json of the same model, converted for transformers."
-        pairing = base = None
+        how |= {"pairing": None, "base": None}
     if source.is_denoiser(values):
         must = "what engines read must be a config.json of Hugging Face"
         raise error(name, must, "another format", "Pass the config.json of the model.")
     known = source.without_keys(values, find_engine_keys(values), name)
-    ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
+    ropes = hf.read(known, name, **how)
     path, text = find_text(values)
     if PAIRING_KEY in text:
         known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
-        ropes = hf.read(known, name, pairing=pairing, base=base, text_only=text_only)
+        ropes = hf.read(known, name, **how)
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
     file_format, warnings = ("", ()) if other is None else (other.file_format, other.warnings)
     warnings = tuple(dict.fromkeys((*warnings, *ropes.warnings, *filter(None, [note]))))

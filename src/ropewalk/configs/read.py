@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk._checks import Assumed, boolean, error, number, option, shown
+from ropewalk._checks import Assumed, error, option, shown
 from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.source import Request
 from ropewalk.configs.weights import Weights
 
 
@@ -92,101 +93,58 @@ def from_config(
         >>> len(ropes.layers)
         32
     """
-    ropes = read_config(
-        config,
-        pairing=pairing,
-        base=base,
-        factor=factor,
-        text_only=text_only,
-        ignore=ignore,
-        download=download,
-        engine=engine,
-        like=like,
-        weights=weights,
-    )
+    asked = Request(pairing, base, factor, text_only, ignore, download, engine, like, weights)
+    ropes = _read(config, asked)
     assumed = [warning for warning in ropes.warnings if isinstance(warning, Assumed)]
     if assumed:
         warnings.warn(f"{ropes.source}: {' '.join(assumed)}", stacklevel=2)
     return ropes
 
 
-def read_config(
-    config: Any,
-    *,
-    pairing: str | None = None,
-    base: float | None = None,
-    factor: float | None = None,
-    text_only: bool = False,
-    ignore: Collection[str] = (),
-    download: bool = False,
-    engine: str | None = None,
-    like: str | None = None,
-    weights: Mapping[str, Any] | None = None,
-) -> ModelRopes:
+def read_config(config: Any, **asked: Any) -> ModelRopes:
     """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
-    boolean("from_config", "text_only", text_only)
-    base = source.check_passed(pairing, base)
-    if factor is not None:
-        factor = number("from_config", option("factor"), factor, at_least=1.0)
-    boolean("from_config", "download", download)
-    _check_like(like, pairing, engine)
-    ignored = source.check_ignore(ignore)
-    if engine is None:
-        tensors = Weights(weights)
-        ropes = _read(config, pairing, base, factor, text_only, ignored, download, like, tensors)
-        if weights is not None and not tensors.needed:
-            must, fix = "weights require a model of which a part of the rope is in the checkpoint", "Omit weights."
-            raise error("from_config", must, f"{ropes.model_type}, whose config states all", fix)
+    return _read(config, Request(**asked))
+
+
+def _read(config: Any, asked: Request) -> ModelRopes:
+    if asked.engine is None:
+        ropes = _read_own(config, asked)
     else:
         from ropewalk.configs import engine_ropes
 
-        selected = engine_ropes.engine("from_config", engine)
-        if weights is not None:
-            raise error("from_config", "weights and engine must not both be passed", "both", "Omit one of them.")
-        ropes, values = engine_ropes.read(config, pairing, base, text_only, ignored, download, factor)
+        selected = engine_ropes.engine("from_config", asked.engine)
+        ropes, values = engine_ropes.read(config, asked)
         ropes = engine_ropes.apply_engine(selected, ropes, values)
-    notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
-    return replace(ropes, warnings=(*ropes.warnings, *notes)) if ignored else ropes
+    keys = asked.ignore
+    notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in keys]
+    return replace(ropes, warnings=(*ropes.warnings, *notes)) if keys else ropes
 
 
-def _read(
-    config: Any,
-    pairing: str | None,
-    base: float | None,
-    factor: float | None,
-    text_only: bool,
-    ignore: tuple[str, ...],
-    download: bool,
-    like: str | None,
-    weights: Weights,
-) -> ModelRopes:
-    values, name, other = source.load_any(config, ignore=ignore, download=download, factor=factor)
+def _read_own(config: Any, asked: Request) -> ModelRopes:
+    """Read the ropes of the model's own code."""
+    tensors = Weights(asked.weights)
+    values, name, other = source.load_any(config, asked)
     if other:
         from ropewalk.configs import other_formats
 
-        asked: Any = {"pairing": pairing, "base": base, "factor": factor, "text_only": text_only}
-        return other_formats.read(values, name, **asked, ignore=ignore, like=like)
-    if source.is_denoiser(values):
+        more: Any = {**asked.of_text, "factor": asked.factor, "ignore": asked.ignore, "like": asked.like}
+        ropes = other_formats.read(values, name, **more)
+    elif source.is_denoiser(values):
         from ropewalk.configs import diffusers
 
-        if like is not None:
+        if asked.like is not None:
             must = f"{option('like')} requires a Hugging Face config"
             raise error("from_config", must, "a config of diffusers", "Omit it.")
-        if pairing is not None or base is not None or text_only:
+        if asked.pairing is not None or asked.base is not None or asked.text_only:
             names = f"{option('pairing')}, {option('base')} and {option('text_only')}"
             must, got = f"{names} require a text model", shown(values["_class_name"])
             raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
-        return diffusers.read(values, name)
-    if isinstance(config, str | os.PathLike):
-        weights.folder = Path(name).parent
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only, like=like, weights=weights)
-
-
-def _check_like(like: object, pairing: str | None, engine: str | None) -> None:
-    if like is None:
-        return
-    if not isinstance(like, str):
-        raise error("from_config", "like must be a model_type", shown(like), 'Pass a string, e.g. like="llama".')
-    other = "pairing" if pairing is not None else "engine" if engine is not None else ""
-    if other:
-        raise error("from_config", f"like and {other} must not both be passed", "both", "Omit one of them.")
+        ropes = diffusers.read(values, name)
+    else:
+        if isinstance(config, str | os.PathLike):
+            tensors.folder = Path(name).parent
+        ropes = hf.read(values, name, **asked.of_text, like=asked.like, weights=tensors)
+    if asked.weights is not None and not tensors.needed:
+        must, fix = "weights require a model of which a part of the rope is in the checkpoint", "Omit weights."
+        raise error("from_config", must, f"{ropes.model_type}, whose config states all", fix)
+    return ropes

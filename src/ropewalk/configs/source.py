@@ -9,11 +9,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from ropewalk._checks import (
     RopeError,
+    boolean,
     check_pairing,
     error,
     nearest,
@@ -39,18 +41,48 @@ _CONFIG_NAMES = (
 )
 
 
-def check_passed(pairing: object, base: object) -> float | None:
-    """Check the arguments `pairing` and `base`, and return `base` as a float."""
-    if pairing is not None:
-        check_pairing("from_config", pairing)
-    return None if base is None else number("from_config", option("base"), base, above=1.0)
+@dataclass
+class Request:
+    """The arguments of `from_config` beside the config, checked."""
 
+    pairing: str | None = None
+    base: float | None = None
+    factor: float | None = None
+    text_only: bool = False
+    ignore: Collection[str] = ()
+    download: bool = False
+    engine: str | None = None
+    like: str | None = None
+    weights: Mapping[str, Any] | None = None
 
-def check_ignore(ignore: object) -> tuple[str, ...]:
-    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
-        must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
-        raise error("from_config", must, shown(ignore), fix)
-    return tuple(dict.fromkeys(ignore))
+    def __post_init__(self) -> None:
+        who = "from_config"
+        boolean(who, "text_only", self.text_only)
+        if self.pairing is not None:
+            check_pairing(who, self.pairing)
+        if self.base is not None:
+            self.base = number(who, option("base"), self.base, above=1.0)
+        if self.factor is not None:
+            self.factor = number(who, option("factor"), self.factor, at_least=1.0)
+        boolean(who, "download", self.download)
+        if self.like is not None:
+            if not isinstance(self.like, str):
+                raise error(who, "like must be a model_type", shown(self.like), 'Pass a string, e.g. like="llama".')
+            other = "pairing" if self.pairing is not None else "engine" if self.engine is not None else ""
+            if other:
+                raise error(who, f"like and {other} must not both be passed", "both", "Omit one of them.")
+        if self.weights is not None and self.engine is not None:
+            raise error(who, "weights and engine must not both be passed", "both", "Omit one of them.")
+        keys = self.ignore
+        if isinstance(keys, str) or not isinstance(keys, Collection) or not all(isinstance(key, str) for key in keys):
+            must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
+            raise error(who, must, shown(keys), fix)
+        self.ignore = tuple(dict.fromkeys(keys))
+
+    @property
+    def of_text(self) -> dict[str, Any]:
+        """The arguments of `hf.read` by which every format reads a text model."""
+        return {"pairing": self.pairing, "base": self.base, "text_only": self.text_only}
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
@@ -93,9 +125,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
     )
 
 
-def load_any(
-    config: Any, *, ignore: tuple[str, ...], download: bool, factor: float | None
-) -> tuple[dict[str, Any], str, bool]:
+def load_any(config: Any, asked: Request) -> tuple[dict[str, Any], str, bool]:
     """Load a config of any format.
 
     Returns:
@@ -107,11 +137,11 @@ def load_any(
     path = gguf_path(config)
     if path is not None:
         return {}, str(path), True
-    values, name = load(config, download=download)
-    values = without_keys(values, ignore, name)
+    values, name = load(config, download=asked.download)
+    values = without_keys(values, asked.ignore, name)
     other = (is_params(values) or is_litgpt(values)) and not is_denoiser(values)
     if not other:
-        refuse_factor(factor)
+        refuse_factor(asked.factor)
     return values, name, other
 
 
@@ -184,7 +214,7 @@ def to_plain(value: Any, name: str) -> Any:
     return copy(value, 0)
 
 
-def without_keys(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
+def without_keys(config: Mapping[str, Any], ignore: Collection[str], name: str) -> dict[str, Any]:
     """Return a copy of a config without the keys in `ignore`. "a.b" is the key b inside a, unless there is a key "a.b".
 
     Raises:

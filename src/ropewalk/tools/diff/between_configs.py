@@ -105,7 +105,7 @@ def read_both(
     download: bool,
 ) -> tuple[ModelRopes, ModelRopes]:
     """Read two configs. Arguments and errors are those of `configs`."""
-    ignored, found = source.check_ignore(ignore), []
+    ignored, found = tuple(source.Request(ignore=ignore).ignore), []
     asked = [_asked_of(config, ignored, factor, download) for config in both]
     for key in ignored:
         if not any(key in keys for keys, _ in asked):
