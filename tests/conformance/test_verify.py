@@ -23,10 +23,8 @@ from ropewalk.configs.read import read_config
 from ropewalk.integrations import vllm
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-VLLM = json.loads((GOLDEN / "engines" / "vllm.json").read_text())
-CONFIGS = VLLM["configs"] | {
-    path.stem: json.loads(path.read_text())["config"] for path in (GOLDEN / "models").glob("*.json")
-}
+ROWS = json.loads((GOLDEN / "engines" / "vllm.json").read_text())["rows"]
+CONFIGS = {row["name"]: row["config"] for row in json.loads((GOLDEN / "text_models.json").read_text())["rows"]}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32_768}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -77,12 +75,12 @@ def test_models_of_transformers_are_not_accused(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no rope_theta")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted({row["model"] for row in VLLM["rows"]}))
+@pytest.mark.parametrize("name", sorted({row["model"] for row in ROWS}))
 def test_tables_of_vllm_are_right(name: str, dtype: torch.dtype) -> None:
     """Build vLLM's table by its formula, from the frequencies that its own classes were recorded to have."""
     model, ropes = nn.Module(), read_config(CONFIGS[name], text_only=True)
     model.layers = nn.ModuleList(nn.Module() for _ in ropes.layers)
-    for row in (row for row in VLLM["rows"] if row["model"] == name):
+    for row in (row for row in ROWS if row["model"] == name):
         positions = torch.arange(2000) / row.get("positions_divided_by", 1.0)
         t = torch.outer(positions, torch.tensor(row["inv_freq"], dtype=torch.float32))
         table = (torch.cat((t.cos(), t.sin()), dim=-1) * row["attention_factor_from_cache"]).to(dtype)
