@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ PASSAGE = 128
 METHODS = ("llama3", "yarn", "linear", "ntk")
 
 _LOGITS = 2**25  # the most numbers in the logits of a chunk: 128 MiB in float32
+_UNPACKED = 2**22  # bytes of blocks that are unpacked at once
 _LEAST = 40 * PASSAGE  # of tokens of a text, so that passages differ
 
 
@@ -213,12 +216,40 @@ def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any
         if hasattr(transformers, "GgufConfig"):
             for_model["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        network: Any = transformers.AutoModelForCausalLM.from_pretrained(where, **for_model, **options)
+        with unpacked_in_parts() if path.suffix == ".gguf" else contextlib.nullcontext():
+            network: Any = transformers.AutoModelForCausalLM.from_pretrained(where, **for_model, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
         return (network if device == "auto" else network.to(device)).eval(), tokenizer
     except Exception as e:  # transformers and the libraries under it raise anything
         fix = "Pass a folder with weights and tokenizer, a GGUF file, or a model in the cache of the hub."
         raise error_from(f"{WHO}: {source} cannot be loaded", e, fix) from e
+
+
+@contextlib.contextmanager
+def unpacked_in_parts() -> Iterator[None]:
+    """Let gguf unpack a tensor in parts, for transformers.
+
+    At once, it holds all unpacked numbers twice. With a large vocabulary, this exceeds what the measurement needs.
+    """
+    import gguf
+    import numpy
+
+    at_once = gguf.dequantize
+
+    def unpack(data: Any, kind: Any) -> Any:
+        if data.dtype != numpy.uint8 or data.ndim < 2:  # plain numbers
+            return at_once(data, kind)
+        whole = numpy.empty(gguf.quant_shape_from_byte_shape(data.shape, kind), numpy.float32)
+        count = 1 + data.nbytes // _UNPACKED
+        for rows, part in zip(numpy.array_split(whole, count), numpy.array_split(data, count), strict=True):
+            rows[:] = at_once(part, kind)
+        return whole
+
+    gguf.dequantize = unpack  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        gguf.dequantize = at_once
 
 
 def _read(text: Path | None) -> str:
