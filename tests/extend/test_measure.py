@@ -17,7 +17,8 @@ from torch import Tensor
 import tiny_models
 from ropewalk import RopeError
 from ropewalk.tools.extend import filled, measure, subject
-from ropewalk.tools.extend.measure import best_of, factors_of, find, reach_of
+from ropewalk.tools.extend.measure import Steps, best_of, factors_of, find, reach_of
+from ropewalk.tools.extend.measured import measured_text, picture
 from ropewalk.tools.extend.subject import PASSAGE, Subject
 
 transformers = pytest.importorskip("transformers", "5.23")
@@ -101,37 +102,51 @@ def test_a_smaller_factor_counts_more_than_short_texts() -> None:
 class Fake:
     """A model that copies across factor × 1,500 tokens, except with "yarn"; "linear" harms short texts."""
 
-    stated, factor, methods = 2_000, 1.0, ("yarn", "linear", "llama3")
+    stated, factor, methods, copied = 2_000, 1.0, ("yarn", "linear", "llama3"), 512
+    self_extends = True
 
     def __init__(self, copies: float = 0.8) -> None:
         self.copies, self.calls = copies, 0
 
-    def copy(self, distance: int, seed: int, method: str = "none", factor: float = 1.0, *, seen: bool = True) -> Any:
+    def copy(
+        self, distance: float, seed: int, method: str = "none", factor: float = 1.0, *window: int, seen: bool = True
+    ) -> Any:
         self.calls += 1
+        if method == "self_extend":
+            if not self.self_extends:
+                raise RopeError("it has sinks")
+            distance, factor = max(0, distance - window[0]) / factor + min(distance, window[0]), 1.0
         reaches = distance / factor <= 1_500 and method != "yarn"
         return [self.copies, 0.4 + 0.6 * self.copies] if reaches and seen else [0.0, 0.4]
 
-    def loss(self, length: int, seed: int, method: str = "none", factor: float = 1.0) -> float:
+    def loss(self, length: int, seed: int, method: str = "none", factor: float = 1.0, *window: int) -> float:
         self.calls += 1
-        return 3.0 + seed + {"none": 0.0, "linear": 0.5}.get(method, 0.01) * factor
+        return 3.0 + seed + {"none": 0.0, "self_extend": 0.0, "linear": 0.5}.get(method, 0.01) * factor
 
 
-def run(fake: Fake, target: int, keep: Path | None = None) -> dict[str, Any]:
-    return find(fake, target, measure.Steps(keep, {"model": "fake"}, progress=False))
+def run(fake: Fake, target: int, keep: Path | None = None, about: str = "fake") -> dict[str, Any]:
+    return find(fake, target, Steps(keep, about, 1, progress=False))
+
+
+def said(found: dict[str, Any], target: int) -> str:
+    facts = {"target": target, "stated_length": 2_000, "layer": 5, "kind": "full_attention", **found}
+    return measured_text(facts).replace("\n  ", " ")
 
 
 def test_finds_the_smallest_factor_and_the_method_that_harms_least() -> None:
     found = run(Fake(), 4_000)
     assert found["reach"] == 1_500
-    assert [row["factor"] for row in found["rows"]] == [3.0, 4.0, 6.0] * 3
+    # A passage ends at 4,000. The reach without the 375 tokens that Self-Extend leaves alone is 1,125: 3,497 / 1,125.
+    assert [row["factor"] for row in found["rows"]] == [3.0, 4.0, 6.0] * 3 + [4.0, 5.0, 7.0]
     assert (found["method"], found["factor"]) == ("llama3", 3.0)
     chosen = next(row for row in found["rows"] if row["method"] == "llama3")
     assert chosen["short"] == pytest.approx(0.03)
     assert chosen["at_target"] == chosen["at_half"] == chosen["lowest"] == pytest.approx(0.8)
-    text = measure.Measured({"target": 4_000, "stated_length": 2_000, **found}).text().replace("\n  ", " ")
+    text = said(found, 4_000)
     assert "verdict: llama3 with factor 3, the smallest that reaches 4,000 tokens (copies 0.80" in text
-    assert text.count("reaches\n") + text.count("reaches") >= 5
-    assert text.count("chosen") == 1
+    assert [text.count(mark) for mark in ("reaches\n", "chosen")] == [8, 1]
+    rope = "ropewalk.SelfExtend(ropes.layers[5], group=4, window=375)"
+    assert f"accelerate(model, rope={{'full_attention': {rope}}})" in text
 
 
 @pytest.mark.parametrize(
@@ -139,14 +154,14 @@ def test_finds_the_smallest_factor_and_the_method_that_harms_least() -> None:
     [
         (Fake(0.1), 4_000, None, "No verdict: this model copies 0.10 of the tokens at best"),
         (Fake(), 1_000, "none", "verdict: nothing is needed for 1,000 tokens."),
-        (type("Y", (Fake,), {"methods": ("yarn",)})(), 4_000, None, "verdict: no method reaches 4,000 tokens."),
+        (type("Y", (Fake,), {"methods": ("yarn",)})(), 4_000, None, "verdict: no method of engines reaches 4,000"),
+        (type("S", (Fake,), {"self_extends": False})(), 4_000, "llama3", "Self-Extend was not measured: it has sinks"),
     ],
 )
 def test_other_verdicts(fake, target, method, words) -> None:
     found = run(fake, target)
-    measured = measure.Measured({"target": target, "stated_length": 2_000, **found})
-    assert measured.method == method
-    assert words in measured.text().replace("\n  ", " ")
+    assert found["method"] == method
+    assert words in said(found, target)
 
 
 def test_results_are_kept_and_continued(tmp_path: Path) -> None:
@@ -159,12 +174,12 @@ def test_results_are_kept_and_continued(tmp_path: Path) -> None:
     again = Fake()
     found = run(again, 4_000, keep)
     assert found == run(Fake(), 4_000)
-    assert first + again.calls == (complete := Fake(), run(complete, 4_000))[0].calls
-    third = Fake()
-    assert run(third, 4_000, keep) == found
-    assert third.calls == 0
-    with pytest.raises(RopeError, match="must be of this measurement, got other values of model"):
-        measure.Steps(keep, {"model": "another"}, progress=False)
+    run(complete := Fake(), 4_000)
+    assert first + again.calls == complete.calls
+    for about, calls in (("another", complete.calls), ("fake", 0), ("another", 0)):
+        later = Fake()
+        assert run(later, 4_000, keep, about) == found
+        assert later.calls == calls
     keep.write_text("{}")
     with pytest.raises(RopeError, match="does not hold kept results: KeyError"):
         run(Fake(), 4_000, keep)
@@ -267,6 +282,40 @@ def test_copy_is_that_of_transformers(folders, name: str, method: str) -> None:
     assert shares == pytest.approx([float(right[:each].mean()), float(right[each:].mean())])
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@torch.no_grad()
+def test_self_extend_groups_positions_of_the_layers_that_see_the_whole_text(folders, name: str) -> None:
+    """Without a window, Self-Extend is the rotation by position // group."""
+    one, expected = load(folders, name), build(name)
+    if name != "llama":  # silence the layer with a window, for which the positions stay
+        for network in (one.network, expected):
+            network.model.layers[0].self_attn.o_proj.weight.zero_()
+    calls = record(one)
+    one.copy(1_500, 0, "self_extend", 4.0, 0)
+    given, logits = calls[0]
+    mask = {"attention_mask": mask["full_attention"] if isinstance(mask := given["attention_mask"], dict) else mask}
+    other = expected(input_ids=given["input_ids"], position_ids=given["position_ids"] // 4, **mask).logits
+    assert (logits - other[:, -PASSAGE:]).abs().max() < 2e-3  # as above
+    one.copy(1_500, 0)
+    assert (logits - calls[1][1]).abs().max() > 0.01
+    if name != "llama":
+        one = load(folders, name)
+        one.network.model.layers[1].self_attn.o_proj.weight.zero_()
+        calls = record(one)
+        one.copy(1_500, 0, "self_extend", 4.0, 0)
+        one.copy(1_500, 0)
+        assert (calls[0][1] - calls[1][1]).abs().max() < 2e-3
+
+
+def test_a_model_that_self_extend_does_not_serve_can_still_be_measured(folders) -> None:
+    one = load(folders, "gpt_oss")
+    before = one.copy(1_500, 0, "yarn", 4.0)
+    for group, why in ((4.0, "s_aux"), (0.0, "group must be")):
+        with pytest.raises(RopeError, match=why):
+            one.copy(1_500, 0, "self_extend", group, 0)
+    assert one.copy(1_500, 0, "yarn", 4.0) == before
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
 @torch.no_grad()
 def test_no_layer_with_a_window_sees_across_the_hole(folders, name: str) -> None:
@@ -283,7 +332,7 @@ def test_no_layer_with_a_window_sees_across_the_hole(folders, name: str) -> None
 @torch.no_grad()
 def test_a_text_is_read_as_transformers_reads_it_at_once(folders, name: str, monkeypatch) -> None:
     one, tokens = load(folders, name), [*range(32, 120)] * 3
-    monkeypatch.setattr(subject, "_LOGITS", 0)  # chunks of 64
+    monkeypatch.setattr(subject, "_NUMBERS", 0)  # chunks of 64
     losses, right = one.read(tokens, "yarn", 4.0)
     logits = build(name, "yarn")(torch.tensor([tokens])).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
@@ -334,18 +383,18 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     keep = tmp_path / "kept.json"
     options: dict[str, Any] = {"text": folders["text"], "keep": keep}
     measured = measure.measure(folders[name], 8_192, **options)
-    assert (measured.reach, measured.method, measured.factor) == (0, None, None)
-    assert "No verdict" in measured.text()
+    assert (measured["reach"], measured["method"], measured["factor"]) == (0, None, None)
+    assert "No verdict" in measured_text(measured)
     assert "measuring" in capsys.readouterr().err
     monkeypatch.setattr(measure, "_KNOWS", -1.0)
     measured = measure.measure(folders[name], 8_192, progress=False, **options)
-    assert measured.reach > 0
-    assert len(measured.facts["rows"]) == 12
-    json.dumps(measured.facts)
-    text = measured.text()
-    assert text.count("a whole text of 8,192 tokens") == len(measured.facts["filled"]) >= 2
+    assert measured["reach"] > 0
+    assert len(measured["rows"]) == 15
+    json.dumps(measured)
+    text = measured_text(measured)
+    assert text.count("a whole text of 8,192 tokens") == len(measured["filled"]) >= 2
     assert "loss by position: " in text
-    measured.picture(tmp_path / "picture.png")
+    picture(measured, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

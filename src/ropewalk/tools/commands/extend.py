@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -112,26 +113,26 @@ def extend(
 
     _refuse_without(context, "write", ("version",), passed=folder is not None)
     _refuse_without(context, "measure", ("text", "keep", "dtype", "device", "plot"), passed=measure)
-    measured: dict[str, object] | None = None
+    measured: dict[str, Any] | None = None
     if measure:
         if method is not None or new_factor is not None:
             raise click.UsageError(
                 "--measure finds the method and the factor. Drop --method and --factor, or --measure."
             )
         from ropewalk.tools.extend.measure import measure as measure_model
+        from ropewalk.tools.extend.measured import measured_text, picture
 
-        result = measure_model(source, target, text=text, dtype=dtype, device=device, keep=keep)
+        measured = measure_model(source, target, text=text, dtype=dtype, device=device, keep=keep)
         if plot is not None:
-            result.picture(plot)
-        measured = dict(result.facts)
+            picture(measured, plot)
         if not as_json:
-            click.echo(f"{result.text()}\n")
-        if result.method is None:
+            click.echo(f"{measured_text(measured)}\n")
+        if measured["method"] is None:
             nothing = json.dumps({"measured": measured}, indent=2, allow_nan=False)
             click.echo(nothing if as_json else "No factor was found.")
             context.exit(2)
-        if result.method != "none":
-            method, new_factor = result.method, result.factor
+        if measured["method"] != "none":
+            method, new_factor = measured["method"], measured["factor"]
     found = extending.extend(
         source,
         target,

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from ropewalk.tools.extend.subject import Subject
+
+MOST = 4
+"""How often `filled` reads a text, at most."""
 
 _NAMES = ("London", "Paris", "Berlin", "Madrid", "Rome", "Vienna", "Prague", "Athens", "Dublin", "Oslo")
 _LENGTH = 64  # tokens of a passage
 _BLOCKS = 16
 
 
-def filled(subject: Subject, target: int, steps: Any, method: str, factor: float) -> list[dict[str, Any]]:
-    """Return what the model finds and its losses: without scaling, with target / stated length, and with the factor."""
-    ratio = subject.factor * target / subject.stated
-    ways = [("none", 1.0), *([(method, ratio)] if 1.0 < ratio < factor else []), (method, factor)]
+def filled(subject: Subject, target: int, steps: Any, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the model finds, and its losses: without scaling, and with what reaches the target.
 
-    def read(target: int, method: str, factor: float) -> dict[str, Any]:
-        return _read(subject, target, method, factor)
+    That is the method that was found, also with target / stated length as the factor, and Self-Extend.
+    """
+    method, factor, ratio = found["method"], found["factor"], subject.factor * target / subject.stated
+    ways: list[tuple[Any, ...]] = [("none", 1.0)]
+    if method is not None:
+        ways += [(method, ratio)] if 1.0 < ratio < factor else []
+        ways.append((method, factor))
+    if (row := found["self_extend"]) is not None:
+        ways.append((row["method"], row["factor"], row["window"]))
 
-    return [{"method": a, "factor": b, **steps.do(read, target, a, b)} for a, b in dict.fromkeys(ways)]
+    def read(target: int, *way: Any) -> dict[str, Any]:
+        return _read(subject, target, *way)
+
+    return [{"method": way[0], "factor": way[1], **steps.do(target, read, target, *way)} for way in ways]
 
 
-def _read(subject: Subject, target: int, method: str, factor: float) -> dict[str, Any]:
+def _read(subject: Subject, target: int, *way: Any) -> dict[str, Any]:
     tokens, questions, body = lay(subject, target)
-    losses, right = subject.read(tokens, method, factor)
+    losses, right = subject.read(tokens, *way)
     found = []
     for distance, spans in questions:  # `right` begins with the second token
         random_passage, real, key = ([bool(one) for one in right[start - 1 : end - 1]] for start, end in spans)

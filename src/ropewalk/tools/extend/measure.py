@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ropewalk import _checks
-from ropewalk._checks import error
-from ropewalk.tools.extend.filled import filled
-from ropewalk.tools.extend.measured import Measured
-from ropewalk.tools.extend.subject import PASSAGE, WHO, Subject
+from ropewalk._checks import RopeError, error
+from ropewalk.tools.extend.filled import MOST, filled
+from ropewalk.tools.extend.subject import PASSAGE, SELF_EXTEND, WHO, Subject
 
 SHARE = 0.9
 """The share of its usual copy that a model must keep, to reach a distance."""
@@ -22,6 +20,7 @@ SEEDS = (0, 1, 2)
 
 _TWENTIETHS = (*range(2, 10, 2), *range(10, 25))  # of the stated length, at which it copies without scaling
 _MARGINS = (1.0, 1.5, 2.0)  # of target / reach
+_NEAR = 4  # Self-Extend leaves a distance of reach / 4 alone
 _SHORT = 512  # tokens of a short text
 _KNOWS = 0.2  # a model that copies less than this at every distance cannot be judged
 
@@ -35,7 +34,7 @@ def measure(
     device: str = "cpu",
     keep: Path | None = None,
     progress: bool = True,
-) -> Measured:
+) -> dict[str, Any]:
     """Measure the reach of a model without scaling, and the methods and factors that could reach a target.
 
     Args:
@@ -44,32 +43,46 @@ def measure(
         keep: a JSON file for the results, from which another call continues; None for none.
         progress: whether to show a bar with the estimated time, on the standard error output.
 
+    Returns:
+        What was found, as JSON values, for `measured_text` and `picture`. "method" and "factor" are those for engines:
+        "none" and 1.0 if the model reaches the target as it is, None if no method was found.
+
     Raises:
-        RopeError: as for `Subject`; the text is shorter than the target; or the file cannot be written, or belongs to
-            another measurement.
+        RopeError: as for `Subject`; the text is shorter than the target; or the file cannot be written, or holds
+            something else.
     """
     target = _checks.length(WHO, "to", target, at_least=4 * PASSAGE)
     subject = Subject(model_source, text=text, dtype=dtype, device=device)
     if text is not None and len(subject.tokens) < target:
         got = f"{len(subject.tokens):,} tokens for {target:,}"
         raise error(WHO, "the text must be as long as the target", got, "Pass a longer text, or none.")
-    about = {"model": str(model_source), "text": subject.digest, "dtype": dtype, "stated_length": subject.stated}
-    steps = Steps(keep, about, progress)
-    facts = {**about, "text": None if text is None else str(text), "device": device, "target": target}
+    about = f"{model_source} of {subject.stated} tokens in {dtype}, text {subject.digest}"
+    tried = len(_MARGINS) * (len(subject.methods) + 1)
+    table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
+    whole = 0 if text is None else MOST * target
+    steps = Steps(keep, about, len(SEEDS) * table + whole, progress)
+    facts: dict[str, Any] = {
+        "model": str(model_source),
+        "text": None if text is None else str(text),
+        "dtype": dtype,
+        "device": device,
+    }
     found = find(subject, target, steps)
-    if text is not None and found["method"] is not None:
-        found["filled"] = filled(subject, target, steps, found["method"], found["factor"])
+    if text is not None and found["rows"]:
+        found["filled"] = filled(subject, target, steps, found)
     steps.close()
-    return Measured({**facts, "seconds": round(steps.seconds), **found})
+    facts |= {"stated_length": subject.stated, "target": target, "layer": subject.layer, "kind": subject.kind}
+    return {**facts, **found}
 
 
 def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
     """Return the reach, the table of methods and factors, and the choice, from what a `Subject` measures."""
-    rows = 3 * len(_MARGINS) * len(subject.methods)  # the target, half of it, and a short text
-    steps.expect(len(SEEDS) * (2 + len(_TWENTIETHS) + rows))
 
-    def copies(distance: int, *how: Any, **options: Any) -> list[list[float]]:
-        return [steps.do(subject.copy, distance, seed, *how, **options) for seed in SEEDS]
+    def copies(distance: int, *way: Any, **options: Any) -> list[list[float]]:
+        return [steps.do(subject.copied, subject.copy, distance, seed, *way, **options) for seed in SEEDS]
+
+    def losses(*way: Any) -> list[float]:
+        return [steps.do(_SHORT, subject.loss, _SHORT, seed, *way) for seed in SEEDS]
 
     guessed = statistics.mean(real for _, real in copies(max(2 * PASSAGE, subject.stated // 10), seen=False))
 
@@ -90,29 +103,46 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         "rows": [],
         "method": None,
         "factor": None,
+        "self_extend": None,
     }
     if not reach:
         return found
     if target <= reach:
         return {**found, "method": "none", "factor": 1.0}
-    shorts = [steps.do(subject.loss, _SHORT, seed) for seed in SEEDS]
-    for method in subject.methods:
-        for factor in factors_of(target, reach, subject.stated, subject.factor):
-            far, half = (copies(distance, method, factor) for distance in (target - PASSAGE, (target - PASSAGE) // 2))
-            paid = [steps.do(subject.loss, _SHORT, seed, method, factor) for seed in SEEDS]
-            found["rows"].append(
-                {
-                    "method": method,
-                    "factor": factor,
-                    "at_target": share(far),
-                    "at_half": share(half),
-                    "lowest": min(share([row]) for row in far),
-                    "short": statistics.mean(b - a for a, b in zip(shorts, paid, strict=True)),
-                    "seeds": {"at_target": far, "at_half": half, "short": paid},
-                }
-            )
-    if (best := best_of(found["rows"], found["bar"])) is not None:
+    shorts = losses()
+    near = reach // _NEAR
+    ways: list[tuple[Any, ...]] = [
+        (method, factor)
+        for method in subject.methods
+        for factor in factors_of(target, reach, subject.stated, subject.factor)
+    ]
+    # Self-Extend is on top of the config's scheme, and leaves the nearest tokens alone.
+    ways += [
+        (SELF_EXTEND, group, near) for group in factors_of(target - near, reach - near, subject.stated - near, 1.0)
+    ]
+    for way in ways:
+        try:
+            far, half = (copies(distance, *way) for distance in (target - PASSAGE, (target - PASSAGE) // 2))
+        except RopeError as e:
+            if way[0] != SELF_EXTEND:
+                raise
+            found["left_out"] = str(e)
+            break
+        paid = losses(*way)
+        found["rows"].append(
+            {
+                **dict(zip(("method", "factor", "window"), way, strict=False)),
+                "at_target": share(far),
+                "at_half": share(half),
+                "lowest": min(share([row]) for row in far),
+                "short": statistics.mean(b - a for a, b in zip(shorts, paid, strict=True)),
+                "seeds": {"at_target": far, "at_half": half, "short": paid},
+            }
+        )
+    best = best_of([row for row in found["rows"] if row["method"] != SELF_EXTEND], found["bar"])
+    if best is not None:
         found |= {"method": best["method"], "factor": best["factor"]}
+    found["self_extend"] = best_of([row for row in found["rows"] if row["method"] == SELF_EXTEND], found["bar"])
     return found
 
 
@@ -155,59 +185,53 @@ def best_of(rows: Iterable[Mapping[str, Any]], bar: float) -> Mapping[str, Any] 
 
 
 class Steps:
-    """Runs the steps of a measurement, and keeps the result of each in a file, from which another call continues."""
+    """Runs the steps of a measurement, and keeps the result of each in a file, from which another call continues.
 
-    def __init__(self, path: Path | None, about: Mapping[str, Any], progress: bool) -> None:
-        self.seconds, self._path, self._bar, self._progress = 0.0, path, None, progress
-        self._kept: dict[str, Any] = {"about": dict(about), "steps": {}, "seconds": 0.0}
+    Args:
+        path: a JSON file, which may hold the results of several measurements; None for none.
+        about: what decides results besides the arguments of a step, such as the model.
+        tokens: how many tokens the model reads in all steps, at most.
+        progress: whether to show how far it is, and the time that is left.
+    """
+
+    def __init__(self, path: Path | None, about: str, tokens: int, progress: bool) -> None:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        self._path, self._about, self._kept = path, about, {}
         if path is not None and path.exists():
-            self._load(path)
+            try:
+                self._kept = json.loads(path.read_text())[WHO]
+            except (OSError, ValueError, KeyError, TypeError) as e:
+                fix = "Pass another file, which is then written."
+                raise _checks.error_from(f"{WHO}: {path} does not hold kept results", e, fix) from e
         self._save()
+        self._bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0, disable=not progress)
+        self.close = self._bar.close
 
-    def _load(self, path: Path) -> None:
-        try:
-            kept = json.loads(path.read_text())
-            about, self.seconds = kept["about"], kept["seconds"]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            fix = "Pass another file, which is then written."
-            raise _checks.error_from(f"{WHO}: {path} does not hold kept results", e, fix) from e
-        if about != self._kept["about"]:
-            differs = [key for key in about if about[key] != self._kept["about"].get(key)]
-            must = f"the results in {path} must be of this measurement"
-            raise error(WHO, must, f"other values of {', '.join(differs)}", "Pass another file.")
-        self._kept = kept
+    def do(self, tokens: int, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
+        """Return the result of a function, which is a JSON value, from the file if it is there.
 
-    def expect(self, count: int) -> None:
-        """Say how many steps there will be, at most."""
-        if self._progress:
-            from tqdm import tqdm  # type: ignore[import-untyped]
-
-            self._bar = tqdm(total=count, desc="measuring", unit="step", smoothing=0.1)
-
-    def do(self, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
-        """Return the result of a function, which is a JSON value, from the file if it is there."""
-        name = " ".join([function.__name__, *map(str, how), *(f"{key}={value}" for key, value in options.items())])
-        steps = self._kept["steps"]
-        if name not in steps:
-            start = time.monotonic()
-            steps[name] = function(*how, **options)
-            self.seconds += time.monotonic() - start
-            self._kept["seconds"] = self.seconds
+        Args:
+            tokens: how many tokens the model reads for it.
+            function: the function.
+            how, options: its arguments.
+        """
+        arguments = [*map(str, how), *(f"{key}={value}" for key, value in options.items())]
+        name = " ".join([f"{self._about}:", function.__name__, *arguments])
+        if name in self._kept:
+            self._bar.total -= tokens
+        else:
+            self._kept[name] = function(*how, **options)
             self._save()
-        if self._bar is not None:
-            self._bar.update()
-        return steps[name]
+            self._bar.update(tokens)
+        return self._kept[name]
 
     def _save(self) -> None:
         if self._path is None:
             return
         new = self._path.with_name(self._path.name + ".new")
         try:
-            new.write_text(json.dumps(self._kept))
+            new.write_text(json.dumps({WHO: self._kept}))
             new.replace(self._path)
         except OSError as e:
             raise error(WHO, "keep must be writable", f"{self._path} ({e.strerror})", "Pass another path.") from e
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -1,97 +1,70 @@
-"""`Measured`: what a measurement found, as text, as JSON values and as a picture."""
+"""What a measurement found, as text and as a picture."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ropewalk.tools.extend.subject import SELF_EXTEND
 from ropewalk.tools.plots.figure import blank, check_path, save
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What `measure` found.
+def measured_text(facts: Mapping[str, Any]) -> str:
+    """Return the facts as text for a terminal, the verdict first."""
+    unscaled = (f"{row['copied']:.2f} across {row['distance']:,}" for row in facts["unscaled"])
+    lines = [*_verdict(facts), f"without scaling it copies {', '.join(unscaled)}"]
+    lines = [wrapped for line in lines for wrapped in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
+    if facts["rows"]:
+        head = ["method", "factor", f"at {facts['target']:,}", "(lowest seed)", "at half", "short texts", ""]
+        lines += ["", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
+        lines += _in_pytorch(facts)
+    for entry in facts.get("filled", ()):
+        name = "without scaling" if entry["method"] == "none" else f"{entry['method']}, factor {entry['factor']:g}"
+        found = entry["found"]
+        lines += ["", f"a whole text of {facts['target']:,} tokens, {name}:"]
+        lines += _columns(
+            [
+                ["distance", *(f"{one['distance']:,}" for one in found)],
+                *([kind, *(f"{one[kind]:.2f}" for one in found)] for kind in ("random", "real")),
+                ["pass key", *("found" if one["key"] else "-" for one in found)],
+            ]
+        )
+        losses = "loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])
+        lines += textwrap.wrap(losses, _WIDTH, subsequent_indent="  ")
+    if facts.get("filled"):
+        lines += ["", *textwrap.wrap(_MISLEADS, _WIDTH)]
+    return "\n".join(lines)
 
-    Args:
-        facts: the whole result as a dict of JSON values.
+
+def picture(facts: Mapping[str, Any], path: str | Path) -> None:
+    """Draw the copied share by distance without scaling, and that at the target by factor; PNG, SVG or PDF.
+
+    Raises:
+        RopeError: matplotlib is missing, or the file cannot be written.
     """
-
-    facts: Mapping[str, Any]
-
-    @property
-    def method(self) -> str | None:
-        """The method to use: "none" if the model reaches the target as it is; None if no method was found."""
-        found: str | None = self.facts["method"]
-        return found
-
-    @property
-    def factor(self) -> float | None:
-        """The factor of its scheme, on top of which no other factor is applied; None without a method."""
-        found: float | None = self.facts["factor"]
-        return found
-
-    @property
-    def reach(self) -> int:
-        """The last distance that the model copies across without scaling, in tokens; 0 if it does not copy."""
-        found: int = self.facts["reach"]
-        return found
-
-    def text(self) -> str:
-        """Return the result as text for a terminal, the verdict first."""
-        facts = self.facts
-        unscaled = (f"{row['copied']:.2f} across {row['distance']:,}" for row in facts["unscaled"])
-        lines = [*_verdict(facts), f"without scaling it copies {', '.join(unscaled)}"]
-        lines = [wrapped for line in lines for wrapped in textwrap.wrap(line, _WIDTH, subsequent_indent="  ")]
-        if facts["rows"]:
-            head = ["method", "factor", f"at {facts['target']:,}", "(lowest seed)", "at half", "short texts", ""]
-            lines += ["", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
-        for entry in facts.get("filled", ()):
-            name = "without scaling" if entry["method"] == "none" else f"{entry['method']}, factor {entry['factor']:g}"
-            found = entry["found"]
-            lines += ["", f"a whole text of {facts['target']:,} tokens, {name}:"]
-            lines += _columns(
-                [
-                    ["distance", *(f"{one['distance']:,}" for one in found)],
-                    *([kind, *(f"{one[kind]:.2f}" for one in found)] for kind in ("random", "real")),
-                    ["pass key", *("found" if one["key"] else "-" for one in found)],
-                ]
-            )
-            losses = "loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])
-            lines += textwrap.wrap(losses, _WIDTH, subsequent_indent="  ")
-        if facts.get("filled"):
-            lines += ["", *textwrap.wrap(MISLEADS, _WIDTH)]
-        return "\n".join(lines)
-
-    def picture(self, path: str | Path) -> None:
-        """Draw the copied share by distance without scaling, and that at the target by factor; PNG, SVG or PDF.
-
-        Raises:
-            RopeError: matplotlib is missing, or the file cannot be written.
-        """
-        check_path(path)
-        facts, figure = self.facts, blank(height=4.2)
-        left, right = figure.subplots(1, 2, sharey=True)
-        left.plot([row["distance"] for row in facts["unscaled"]], [row["copied"] for row in facts["unscaled"]], "o-")
-        left.axvline(facts["stated_length"], color="0.45", linestyle=":", label="stated length")
-        if facts["reach"]:
-            left.axvline(facts["reach"], color="tab:orange", label=f"reach: {facts['reach']:,}")
-        left.set(xlabel="distance in tokens", ylabel="share of the tokens copied", title="Without scaling", ylim=(0, 1))
-        for method in dict.fromkeys(row["method"] for row in facts["rows"]):
-            rows = [row for row in facts["rows"] if row["method"] == method]
-            right.plot([row["factor"] for row in rows], [row["at_target"] for row in rows], "o-", label=method)
-        right.axhline(facts["bar"], color="0.45", linestyle=":", label="what reaches")
-        right.set(xlabel="factor", title=f"At {facts['target']:,} tokens")
-        for axes in (left, right):
-            axes.legend()
-        save(figure, path)
+    check_path(path)
+    figure = blank(height=4.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.plot([row["distance"] for row in facts["unscaled"]], [row["copied"] for row in facts["unscaled"]], "o-")
+    left.axvline(facts["stated_length"], color="0.45", linestyle=":", label="stated length")
+    if facts["reach"]:
+        left.axvline(facts["reach"], color="tab:orange", label=f"reach: {facts['reach']:,}")
+    left.set(xlabel="distance in tokens", ylabel="share of the tokens copied", title="Without scaling", ylim=(0, 1))
+    for method in dict.fromkeys(row["method"] for row in facts["rows"]):
+        rows = [row for row in facts["rows"] if row["method"] == method]
+        right.plot([row["factor"] for row in rows], [row["at_target"] for row in rows], "o-", label=method)
+    right.axhline(facts["bar"], color="0.45", linestyle=":", label="what reaches")
+    right.set(xlabel="factor", title=f"At {facts['target']:,} tokens")
+    for axes in (left, right):
+        axes.legend()
+    save(figure, path)
 
 
 _WIDTH = 85
 
-MISLEADS = (
+_MISLEADS = (
     "Do not choose by the loss: it is that of tokens which mostly depend on near ones, and can be lowest with a factor "
     "that finds nothing far away."
 )
@@ -112,10 +85,10 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
     if facts["method"] == "none":
         return [first, f"verdict: nothing is needed for {target:,} tokens."]
     if facts["method"] is None:
-        best = max(facts["rows"], key=lambda row: row["at_target"])
+        best = max((row for row in facts["rows"] if row["method"] != SELF_EXTEND), key=lambda row: row["at_target"])
         return [
             first,
-            f"verdict: no method reaches {target:,} tokens. The best is {best['method']} with factor "
+            f"verdict: no method of engines reaches {target:,} tokens. The best is {best['method']} with factor "
             f"{best['factor']:g}, which copies {best['at_target']:.2f}. Choose a shorter target, or train the model on "
             "long texts.",
         ]
@@ -134,6 +107,23 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
         f"({row['short']:+z.3f} nats per token).",
         f"{sure}. A copy is the least that reading needs, so evaluate your own task as well.",
     ]
+
+
+def _in_pytorch(facts: Mapping[str, Any]) -> list[str]:
+    """Return what Self-Extend does for this model, and the code for it."""
+    if "left_out" in facts:
+        return ["", *textwrap.wrap(f"Self-Extend was not measured: {facts['left_out']}", _WIDTH)]
+    if (row := facts["self_extend"]) is None:
+        return []
+    said = (
+        f"In PyTorch code, Self-Extend with groups of {row['factor']:g} beyond {row['window']:,} tokens reaches it too "
+        f"(copies {row['at_target']:.2f}, short texts {row['short']:+z.3f}). No engine has it. It computes each score "
+        "twice, and keeps all scores of a call in memory:"
+    )
+    rope = f"ropewalk.SelfExtend(ropes.layers[{facts['layer']}], group={row['factor']:g}, window={row['window']})"
+    given = rope if facts["kind"] is None else f"{{{facts['kind']!r}: {rope}}}"
+    code = ["ropes = ropewalk.from_config(model.config.get_text_config())", f"accelerate(model, rope={given})"]
+    return ["", *textwrap.wrap(said, _WIDTH), *(f"  {line}" for line in code)]
 
 
 def _row(facts: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:

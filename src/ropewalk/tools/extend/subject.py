@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import ropewalk
+from ropewalk import Rope, SelfExtend
 from ropewalk._checks import error, error_from, missing_package, unreadable_file
 from ropewalk.integrations.transformers import accelerate, restore
 from ropewalk.tools.diff.lengths import stated_length
@@ -23,8 +24,10 @@ WHO = "ropewalk extend --measure"
 PASSAGE = 128
 """The tokens of a passage that is copied."""
 METHODS = ("llama3", "yarn", "linear", "ntk")
+SELF_EXTEND = "self_extend"
+"""The method that no engine has. Its factor is the size of a group."""
 
-_LOGITS = 2**25  # the most numbers in the logits of a chunk: 128 MiB in float32
+_NUMBERS = 2**25  # the most logits or scores of a chunk: 128 MiB in float32
 _UNPACKED = 2**22  # bytes of blocks that are unpacked at once
 _LEAST = 40 * PASSAGE  # of tokens of a text, so that passages differ
 
@@ -44,6 +47,8 @@ class Subject:
         factor: the factor of the config's own scheme; 1.0 if it has none.
         methods: the methods that can be measured: all, or that of the config.
         tokens: the text.
+        layer, kind: the first layer that rotates and sees the whole text, and its kind, None if all are of one kind.
+        copied: how many tokens the model reads to copy once.
 
     Raises:
         RopeError: the model cannot be loaded; has no rope that could be scaled, or none whose layers see farther than a
@@ -66,9 +71,11 @@ class Subject:
         self.methods: tuple[str, ...] = METHODS if own is None else (method_of(own),)
         windows = [window if window and window <= stated else None for window in self.ropes.windows]
         self._local = [i for i, window in enumerate(windows) if window]  # layers that do not see the whole text
-        if not any(rope is not None and i not in self._local for i, rope in enumerate(self.ropes.layers)):
+        far = [i for i, rope in enumerate(self.ropes.layers) if rope is not None and i not in self._local]
+        if not far:
             must, fix = "a layer that rotates must see the whole text", "No scheme makes this model see farther."
             raise error(WHO, must, "only layers with windows", fix)
+        self.layer, self.kind = far[0], dict(enumerate(self.ropes.layer_kinds)).get(far[0])
         kinds = getattr(config, "layer_types", None) or ()
         if self._local and len(kinds) != len(windows):
             raise error(WHO, "the config must have layer_types", "windows without them", "This model is not supported.")
@@ -81,27 +88,40 @@ class Subject:
             raise error(WHO, must, f"{len(self.tokens):,}", "Pass a longer text, or none.")
         self._words = sorted(set(self.tokens))
         self._each = 1 if self._windows else 2  # passages of each kind for a seed; a window of text triples their cost
-        self._rotates: tuple[str, float] | None = None
+        self.copied = 2 * self._each * (2 * PASSAGE + max(filter(None, windows), default=0))
+        self._rotates: tuple[Any, ...] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
-    def _rotate(self, method: str, factor: float) -> None:
-        """Rotate with this method from now on; as the config says if it is "none"."""
-        if self._rotates == (method, factor):
+    def _rotate(self, method: str = "none", factor: float = 1.0, window: int = 0) -> None:
+        """Rotate in this way from now on; as the config says if the method is "none".
+
+        Args:
+            method: one of `METHODS`, `SELF_EXTEND` or "none".
+            factor: its factor, or the size of a group.
+            window: the distance that Self-Extend leaves alone.
+        """
+        if self._rotates == (method, factor, window):
             return
         if self._rotates is not None:
             restore(self.network)
-        layers = [
-            rope if rope is None or method == "none" or i in self._local else scaled(rope, method, factor, self.stated)
+            self._rotates = None
+
+        def changed(rope: Rope) -> Any:
+            if method == SELF_EXTEND:
+                return SelfExtend(rope, int(factor), window)
+            return scaled(rope, method, factor, self.stated)
+
+        layers: list[Any] = [
+            rope if rope is None or method == "none" or i in self._local else changed(rope)
             for i, rope in enumerate(self.ropes.layers)
         ]
         if len({rope for rope in self.ropes.layers if rope is not None}) == 1:  # one module may serve all layers
-            far = next(rope for i, rope in enumerate(layers) if rope is not None and i not in self._local)
-            layers = [None if rope is None else far for rope in layers]
+            layers = [None if rope is None else layers[self.layer] for rope in layers]
         kinds = {kind: rope for kind, rope in zip(self.ropes.layer_kinds, layers, strict=False) if rope is not None}
         accelerate(self.network, rope=kinds or next(filter(None, layers)))
-        self._rotates = method, factor
+        self._rotates = method, factor, window
 
     def _rows(self, seed: int) -> tuple[list[list[int]], list[int]]:
         """Return passages, the random ones first, and a part of the text that fills windows.
@@ -117,9 +137,7 @@ class Subject:
         return rows, self.tokens[start : start + window]
 
     @torch.inference_mode()
-    def copy(
-        self, distance: int, seed: int, method: str = "none", factor: float = 1.0, *, seen: bool = True
-    ) -> list[float]:
+    def copy(self, distance: int, seed: int, *way: Any, seen: bool = True) -> list[float]:
         """Return the shares of the tokens of a random and of a real passage that the model copies across a hole.
 
         The passage is at the first positions, and again `distance` tokens later. There are no tokens between, except
@@ -128,10 +146,10 @@ class Subject:
         Args:
             distance: the distance of the passages in tokens, at least `PASSAGE`.
             seed: the choice of the passages.
-            method, factor: the method.
+            way: the arguments of `_rotate`.
             seen: whether the first passage is the same. If not, the shares are those that the model guesses.
         """
-        self._rotate(method, factor)
+        self._rotate(*way)
         rows, between = self._rows(seed)
         first = rows if seen else self._rows(-1 - seed)[0]
         between = between[: distance - PASSAGE]
@@ -167,14 +185,14 @@ class Subject:
             for kind, window in self._windows.items()
         }
 
-    def loss(self, length: int, seed: int, method: str = "none", factor: float = 1.0) -> float:
+    def loss(self, length: int, seed: int, *way: Any) -> float:
         """Return the mean loss of a part of the text, in nats per token."""
         start = random.Random(seed).randrange(max(1, len(self.tokens) - length))
-        losses, _ = self.read(self.tokens[start : start + length], method, factor)
+        losses, _ = self.read(self.tokens[start : start + length], *way)
         return float(losses.mean())
 
     @torch.inference_mode()
-    def read(self, tokens: list[int], method: str, factor: float) -> tuple[Tensor, Tensor]:
+    def read(self, tokens: list[int], *way: Any) -> tuple[Tensor, Tensor]:
         """Read a text in chunks through a cache.
 
         Returns:
@@ -182,10 +200,11 @@ class Subject:
         """
         from transformers import DynamicCache
 
-        self._rotate(method, factor)
+        self._rotate(*way)
         text, device = torch.tensor([*self._start, *tokens]), self.network.device
         config = self.network.config.get_text_config()
-        width = max(64, min(1024, _LOGITS // config.vocab_size))
+        scores = config.num_attention_heads * len(text) if SELF_EXTEND in way else 0  # which it keeps
+        width = max(64, min(1024, _NUMBERS // max(config.vocab_size, scores)))
         name = "cache" if "cache" in inspect.signature(self.network.forward).parameters else "past_key_values"
         cache = {name: DynamicCache(config=config), "use_cache": True}
         losses: list[Tensor] = []
