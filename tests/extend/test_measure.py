@@ -243,7 +243,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def load(folders: dict[str, Path], name: str) -> Subject:
-    return Subject(folders[name], text=folders["text"], dtype="float32", device="cpu")
+    return Subject(folders[name], text=folders["text"], least=9_000, dtype="float32", device="cpu")
 
 
 def record(one: Subject) -> list[tuple[dict[str, Any], Tensor]]:
@@ -387,9 +387,14 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     assert "No verdict" in measured_text(measured)
     assert "measuring" in capsys.readouterr().err
     monkeypatch.setattr(measure, "_KNOWS", -1.0)
-    measured = measure.measure(folders[name], 8_192, progress=False, **options)
+    made: list[Any] = []
+    monkeypatch.setattr(measure, "Steps", lambda *given: made.append(steps := Steps(*given)) or steps)
+    measured = measure.measure(folders[name], 8_192, **options)
     assert measured["reach"] > 0
     assert len(measured["rows"]) == 15
+    assert (
+        made[0].bar.total - made[0].bar.n == (filled.MOST - len(measured["filled"])) * 8_192
+    )  # tokens that were expected
     json.dumps(measured)
     text = measured_text(measured)
     assert text.count("a whole text of 8,192 tokens") == len(measured["filled"]) >= 2
@@ -403,11 +408,11 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     [
         (lambda folder: {"source": folder / "nothing"}, "nothing cannot be loaded: .* Pass a folder with weights"),
         (lambda folder: {"text": folder / "nothing"}, "nothing: cannot be read"),
-        (lambda folder: {"text": folder / "config.json"}, "the text must have at least 5,120 tokens, got"),
+        (lambda folder: {"text": folder / "config.json"}, "the text must have at least 9,000 tokens, got"),
     ],
 )
 def test_refused(folders, change, message: str) -> None:
-    options = {"source": folders["llama"], "text": folders["text"], "dtype": "float32", "device": "cpu"}
+    options = {"source": folders["llama"], "text": folders["text"], "least": 9_000, "dtype": "float32", "device": "cpu"}
     options |= change(folders["llama"])
     with pytest.raises(RopeError, match=message):
         Subject(options.pop("source"), **options)
@@ -433,14 +438,14 @@ def test_models_that_no_factor_extends(folders, tmp_path: Path, name: str, chang
     for path in folders["llama"].glob("tokenizer*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     with pytest.raises(RopeError, match=message):
-        Subject(tmp_path, text=folders["text"], dtype="float32", device="cpu")
+        Subject(tmp_path, text=folders["text"], least=9_000, dtype="float32", device="cpu")
 
 
 def test_a_scheme_of_the_config_is_the_only_method(folders, tmp_path: Path) -> None:
     build("llama", "yarn").save_pretrained(tmp_path)
     for path in folders["llama"].glob("tokenizer*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    one = Subject(tmp_path, text=folders["text"], dtype="float32", device="cpu")
+    one = Subject(tmp_path, text=folders["text"], least=9_000, dtype="float32", device="cpu")
     assert (one.methods, one.factor, one.stated) == (("yarn",), 4.0, 4 * LENGTH)
     calls = record(one)
     one.copy(1_500, 0, "yarn", 8.0)

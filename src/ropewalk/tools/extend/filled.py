@@ -55,28 +55,20 @@ def lay(subject: Subject, target: int) -> tuple[list[int], list[tuple[int, list[
         The tokens; for each distance the spans of the answers: a random passage, a real one and a pass key; and the
         number of tokens before the questions.
     """
-    draw, words = random.Random(0), sorted(set(subject.tokens))
-    told = [f"\nThe pass key for {name} is" for name in _NAMES]
-    keys = [f" {draw.randrange(10_000, 100_000)}" for _ in _NAMES]
-    said = [subject.encode(f"{start}{key}.\n") for start, key in zip(told, keys, strict=True)]
-    asked = [subject.encode(f"{start}{key}") for start, key in zip(told, keys, strict=True)]
-    room = 2 * _LENGTH + max(map(len, said))
+    draw, words, end = random.Random(0), sorted(set(subject.tokens)), subject.encode(".\n")
+    keys = [subject.encode(f" {draw.randrange(10_000, 100_000)}") for _ in _NAMES]
+    told = [[*subject.encode(f"\nThe pass key for {name} is"), *key] for name, key in zip(_NAMES, keys, strict=True)]
+    room = 2 * _LENGTH + max(map(len, told)) + len(end)
     count = max(2, min(len(_NAMES), target // (3 * room)))
-    body = target - sum(2 * _LENGTH + len(ask) for ask in asked[:count])
+    body = target - sum(2 * _LENGTH + len(sentence) for sentence in told[:count])
     tokens = subject.tokens[:body]
     questions = []
-    for i, (sentence, ask) in enumerate(zip(said[:count], asked, strict=False)):
+    for i, (sentence, key) in enumerate(zip(told[:count], keys, strict=False)):
         now, at = len(tokens), (body - room) * (count - 1 - i) // (count - 1)
         passage = [draw.choice(words) for _ in range(_LENGTH)]
         tokens[at : at + _LENGTH] = passage
-        tokens[at + 2 * _LENGTH : at + 2 * _LENGTH + len(sentence)] = sentence
-        tokens += [*passage, *tokens[at + _LENGTH : at + 2 * _LENGTH], *ask]
-        key = now + 2 * _LENGTH
-        answer = key + _common(subject.encode(told[i]), ask)
-        questions.append((now - at, [(now + 1, now + _LENGTH), (now + _LENGTH + 1, key), (answer, key + len(ask))]))
+        tokens[at + 2 * _LENGTH : at + 2 * _LENGTH + len(sentence) + len(end)] = [*sentence, *end]
+        tokens += [*passage, *tokens[at + _LENGTH : at + 2 * _LENGTH], *sentence]
+        middle, last = now + _LENGTH, len(tokens)
+        questions.append((now - at, [(now + 1, middle), (middle + 1, middle + _LENGTH), (last - len(key), last)]))
     return tokens, questions, body
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return the number of equal tokens at the beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

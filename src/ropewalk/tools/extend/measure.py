@@ -21,6 +21,7 @@ SEEDS = (0, 1, 2)
 _TWENTIETHS = (*range(2, 10, 2), *range(10, 25))  # of the stated length, at which it copies without scaling
 _MARGINS = (1.0, 1.5, 2.0)  # of target / reach
 _NEAR = 4  # Self-Extend leaves a distance of reach / 4 alone
+_LEAST = 40 * PASSAGE  # tokens of a text, so that passages differ
 _SHORT = 512  # tokens of a short text
 _KNOWS = 0.2  # a model that copies less than this at every distance cannot be judged
 
@@ -48,14 +49,11 @@ def measure(
         "none" and 1.0 if the model reaches the target as it is, None if no method was found.
 
     Raises:
-        RopeError: as for `Subject`; the text is shorter than the target; or the file cannot be written, or holds
-            something else.
+        RopeError: as for `Subject`; or the file cannot be written, or holds something else.
     """
     target = _checks.length(WHO, "to", target, at_least=4 * PASSAGE)
-    subject = Subject(model_source, text=text, dtype=dtype, device=device)
-    if text is not None and len(subject.tokens) < target:
-        got = f"{len(subject.tokens):,} tokens for {target:,}"
-        raise error(WHO, "the text must be as long as the target", got, "Pass a longer text, or none.")
+    least = _LEAST if text is None else max(_LEAST, target)
+    subject = Subject(model_source, text=text, least=least, dtype=dtype, device=device)
     about = f"{model_source} of {subject.stated} tokens in {dtype}, text {subject.digest}"
     tried = len(_MARGINS) * (len(subject.methods) + 1)
     table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
@@ -70,7 +68,7 @@ def measure(
     found = find(subject, target, steps)
     if text is not None and found["rows"]:
         found["filled"] = filled(subject, target, steps, found)
-    steps.close()
+    steps.bar.close()
     facts |= {"stated_length": subject.stated, "target": target, "layer": subject.layer, "kind": subject.kind}
     return {**facts, **found}
 
@@ -205,8 +203,7 @@ class Steps:
                 fix = "Pass another file, which is then written."
                 raise _checks.error_from(f"{WHO}: {path} does not hold kept results", e, fix) from e
         self._save()
-        self._bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0, disable=not progress)
-        self.close = self._bar.close
+        self.bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0, disable=not progress)
 
     def do(self, tokens: int, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
         """Return the result of a function, which is a JSON value, from the file if it is there.
@@ -219,11 +216,11 @@ class Steps:
         arguments = [*map(str, how), *(f"{key}={value}" for key, value in options.items())]
         name = " ".join([f"{self._about}:", function.__name__, *arguments])
         if name in self._kept:
-            self._bar.total -= tokens
+            self.bar.total -= tokens
         else:
             self._kept[name] = function(*how, **options)
             self._save()
-            self._bar.update(tokens)
+            self.bar.update(tokens)
         return self._kept[name]
 
     def _save(self) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import inspect
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ SELF_EXTEND = "self_extend"
 
 _NUMBERS = 2**25  # the most logits or scores of a chunk: 128 MiB in float32
 _UNPACKED = 2**22  # bytes of blocks that are unpacked at once
-_LEAST = 40 * PASSAGE  # of tokens of a text, so that passages differ
 
 
 class Subject:
@@ -38,6 +37,7 @@ class Subject:
     Args:
         source: a folder, a file of weights (GGUF), a config.json beside the weights, or a hub id in the cache.
         text: the file from which passages are taken; None for the language reference that every Python contains.
+        least: the length of the text, at least, in tokens.
         dtype: "float32", "bfloat16" or "float16".
         device: as in `torch.device`, or "auto" for a model on several GPUs.
 
@@ -55,7 +55,7 @@ class Subject:
             window; or the text cannot be read or is too short.
     """
 
-    def __init__(self, source: str | Path, *, text: Path | None, dtype: str, device: str) -> None:
+    def __init__(self, source: str | Path, *, text: Path | None, least: int, dtype: str, device: str) -> None:
         self.network, self._tokenizer = _load(source, getattr(torch, dtype), device)
         config = self.network.config.get_text_config()
         self.ropes = ropewalk.from_config(config)
@@ -83,8 +83,8 @@ class Subject:
         self._start = self.encode("x", add_special_tokens=True)[: -len(self.encode("x"))]
         self.tokens = self.encode(_read(text))
         self.digest = hashlib.sha256(repr(self.tokens).encode()).hexdigest()
-        if len(self.tokens) < _LEAST:
-            must = f"the text must have at least {_LEAST:,} tokens"
+        if len(self.tokens) < least:
+            must = f"the text must have at least {least:,} tokens"
             raise error(WHO, must, f"{len(self.tokens):,}", "Pass a longer text, or none.")
         self._words = sorted(set(self.tokens))
         self._each = 1 if self._windows else 2  # passages of each kind for a seed; a window of text triples their cost
@@ -244,9 +244,8 @@ def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any
         raise error_from(f"{WHO}: {source} cannot be loaded", e, fix) from e
 
 
-@contextlib.contextmanager
-def unpacked_in_parts() -> Iterator[None]:
-    """Let gguf unpack a tensor in parts, for transformers.
+def unpacked_in_parts() -> Any:
+    """Return a context in which gguf, and so transformers, unpacks a tensor in parts.
 
     At once, it holds all unpacked numbers twice. With a large vocabulary, this exceeds what the measurement needs.
     """
@@ -264,11 +263,7 @@ def unpacked_in_parts() -> Iterator[None]:
             rows[:] = at_once(part, kind)
         return whole
 
-    gguf.dequantize = unpack  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        gguf.dequantize = at_once
+    return mock.patch.object(gguf, "dequantize", unpack)
 
 
 def _read(text: Path | None) -> str:
