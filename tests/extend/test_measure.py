@@ -399,6 +399,8 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     text = measured_text(measured)
     assert text.count("a whole text of 8,192 tokens") == len(measured["filled"]) >= 2
     assert "loss by position: " in text
+    short = measure.measure(folders[name], 512, progress=False, **options)
+    assert (short["method"], [entry["method"] for entry in short["filled"]]) == ("none", ["none"])
     picture(measured, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

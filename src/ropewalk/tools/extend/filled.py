@@ -33,7 +33,7 @@ def filled(subject: Subject, target: int, steps: Any, found: Mapping[str, Any]) 
     def read(target: int, *way: Any) -> dict[str, Any]:
         return _read(subject, target, *way)
 
-    return [{"method": way[0], "factor": way[1], **steps.do(target, read, target, *way)} for way in ways]
+    return [{"method": way[0], "factor": way[1], **steps.do(target, read, target, *way)} for way in dict.fromkeys(ways)]
 
 
 def _read(subject: Subject, target: int, *way: Any) -> dict[str, Any]:

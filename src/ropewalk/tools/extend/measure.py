@@ -66,7 +66,7 @@ def measure(
         "device": device,
     }
     found = find(subject, target, steps)
-    if text is not None and found["rows"]:
+    if text is not None and (found["method"] or found["self_extend"]):
         found["filled"] = filled(subject, target, steps, found)
     steps.bar.close()
     facts |= {"stated_length": subject.stated, "target": target, "layer": subject.layer, "kind": subject.kind}
