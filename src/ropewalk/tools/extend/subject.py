@@ -75,7 +75,8 @@ class Subject:
         if not far:
             must, fix = "a layer that rotates must see the whole text", "No scheme makes this model see farther."
             raise error(WHO, must, "only layers with windows", fix)
-        self.layer, self.kind = far[0], dict(enumerate(self.ropes.layer_kinds)).get(far[0])
+        several = len(set(self.ropes.layer_kinds)) > 1
+        self.layer, self.kind = far[0], self.ropes.layer_kinds[far[0]] if several else None
         kinds = getattr(config, "layer_types", None) or ()
         if self._local and len(kinds) != len(windows):
             raise error(WHO, "the config must have layer_types", "windows without them", "This model is not supported.")
