@@ -119,7 +119,8 @@ def test_sinks_count_text() -> None:
 @pytest.mark.parametrize("shape", [(3, 2, 3), (3, 1, 4), (2, 4, 3), (1, 3, 2, 4), ()])
 def test_positions_of_another_shape(shape: tuple[int, ...]) -> None:
     with pytest.raises(
-        RopeError, match=r"positions must be an int64 or float32 tensor \[axes, batch, seq\], \[batch, seq\] = \[2, 4"
+        RopeError,
+        match=r"positions must be an int64, float32 or float64 tensor \[axes, batch, seq\], \[batch, seq\] = \[2, 4",
     ):
         cache_of(2, capacity=20).step(4, positions=torch.zeros(shape, dtype=torch.int64))
 

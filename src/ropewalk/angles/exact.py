@@ -119,7 +119,7 @@ def fast_path(
     axis: bytes,
     axes: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Check positions and compute cos and sin in compiled code on the CPU. Return None if `cos_sin` must be used.
+    """Check positions and compute cos and sin in C++ on the CPU. Return None if `cos_sin` must be used.
 
     Args:
         positions, factor, device, dtype: as for `cos_sin`. Nothing has been checked yet.

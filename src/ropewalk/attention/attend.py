@@ -84,7 +84,7 @@ def attend(
     """Attend over dense keys: in two passes if rotation has two, with FlexAttention for a BlockMask, or with SDPA.
 
     Args:
-        q: queries, as `rotate` returns them, `[batch, seq, heads, head_dim]`.
+        q: queries, as `rotate` returns them, `[batch, seq, heads, head_dim]`, or 2 · seq for a `TwoPass`.
         k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
         rotation: the rotation of the new tokens. With a `TwoPass`, mask must be a tensor or None.
         mask: a BlockMask; or a tensor `[batch, heads, seq, keys]`, each axis of full size or 1, that is bool (True:

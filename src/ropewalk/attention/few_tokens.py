@@ -87,7 +87,7 @@ def _run_kernel(
 
 
 def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys) -> bool:
-    """Return whether a kernel supports dtypes and strides, and no gradient is recorded. Compiled code checks itself."""
+    """Return whether a kernel supports dtypes and strides, and no gradient is recorded. C++ checks it as well."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, far_q, keys, values)):
         return False
     kept = (q.dtype,) if visible.key_scales is None else (torch.int8, torch.float8_e4m3fn)

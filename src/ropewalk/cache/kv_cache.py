@@ -1,8 +1,8 @@
 """A key-value cache of fixed size, with ragged rows, a sliding window, attention sinks and shift.
 
 A cache consists of positions and slots, which this file keeps, and of a `Store` for each layer, which keeps keys and
-values. Three numbers of a token are independent: its order (the index in its row), which decides what it attends to
-and when it is evicted; its position, which decides its rotation; and its slot, where its key and value are.
+values. A token has an order (the index in its row), which decides what it attends to, when it is evicted, and its slot,
+where its key and value are; and, independent of that, a position, which decides its rotation.
 
 Keys are cached after rotation, at the position of their token. Later changes of positions are applied as a
 second rotation, which is exact because the angles of rotations add:
@@ -65,7 +65,8 @@ class KVCache:
         window: sliding window, instead of capacity. Each token attends to itself and the previous window − 1 tokens;
             older tokens are evicted.
         sinks: with window, tokens at the start of a row that are never evicted and always attended to, as in
-            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). See `CacheStep.rotation`.
+            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453), but not by a layer with a shorter window. See
+            `CacheStep.rotation`.
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
         store: how each layer keeps its keys and values. None keeps them as they are, in `dtype`. "int8" and "fp8" keep

@@ -8,7 +8,8 @@ It decides what a window, sinks and several new tokens mean for the keys that ar
 | window, sinks | one in each row | all slots, after the write | without a shorter window of the layer | slot ≤ order |
 | window, sinks | several | all slots before the write, then the new keys | none | by the order of both |
 
-The keys of sinks have another distance, so their scores belong to another rotation of the queries (`find_sinks`).
+A shorter window of a layer hides the sinks. Their keys have another distance, so their scores belong to another
+rotation of the queries (`find_sinks`).
 `LayerCache.attend` selects the attention from these answers and from that of the store, which may have no kernel for a
 call: those of ropewalk have none over latent rows and float64.
 """
@@ -85,8 +86,10 @@ class Plan:
         is_sink = slot < self.ring.sinks if self._key_order is None else self._key_order < self.ring.sinks
         return is_sink, 0 if self.concatenates else self.ring.sinks
 
-    def check_window(self, window: int) -> int:
-        """Return the window of a layer. Raise if it is no number of tokens, or the cache has a shorter one."""
+    def check_window(self, window: int | None) -> int | None:
+        """Return the window of a layer or, for None, of the cache. Raise if it is no number, or the cache has less."""
+        if window is None:
+            return self.ring.window
         window = window if torch.compiler.is_compiling() else _checks.length("KVCache", "window", window)
         if self.ring.window is None or window <= self.ring.window:
             return window

@@ -64,9 +64,9 @@ class CacheStep:
             before it, or of the first token.
         key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
             for empty slots. Compare it with `order` to build a mask by the order of tokens.
-        key_positions: positions of the same keys, int64 `[batch, keys]`, and 2⁶² for empty slots. For a token with a
-            position on each of several axes, it is the largest of them. Read it before the next call that changes the
-            cache; the first use of an outdated step raises a `RopeError`.
+        key_positions: positions of the same keys, int64 or float `[batch, keys]`, and 2⁶² for empty slots. For a token
+            with a position on each of several axes, it is the largest of them. Read it before the next call that
+            changes the cache; the first use of an outdated step raises a `RopeError`.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class CacheStep:
     def within(self, window: int) -> Tensor | None:
         """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
 
-        The mask is False for keys that are `window` or more tokens before the query. It is for a layer with a window in
-        a cache that keeps more tokens. If the window of the cache equals that of the layer, the result is None, because
-        `mask` suffices.
+        The mask is False for keys that are `window` or more tokens before the query, sinks included. It is for a layer
+        with a window in a cache that keeps more tokens. If the window of the cache equals that of the layer, the result
+        is None, because `mask` suffices.
 
         Args:
             window: number of tokens that each token attends to, itself included.
@@ -298,8 +298,8 @@ class LayerCache:
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        On the CPU and on a GPU, one kernel attends for up to 8 new tokens of each row if mask is None. It reads the
-        keys and values where they are, each once.
+        One kernel attends for up to 8 new tokens of each row if mask is None and the keys are in the slots in a way
+        that it can read (`ropewalk.cache.plan` has the table). It reads the keys and values where they are, each once.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
@@ -348,7 +348,7 @@ class LayerCache:
             scale = head_dim**-0.5
         elif type(scale) is not float and not compiling:
             scale = _checks.number(_WHO, "scale", scale)
-        window = plan.ring.window if window is None else plan.check_window(window)
+        window = plan.check_window(window)
         self._check_new(k, v, q)
 
         # Write: in one kernel if there is one for this call.

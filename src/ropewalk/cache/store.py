@@ -28,7 +28,8 @@ class Store(Protocol):
     head_dim)` and the keywords `dtype`, of the keys and values of the model, and `device`. At first every slot must
     read as finite numbers.
 
-    Slots are addressed by two int64 tensors that broadcast to one shape: the row, and the slot in the row.
+    `write` addresses slots by two int64 tensors that broadcast to one shape, the row and the slot in the row, and
+    `rotate_and_write` by one tensor of row · slots of a row + slot.
 
     Attributes:
         keys, values: what is kept, in any form; they become an entry of `KVCache.keys` and `KVCache.values`. The first
@@ -126,7 +127,7 @@ class PlainStore:
         return [self.keys, self._values]
 
     def write(self, slots: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-        for kept, new in zip(self._tensors, (k, v), strict=False):
+        for kept, new in zip(self._tensors, (k, v), strict=False):  # latent rows keep no values
             kept.index_put_(slots, new)
 
     def rotate_and_write(

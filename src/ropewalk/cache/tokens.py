@@ -162,7 +162,7 @@ def check_given_positions(who: str, value: Tensor | None, seq: int, length: Tens
     ):
         raise _checks.error(
             who,
-            "positions must be an int64 or float32 tensor [axes, batch, seq], [batch, seq] = "
+            "positions must be an int64, float32 or float64 tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {length.device}",
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
@@ -207,8 +207,8 @@ def shift_rotations(
 
     Args:
         ropes: the rope of each layer, None if it does not rotate.
-        delta: distance in tokens, an int or int64 `[blocks, block_size]`, the same on every axis of a rope; or one for
-            each axis, a tuple or `[axes, blocks, block_size]`.
+        delta: distance in tokens, an int or int64 `[rows, slots]`, the same on every axis of a rope; or one for each
+            axis, a tuple or `[axes, rows, slots]`.
         dtype, device: of the keys.
     """
     precise = torch.float64 if dtype == torch.float64 else torch.float32

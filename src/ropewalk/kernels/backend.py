@@ -158,7 +158,7 @@ KERNELS: dict[str, Kernels] = {"cpu": cpu, "cuda": gpu}
 """Maps the type of a device to its kernels. "cuda" includes AMD GPUs."""
 
 FAST_PATH = BACKEND != "reference" and cpu.FAST_PATH
-"""Whether compiled code runs the whole of a common call on the CPU, including the checks."""
+"""Whether C++ runs the whole of a common call on the CPU, including the checks."""
 
 _NO_FLOAT64 = frozenset({"mps"})
 

@@ -16,7 +16,7 @@ PREDICATES = (
     torch._C._len_torch_function_stack,
     is_profiled,
 )
-"""All functions that compiled code asks at each call (csrc/plain.h). The one for the profiler must be the last."""
+"""All functions that C++ asks at each call (csrc/plain.h). The one for the profiler must be the last."""
 
 
 def must_trace() -> bool:

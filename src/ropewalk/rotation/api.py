@@ -155,7 +155,7 @@ class Rotation(_Fields):
             ops.rotate_(tensors, *checks.check_call(tensors, self.cos, self.sin, layout, *numbers), options)
 
     def _fast_path(self, q: Tensor, k: Tensor | None, layout: Layout, in_place: bool) -> Any:
-        """Run a common call on the CPU entirely in compiled code. For any other call, do nothing and return None."""
+        """Run a common call on the CPU entirely in C++. For any other call, do nothing and return None."""
         if not backend.FAST_PATH or is_dynamo_compiling():
             return None
         # Each argument is written out, because a tuple of some of them would take a twentieth of the time of one token.

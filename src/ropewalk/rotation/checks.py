@@ -66,7 +66,7 @@ def check_call(
 ) -> tuple[Tensor, Tensor]:
     """Raise unless q, and k if present, have the axes of `layout` and match cos and sin.
 
-    This is the only statement of the rule in Python. Compiled code states it again, to guard memory and for speed.
+    This is the only statement of the rule in Python. C++ states it again, to guard memory and for speed.
 
     Returns:
         cos and sin, with the four axes that kernels expect if each head has its own table.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk import Rope, SelfExtend
 from ropewalk._checks import error, error_from, missing_package, unreadable_file
 from ropewalk.integrations.transformers import accelerate, restore
 from ropewalk.tools.diff.lengths import stated_length
@@ -109,9 +108,9 @@ class Subject:
             restore(self.network)
             self._rotates = None
 
-        def changed(rope: Rope) -> Any:
+        def changed(rope: ropewalk.Rope) -> Any:
             if method == SELF_EXTEND:
-                return SelfExtend(rope, int(factor), window)
+                return ropewalk.SelfExtend(rope, int(factor), window)
             return scaled(rope, method, factor, self.stated)
 
         layers: list[Any] = [
