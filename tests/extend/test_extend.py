@@ -340,3 +340,10 @@ def test_options_without_an_effect(tmp_path: Path) -> None:
         assert (refused.exit_code, f"{option} has no effect without {other}" in refused.output) == (2, True)
     refused = CliRunner().invoke(main, [*arguments, "--for", "vllm,"])
     assert (refused.exit_code, "a name is missing before or after a comma" in refused.output) == (2, True)
+
+
+def test_an_engine_gets_the_first_method_that_it_has() -> None:
+    found = extend(FLAT, LONG, engines=("vllm", "llama.cpp"), method={"llama3": 5.0, "yarn": 7.0})
+    assert keys(of(found, "vLLM")["commands"][0])["rope_parameters"]["factor"] == 5.0
+    assert "--rope-scaling yarn --rope-scale 7 " in commands(found)
+    assert "rule from two small models" not in found.text()

@@ -131,13 +131,11 @@ def extend(
             nothing = json.dumps({"measured": measured}, indent=2, allow_nan=False)
             click.echo(nothing if as_json else "No factor was found.")
             context.exit(2)
-        if measured["method"] != "none":
-            method, new_factor = measured["method"], measured["factor"]
     found = extending.extend(
         source,
         target,
         engines=engines or extending.DEFAULT,
-        method=method,
+        method=measured["engines"] if measured and measured["engines"] else method,
         new_factor=new_factor,
         model=_model(source),
         pairing=pairing,

@@ -62,7 +62,7 @@ def extend(
     target: int,
     *,
     engines: Collection[str] = DEFAULT,
-    method: str | None = None,
+    method: str | Mapping[str, float] | None = None,
     new_factor: float | None = None,
     model: str = "MODEL",
     **options: Any,
@@ -77,7 +77,8 @@ def extend(
         target: the length to reach, in tokens.
         engines: names of `ropewalk.diff.ENGINES`.
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
-            Llama 3's scheme, and YaRN for engines that do not have it.
+            Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
+            factors; an engine gets the first that it has.
         new_factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
             the margin of the method, times the target, divided by the length before scaling.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
@@ -89,15 +90,17 @@ def extend(
     """
     target = _checks.length("ropewalk extend", "to", target)
     chosen = [engine("ropewalk extend", name) for name in dict.fromkeys(engines)]
-    if method is not None:
-        _checks.choice("ropewalk extend", _checks.option("method"), method, tuple(METHODS))
     if new_factor is not None:
         new_factor = _checks.number("ropewalk extend", _checks.option("new_factor"), new_factor, at_least=1.0)
+    ways = dict(method) if isinstance(method, Mapping) else {} if method is None else {method: new_factor}
+    for name in ways:
+        _checks.choice("ropewalk extend", _checks.option("method"), name, tuple(METHODS))
     read = plans.read_source(source, **options)
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
     reaches = target <= read.length and method is None and new_factor is None
-    made = [] if reaches else [plans.make(read, target, name, new_factor) for name in plans.methods(read, method)]
+    ways = ways or dict.fromkeys(plans.methods(read), new_factor)
+    made = [] if reaches else [plans.make(read, target, name, factor) for name, factor in ways.items()]
     made = made if made and made[0].layers else made[:1]
     rows = []
     for entry in chosen:
@@ -118,7 +121,7 @@ def extend(
         "scaling": None if now is None else now.rope_type,
         "ignored": list(options.get("ignore", ())),
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
-        "asked": {"method": method, "factor": new_factor},
+        "asked": {"method": method, "factor": next(iter(ways.values()))},
         "plans": [_plan_facts(read, entry) for entry in made],
         "engines": rows,
         "warnings": [*read.text.warnings, *filter(None, [plans.length_note(read, target)])],

@@ -46,7 +46,8 @@ def measure(
 
     Returns:
         What was found, as JSON values, for `measured_text` and `picture`. "method" and "factor" are those for engines:
-        "none" and 1.0 if the model reaches the target as it is, None if no method was found.
+        "none" and 1.0 if the model reaches the target as it is, None if no method was found. "engines" maps each method
+        that reaches to its factor, the best first.
 
     Raises:
         RopeError: as for `Subject`; or the file cannot be written, or holds something else.
@@ -101,6 +102,7 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         "rows": [],
         "method": None,
         "factor": None,
+        "engines": {},
         "self_extend": None,
     }
     if not reach:
@@ -137,10 +139,14 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
                 "seeds": {"at_target": far, "at_half": half, "short": paid},
             }
         )
-    best = best_of([row for row in found["rows"] if row["method"] != SELF_EXTEND], found["bar"])
-    if best is not None:
-        found |= {"method": best["method"], "factor": best["factor"]}
-    found["self_extend"] = best_of([row for row in found["rows"] if row["method"] == SELF_EXTEND], found["bar"])
+    best = {
+        method: best_of([row for row in found["rows"] if row["method"] == method], found["bar"])
+        for method in (*subject.methods, SELF_EXTEND)
+    }
+    found["self_extend"] = best.pop(SELF_EXTEND)
+    for row in sorted(filter(None, best.values()), key=_cost):  # for engines that lack the best method
+        found["engines"][row["method"]] = row["factor"]
+    found["method"], found["factor"] = next(iter(found["engines"].items()), (None, None))
     return found
 
 
@@ -179,7 +185,11 @@ def factors_of(target: int, reach: int, stated: int, now: float) -> list[float]:
 def best_of(rows: Iterable[Mapping[str, Any]], bar: float) -> Mapping[str, Any] | None:
     """Return the row of the smallest factor with which a method reaches; of several, that with the least loss."""
     reaching = [row for row in rows if row["at_target"] >= bar]
-    return min(reaching, key=lambda row: (row["factor"], row["short"]), default=None)
+    return min(reaching, key=_cost, default=None)
+
+
+def _cost(row: Mapping[str, Any]) -> tuple[float, float]:
+    return row["factor"], row["short"]
 
 
 class Steps:

@@ -124,10 +124,8 @@ def read_source(config: Any, **options: Any) -> Source:
     return Source(ropes, text, configs, whole, length, text.max_position_embeddings or length, asked)
 
 
-def methods(source: Source, method: str | None) -> list[str]:
-    """Return the methods to try, the best first: the one asked for, that of the config, or the two defaults."""
-    if method is not None:
-        return [method]
+def methods(source: Source) -> list[str]:
+    """Return the methods to try if none is asked for, the best first: that of the config, or the two defaults."""
     now = method_of(scheme_of(source.text))
     if now and all(rope is None or rope.is_static for rope in source.text.layers):
         return [now]
