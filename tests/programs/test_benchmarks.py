@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import ropewalk
+import tiny_models
 from each import each
 from ropewalk.cache import step
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("harness", "peers", "gpu", "sweep", "decode", "fused_step")
+NAMES = ("harness", "peers", "gpu", "sweep", "decode", "fused_step", "real_models")
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +140,23 @@ def test_memory(scripts: dict[str, Any]) -> None:
         *(("new", 1024, name) for name in ("copy_", "clone")),
         *(("kept", n, name) for n in (8, 1024) for name in ("copy_", "clone", "mul_")),
     ]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text"])
+def test_real_models_on_small_ones(scripts: dict[str, Any], tmp_path: Path, name: str) -> None:
+    script, tokens = scripts["real_models"], torch.arange(1, 400).remainder(119).add(1).tolist()
+    model = tiny_models.build(name, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "a")
+    lines = [
+        *script.convert(tmp_path / "a"),
+        *script.accelerated(model, tokens, 8, compiled=False),
+        *script.caches(model, tokens, 300, 20),
+    ]
+    assert [passed for _, passed, _ in lines] == [True] * 7, lines
+    assert lines[0][2]["changed_there"] > 0
+    # It fails if the cache forgets the rotation of some layers, or rounds too much.
+    script.STORES["int8"], before = script.STORES[None], script.STORES["int8"]
+    try:
+        assert [passed for _, passed, _ in script.caches(model, tokens, 300, 20)] == [True, False, True]
+    finally:
+        script.STORES["int8"] = before
