@@ -239,10 +239,43 @@ def test_what_is_not_seen_is_not_judged() -> None:
     # A tower of another base, a mask, and sinusoidal embeddings are none of the text model's.
     plain.vision_tower = engine(inv_freq=torch.tensor([1.0, 0.5]))
     plain.register_buffer("mask", torch.ones(8, 8))
+    plain.register_buffer("missing", torch.zeros(8, 8))
     plain.register_buffer("weights", cache(PLAIN).roll(8, -1))
     found = conformance.verify(plain)
     assert found.verdict == "right"
     assert [held.verdict for held in found.held] == ["right", "not judged"]
+
+
+def test_frequencies_that_follow_the_length(tmp_path: Path) -> None:
+    """After a long text, the buffers of dynamic NTK are those of its length, also in a model that was cast or saved."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = tiny_models.build("llama", rope_parameters=parameters, max_position_embeddings=64)
+    before = model.model.rotary_emb.inv_freq.clone()
+    with torch.no_grad():
+        model(torch.zeros(1, 200, dtype=torch.long))
+    assert not torch.equal(before, model.model.rotary_emb.inv_freq)
+    assert conformance.verify(model).verdict == "right"
+    model.model.rotary_emb.max_seq_len_cached = 300
+    assert conformance.verify(model).verdict == "wrong"
+
+
+def test_the_part_of_a_module_is_known_from_its_config(tmp_path: Path) -> None:
+    """The text model of a multimodal model has another model_type than the file."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel
+
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    text = {
+        **small,
+        "intermediate_size": 64,
+        "vocab_size": 99,
+        "rope_parameters": {**PLAIN, "mrope_section": [2, 3, 3]},
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2})
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    model = Qwen2_5_VLModel(config)
+    assert conformance.verify(model, tmp_path).verdict == "right"
+    model.language_model.rotary_emb.inv_freq *= 2
+    assert conformance.verify(model, tmp_path).verdict == "wrong"
 
 
 def test_softmax_scale() -> None:

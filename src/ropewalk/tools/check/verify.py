@@ -22,7 +22,7 @@ from ropewalk.tools.check.measure.law import NAMES, Law, find_rounding, identify
 Verdict = Literal["right", "wrong", "not judged"]
 
 _FREQUENCIES = re.compile(r"(?:^|_)(?:inv_freqs?|theta|freqs?|frequencies)$")
-_TABLES = re.compile(r"cos|sin|freqs_cis|rope_cache|rotary")
+_TABLES = re.compile(r"(?:^|_)(?:cos|sin)(?:_|$)|freqs_cis|rope_cache")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 _OTHER_PARTS = re.compile(r"vision|visual|image|audio|speech|tower|encoder|codec|talker|code_predictor|depth|indexer")
 _RIGHT = (None, "low-precision-tables")  # codes of tables that are right, or right up to their dtype
@@ -103,6 +103,7 @@ class _Table(NamedTuple):
     factor: float | None  # None if the module does not hold it
     inv_freq: Tensor | None = None  # float64 `[pairs]`, if the table is that of the frequencies
     stored: torch.dtype = torch.float32  # of cos and sin
+    length: int = 1  # of the longest sequence that the module has seen, for which its frequencies may be
 
     @property
     def noise(self) -> float:
@@ -139,7 +140,7 @@ def verify(model: torch.nn.Module, config: Any = None, **reading: Any) -> Verifi
         fix = "Pass the config.json of the model."
         raise _checks.error("verify", "config must be passed", "a model without config", fix)
     ropes = from_config(config, **reading)
-    own_types = _model_types(config) | {ropes.model_type}
+    own_types = _model_types(config) | _model_types(getattr(model, "config", None)) | {ropes.model_type}
     judged: dict[tuple[int, ...], Held | None] = {}
     found: list[Held] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -229,10 +230,12 @@ def _read(module: torch.nn.Module, name: str, tensors: tuple[Tensor, ...]) -> li
             first = ", ".join(f"{float(value):.4g}" for value in inv_freq[:3])
             return f"Its values are no frequencies ({first} …): it was never filled, as on the meta device."
         prefix = _FREQUENCIES.sub("", name)
-        factor = getattr(module, f"{prefix}_attention_scaling" if prefix else "attention_scaling", None)
+        prefix = f"{prefix}_" if prefix else ""
+        factor = getattr(module, f"{prefix}attention_scaling", None)
+        length = int(getattr(module, f"{prefix}max_seq_len_cached", 1) or 1)
         positions = torch.arange(_NEAR)
         z = torch.polar(torch.ones(_NEAR, len(inv_freq), dtype=torch.float64), positions[:, None] * inv_freq)
-        return [_Table(z, positions, None if factor is None else float(factor), inv_freq)]
+        return [_Table(z, positions, None if factor is None else float(factor), inv_freq, length=length)]
     columns = _cos_sin(tensors)
     if columns is None or len(columns[0]) < 2:
         return None
@@ -299,17 +302,20 @@ def _judge(
         which = tuple(i for i in range(len(ropes.layers)) if ropes.layers[i] == right[0] and (part or i in layers))
         return Held((), "right", f"the rope of the config, base {right[0].base:.10g}.{says}", None, which)
     if part or not laws:
-        return Held((), "not judged", "It belongs to a part whose rope the config does not state, or in other words.")
+        return Held(
+            (), "not judged", "It is of another part of the model, or of a rope that the config does not state."
+        )
     # Of several ropes that the table might have had, the one whose difference has a name.
-    rope, law = min(laws, key=lambda each: (each[1].code == "wrong-frequencies", len(each[0].inv_freq)))
+    rope, law = min(laws, key=lambda each: (each[1].code == "wrong-frequencies", each[0].rotary_dim))
     which = tuple(i for i in layers if ropes.layers[i] == rope)
     title = BUGS[str(law.code)].title if law.code in BUGS else "the frequencies are wrong"
     return Held((), "wrong", f"{title}. {law.says}", law.code, which)
 
 
 def _law(table: _Table, rope: Rope, ropes: ModelRopes) -> Law:
-    """Identify the law of a table that should be that of a rope, at any length that the config states."""
-    lengths = [1] if rope.is_static else [1, ropes.trained_length or 1, ropes.max_position_embeddings or 1]
+    """Identify the law of a table that should be that of a rope, at any length of the config or of the module."""
+    longest = [ropes.trained_length or 1, ropes.max_position_embeddings or 1, table.length]
+    lengths = [1] if rope.is_static else [1, *longest]
     laws = [_static_law(table, rope.at_length(length)) for length in dict.fromkeys(lengths)]
     return next((law for law in laws if law.code in _RIGHT), laws[0])
 
