@@ -4,10 +4,10 @@
     python benchmarks/real_models.py MODEL.gguf ...        other models of the kinds of Llama, Qwen 2 and Gemma 3
     python benchmarks/real_models.py --json FILE
 
-It is no test of the suite, because it needs weights, and measures no time. Each line says PASS or FAIL, with figures.
-The exit status is 1 if a line says FAIL. Everything is compared with transformers, or with llama.cpp if the package
-llama-cpp-python is installed. It needs the extra [extend], gguf and safetensors. The text is the language reference
-that every Python contains.
+It is no test of the suite, because it needs weights. It measures no time. Each line says PASS or FAIL, with figures.
+The exit status is 1 if a line says FAIL. Everything is compared with transformers, and with llama.cpp if the package
+llama-cpp-python is installed. It needs the extras [extend,convert]. The text is from the language reference that every
+Python contains.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ ROUNDING = 2.0**-13
 transformers multiplies positions and frequencies in float32, so its angles, and with them q and k, are off by 2⁻²⁴
 times the position. The other roundings of a model are smaller.
 """
-STORES = {None: ROUNDING, "int8": 1 / 16, "fp8": 1 / 8}
+# The largest change of logits, relative to their norm. For 8 bits those that docs/kv-cache.md states for tiny models.
+STORES = {None: ROUNDING, "int8": 1 / 64, "fp8": 1 / 16}
 Line = tuple[str, bool, dict[str, Any]]  # what was checked, whether it passed, and figures
 
 
@@ -184,9 +185,9 @@ class Caches:
 def caches(plain: Any, tokens: list[int], length: int = 2000, single: int = 100) -> Iterator[Line]:
     """Check the losses and logits of a text that is read in chunks and, at its end, one token at a time.
 
-    The loss of one token changes by a first-order part, whose mean vanishes in a model that predicts well, and by half
-    the variance of the change of the logarithms of probabilities. So a mean loss may change by half the mean variance,
-    and by three of its standard deviations.
+    The loss of a token changes by a first-order part, whose mean vanishes if the probabilities of the model are right,
+    and by half the variance of the change of log probabilities. So the mean may change by half the mean variance, and
+    by three standard deviations of the mean of the first-order part.
     """
     from transformers import DynamicCache
 
@@ -230,7 +231,7 @@ def llama_cpp(path: Path, plain: Any, tokens: list[int], places: tuple[int, ...]
     from llama_cpp import Llama, llama_get_logits
 
     wanted = [i for place in places for i in range(place - 32, place)]
-    engine, rows = Llama(str(path), n_ctx=max(places) + 8, n_batch=1, n_threads=2, verbose=False), []
+    engine, rows = Llama(str(path), n_ctx=max(places) + 8, n_batch=1, n_threads=1, verbose=False), []
     for i, token in enumerate(tokens[: max(places)]):
         engine.eval([token])  # one at a time
         if i in wanted:

@@ -154,9 +154,16 @@ def test_real_models_on_small_ones(scripts: dict[str, Any], tmp_path: Path, name
     ]
     assert [passed for _, passed, _ in lines] == [True] * 7, lines
     assert lines[0][2]["changed_there"] > 0
-    # It fails if the cache forgets the rotation of some layers, or rounds too much.
-    script.STORES["int8"], before = script.STORES[None], script.STORES["int8"]
-    try:
-        assert [passed for _, passed, _ in script.caches(model, tokens, 300, 20)] == [True, False, True]
-    finally:
-        script.STORES["int8"] = before
+
+
+def test_real_models_find_a_wrong_rotation(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotate single tokens one position too early."""
+    rotation = step.CacheStep.rotation
+
+    def late(self: Any, rope: Any) -> Any:
+        return rope.at(self.positions - 1) if self.order.shape[1] == 1 else rotation(self, rope)
+
+    monkeypatch.setattr(step.CacheStep, "rotation", late)
+    tokens = torch.randint(3, 128, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    name, passed, _ = next(scripts["real_models"].caches(tiny_models.build("llama"), tokens, 120, 20))
+    assert (name, passed) == ("KVCache, plain", False)
