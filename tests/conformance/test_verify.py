@@ -91,9 +91,14 @@ def test_tables_of_vllm_are_right(name: str, dtype: torch.dtype) -> None:
         for layer, rope in zip(model.layers, ropes.layers, strict=True):
             if rope is not None and rope.base == row["base"]:
                 layer.rotary_emb = nn.Module()
-                layer.rotary_emb.register_buffer("cos_sin_cache", table.to(dtype))
+                table = table.to(dtype)
+                layer.rotary_emb.register_buffer("cos_sin_cache", table)
     found = conformance.verify(model, CONFIGS[name], text_only=True)
     assert (found.verdict, found.unseen) == ("right", ()), str(found)
+    if row.get("short_factor"):
+        table[2000:] = table[2000:].flip(0)
+        table[2000] = table[0]
+        assert conformance.verify(model, CONFIGS[name], text_only=True).verdict == "wrong"
     assert ("rounded to bfloat16" in str(found)) == (dtype == torch.bfloat16)
 
 

@@ -140,7 +140,7 @@ def verify(model: torch.nn.Module, config: Any = None, **reading: Any) -> Verifi
         fix = "Pass the config.json of the model."
         raise _checks.error("verify", "config must be passed", "a model without config", fix)
     ropes = from_config(config, **reading)
-    own_types = _model_types(config) | _model_types(getattr(model, "config", None)) | {ropes.model_type}
+    own_types = _model_types(config) | {ropes.model_type}
     judged: dict[tuple[int, ...], Held | None] = {}
     found: list[Held] = []
     for path, module in model.named_modules(remove_duplicate=False):
