@@ -39,8 +39,7 @@ ROUNDING = 2.0**-13
 transformers multiplies positions and frequencies in float32, so its angles, and with them q and k, are off by 2⁻²⁴
 times the position. The other roundings of a model are smaller.
 """
-# The largest change of logits, relative to their norm. For 8 bits those that docs/kv-cache.md states for tiny models.
-STORES = {None: ROUNDING, "int8": 1 / 64, "fp8": 1 / 16}
+STORES = (None, "int8", "fp8")
 Line = tuple[str, bool, dict[str, Any]]  # what was checked, whether it passed, and figures
 
 
@@ -188,10 +187,15 @@ def caches(plain: Any, tokens: list[int], length: int = 2000, single: int = 100)
     The loss of a token changes by a first-order part, whose mean vanishes if the probabilities of the model are right,
     and by half the variance of the change of log probabilities. So the mean may change by half the mean variance, and
     by three standard deviations of the mean of the first-order part.
+
+    Logits may change by the relative error of a key: for int8 that of steps of 1/127 of the largest channel, if it is
+    as large as the whole key, and for fp8 half a step of its 3 bits.
     """
     from transformers import DynamicCache
 
     theirs, text = DynamicCache(config=plain.config), torch.tensor(tokens[: length + 1])
+    channels = plain.model.layers[0].self_attn.head_dim
+    bound = {None: ROUNDING, "int8": (channels / 12) ** 0.5 / 127, "fp8": 2.0**-4}
     readers = {store: Caches(plain, length, store) for store in STORES}
     sums = {store: torch.zeros(4, dtype=torch.float64) for store in STORES}
     lost = 0.0
@@ -211,7 +215,7 @@ def caches(plain: Any, tokens: list[int], length: int = 2000, single: int = 100)
     for store, (more, variance, error, norm) in sums.items():
         off, allowed = float((error / norm).sqrt()), float(variance / 2 + 3 * variance.sqrt()) / length
         figures = {"loss": lost / length, "change": float(more) / length, "allowed": allowed, "logits": off}
-        yield f"KVCache, {store or 'plain'}", abs(figures["change"]) <= allowed and off <= STORES[store], figures
+        yield f"KVCache, {store or 'plain'}", abs(figures["change"]) <= allowed and off <= bound[store], figures
 
 
 def eight_bits(module: Any, inputs: tuple[Tensor]) -> Tensor:

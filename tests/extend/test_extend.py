@@ -347,3 +347,20 @@ def test_an_engine_gets_the_first_method_that_it_has() -> None:
     assert keys(of(found, "vLLM")["commands"][0])["rope_parameters"]["factor"] == 5.0
     assert "--rope-scaling yarn --rope-scale 7 " in commands(found)
     assert "rule from two small models" not in found.text()
+
+
+def test_written_for_an_engine_that_is_refused(tmp_path: Path) -> None:
+    """A config of another name has no weights beside it, and an engine without a command does not read the folder."""
+    (tmp_path / "gemma2.json").write_text(
+        json.dumps({**FLAT, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096})
+    )
+    (tmp_path / "other.bin").write_text("")
+    ran = CliRunner().invoke(
+        main,
+        ["extend", str(tmp_path / "gemma2.json"), "--to", "64k", "--for", "sglang", "--write", str(tmp_path / "new")],
+    )
+    assert ran.exit_code == 2
+    assert "Not for SGLang: see above." in ran.output
+    assert "only the length is passed" not in ran.output
+    assert str(tmp_path) + " " not in ran.output
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["config.json"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def extend(
     facts = {**found.facts, "measured": measured}
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else found.text())
     if folder is not None:
-        click.echo(f"\nwrote {folder}, whose config.json states this, so engines only need the length", err=as_json)
+        click.echo(f"\nwrote {folder}, whose config.json states this. {_only_length(found.facts)}", err=as_json)
     context.exit(0 if found.complete else 2)
 
 
@@ -159,8 +160,16 @@ def _refuse_without(context: click.Context, option: str, names: tuple[str, ...],
             raise click.UsageError(f"--{name} has no effect without --{option}. Pass both.")
 
 
+def _only_length(facts: Mapping[str, Any]) -> str:
+    """Say which engines read the written config as it is meant, and only need the length."""
+    read = [engine["name"] for engine in facts["engines"] if engine["commands"]]
+    others = [engine["name"] for engine in facts["engines"] if not engine["commands"]]
+    said = [f"With it, only the length is passed to {', '.join(read)}."] if read else []
+    return " ".join([*said, f"Not for {', '.join(others)}: see above."] if others else said)
+
+
 def _model(source: Path) -> str:
-    """Return the model in the commands: the folder, the file, or the hub id that was passed."""
-    if str(source) == "/dev/stdin":
-        return "MODEL"
-    return str(source.parent if source.suffix == ".json" else source)
+    """Return the model in the commands: the folder, the GGUF file, or the hub id that was passed, if it is known."""
+    if source.name == "config.json":
+        return str(source.parent)
+    return "MODEL" if str(source) == "/dev/stdin" or source.suffix == ".json" else str(source)

@@ -20,7 +20,7 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> No
 
     Args:
         extended: the result of `extend`.
-        source: the folder or the config.json that was read. Other sources have no files to link to.
+        source: the folder or the config.json that was read. Nothing is linked beside other sources.
         folder: the new folder.
         version: the version of transformers whose schema is written, 4 or 5.
 
@@ -33,7 +33,7 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> No
     if extended.source.text.file_format:
         raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass the engine its arguments instead.")
     config = extended.config(version=version)
-    beside = source if source.is_dir() else source.parent if source.suffix == ".json" else None
+    beside = source if source.is_dir() else source.parent if source.name == "config.json" else None
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
