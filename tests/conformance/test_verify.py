@@ -251,8 +251,8 @@ def test_what_is_not_seen_is_not_judged() -> None:
     assert [held.verdict for held in found.held] == ["right", "not judged"]
 
 
-def test_frequencies_that_follow_the_length(tmp_path: Path) -> None:
-    """After a long text, the buffers of dynamic NTK are those of its length, also in a model that was cast or saved."""
+def test_frequencies_that_follow_the_length() -> None:
+    """After a long text, the buffers of dynamic NTK are those of its length."""
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = tiny_models.build("llama", rope_parameters=parameters, max_position_embeddings=64)
     before = model.model.rotary_emb.inv_freq.clone()
@@ -298,7 +298,7 @@ def test_softmax_scale() -> None:
 
 def test_refused() -> None:
     with pytest.raises(RopeError, match=r"model must be a torch\.nn\.Module"):
-        conformance.verify("path/to/model")  # type: ignore[arg-type]
+        conformance.verify("path/to/model")
     with pytest.raises(RopeError, match="config must be passed"):
         conformance.verify(nn.Linear(2, 2))
 
@@ -314,7 +314,7 @@ class Loader:
 def loader(monkeypatch: pytest.MonkeyPatch) -> type[Loader]:
     fresh = type("BaseModelLoader", (), {"load_model": Loader.load_model})
     package = ModuleType("vllm.model_executor.model_loader")
-    package.BaseModelLoader = fresh  # type: ignore[attr-defined]
+    package.BaseModelLoader = fresh
     for name in ("vllm", "vllm.model_executor"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, package.__name__, package)
@@ -338,7 +338,7 @@ def test_plugin(
     vllm.register()
     vllm.register()
     with caplog.at_level(logging.INFO, "vllm.ropewalk"):
-        assert isinstance(loader().load_model(None, right), nn.Module)  # type: ignore[call-arg]
+        assert isinstance(loader().load_model(None, right), nn.Module)
         loader().load_model(vllm_config=None, model_config=wrong)
     assert [(record.levelname, "WRONG" in record.getMessage()) for record in caplog.records] == [
         ("INFO", False),

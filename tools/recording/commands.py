@@ -128,9 +128,10 @@ def _sglang(config: Any, override: dict[str, Any]) -> None:
 
 
 def _functions(file: str, wanted: tuple[str, ...], **names: Any) -> dict[str, Any]:
-    """Return functions and constants of a file by their names, with `names` for what else they use."""
-    tree = ast.parse(Path(file).read_text())
-    found = [node for node in tree.body if getattr(node, "name", None) in wanted or _assigned(node) in wanted]
+    """Return the first functions, methods or constants of a file with these names; `names` is what else they use."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
+    by_name = {getattr(node, "name", None) or _assigned(node): node for node in reversed(nodes)}
+    found = [node for name, node in by_name.items() if name in wanted]
     exec(
         compile(ast.Module([ast.parse("from __future__ import annotations").body[0], *found], []), file, "exec"), names
     )
@@ -152,11 +153,8 @@ def _vllm_accepts(config: Any, row: dict[str, Any]) -> bool:
     names = _functions(f"{folder}/transformers_utils/config.py", wanted, **_layer_types())
     used = {"logger": MagicMock(), "envs": SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False), **names}
     check = _functions(f"{folder}/config/model.py", ("_get_and_verify_max_len",), **used)["_get_and_verify_max_len"]
-    tree = ast.walk(ast.parse(Path(f"{folder}/transformers_utils/model_arch_config_convertor.py").read_text()))
-    derive = next(node for node in tree if getattr(node, "name", None) == "derive_max_model_len_and_key")
-    scope: dict[str, Any] = {}
-    exec(compile(ast.Module([derive], []), "vllm", "exec"), scope)
-    derived = scope["derive_max_model_len_and_key"](SimpleNamespace(hf_text_config=config))
+    file, name = f"{folder}/transformers_utils/model_arch_config_convertor.py", "derive_max_model_len_and_key"
+    derived = _functions(file, (name,))[name](SimpleNamespace(hf_text_config=config))
     arch = SimpleNamespace(derived_max_model_len_and_key=derived)
     tokenizer = {"model_max_length": row["tokenizer"]} if "tokenizer" in row else None
     try:

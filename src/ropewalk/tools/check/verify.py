@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -140,55 +140,48 @@ def verify(model: torch.nn.Module, config: Any = None, **reading: Any) -> Verifi
         fix = "Pass the config.json of the model."
         raise _checks.error("verify", "config must be passed", "a model without config", fix)
     ropes = from_config(config, **reading)
-    own_types = _model_types(config) | {ropes.model_type}
     judged: dict[tuple[int, ...], Held | None] = {}
     found: list[Held] = []
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensors in _tensors(module):
             full = f"{path}.{name}" if path else name
-            part = _part(path, module, own_types)
+            part = _part(path, module, ropes.model_type)
             layers = _layers(ropes, full, name) if not part else ()
             key = (*map(id, tensors), *layers)
             if key not in judged:
-                judged[key] = _judge(full, _read(module, name, tensors), ropes, layers, part)
+                judged[key] = _judge(_read(module, name, tensors), ropes, layers, part)
             if (held := judged[key]) is not None:
                 found.append(replace(held, names=(full,)))
         if (held := _softmax(path, module, ropes)) is not None:
             found.append(held)
-    merged: dict[tuple[str, ...], list[Held]] = {}
-    for held in found:
-        merged.setdefault((held.verdict, held.says), []).append(held)
-    results = tuple(
-        replace(
-            equal[0],
-            names=tuple(dict.fromkeys(held.names[0] for held in equal)),
-            layers=tuple(sorted({layer for held in equal for layer in held.layers})),
-        )
-        for equal in merged.values()
-    )
     if ropes.stated_twice:
         says = f"the file states {', '.join(sorted(ropes.stated_twice))} twice, and one value is lost (see the notes)."
-        results = (*results, Held(("config",), "wrong", says, "stated-twice"))
+        found.append(Held(("config",), "wrong", says, "stated-twice"))
+    results = _merge(found)
     seen = {layer for held in results if held.verdict != "not judged" for layer in held.layers}
     unseen = tuple(i for i, rope in enumerate(ropes.layers) if rope is not None and i not in seen)
     return Verified(ropes.source, results, unseen, ropes.warnings)
 
 
-def _model_types(config: Any) -> set[str]:
-    """Return the model_type of a config and of its text model, if it states them."""
-    parts = [config]
-    if isinstance(config, Mapping):
-        parts = [config, config.get("text_config") or {}]
-        return {str(part["model_type"]) for part in parts if "model_type" in part}
-    if hasattr(config, "get_text_config"):
-        parts = [config, config.get_text_config()]
-    return {str(part.model_type) for part in parts if hasattr(part, "model_type")}
+def _merge(found: list[Held]) -> tuple[Held, ...]:
+    """Join tables of which the same is said, such as those of all layers."""
+    alike: dict[tuple[str, str], list[Held]] = {}
+    for held in found:
+        alike.setdefault((held.verdict, held.says), []).append(held)
+    return tuple(
+        replace(
+            equal[0],
+            names=tuple(dict.fromkeys(held.names[0] for held in equal)),
+            layers=tuple(sorted({layer for held in equal for layer in held.layers})),
+        )
+        for equal in alike.values()
+    )
 
 
-def _part(path: str, module: torch.nn.Module, own_types: set[str]) -> bool:
+def _part(path: str, module: torch.nn.Module, model_type: str) -> bool:
     """Return whether a module belongs to another part than the text model, by its path and by its own config."""
     own = getattr(getattr(module, "config", None), "model_type", None)
-    return bool(_OTHER_PARTS.search(path)) or (own is not None and own not in own_types)
+    return bool(_OTHER_PARTS.search(path)) or (own is not None and own != model_type)
 
 
 def _layers(ropes: ModelRopes, full: str, name: str) -> tuple[int, ...]:
@@ -261,7 +254,10 @@ def _cos_sin(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor] | None:
         return (x.real, x.imag) if x.ndim == 2 else None
     if x.ndim == 3 and x.shape[-1] == 2:
         return x[..., 0], x[..., 1]
-    return None if x.ndim != 2 or x.shape[1] % 2 else x.chunk(2, dim=-1)  # type: ignore[return-value]
+    if x.ndim != 2 or x.shape[1] % 2:
+        return None
+    cos, sin = x.chunk(2, dim=-1)
+    return cos, sin
 
 
 def _table_of(cos: Tensor, sin: Tensor) -> _Table:
@@ -276,9 +272,7 @@ def _table_of(cos: Tensor, sin: Tensor) -> _Table:
     return _Table(z, positions, float(z[0, 0].real), stored=formats.stored_dtype(torch.view_as_real(z)))
 
 
-def _judge(
-    full: str, tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[int, ...], part: bool
-) -> Held | None:
+def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[int, ...], part: bool) -> Held | None:
     """Compare what a module holds with the ropes of its layers, or of another part, which is not judged otherwise."""
     if tables is None:
         return None

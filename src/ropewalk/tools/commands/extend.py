@@ -161,8 +161,8 @@ def _refuse_without(context: click.Context, option: str, names: tuple[str, ...],
 
 
 def _only_length(facts: Mapping[str, Any]) -> str:
-    """Say which engines read the written config as it is meant, and only need the length."""
-    read = [engine["name"] for engine in facts["engines"] if engine["commands"]]
+    """Say which engines read the written config.json as it is meant, and only need the length."""
+    read = [engine["name"] for engine in facts["engines"] if engine["commands"] and engine["reads_config"]]
     others = [engine["name"] for engine in facts["engines"] if not engine["commands"]]
     said = [f"With it, only the length is passed to {', '.join(read)}."] if read else []
     return " ".join([*said, f"Not for {', '.join(others)}: see above."] if others else said)

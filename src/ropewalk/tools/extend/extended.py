@@ -109,7 +109,6 @@ def extend(
         rows.append({**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name]))
     for row in rows:
         row["notes"] = _notes(row, read, made, target, models[row["name"]]) if row["commands"] else []
-    now = plans.scheme_of(read.text)
     facts = {
         "source": read.text.source,
         "model_type": read.ropes.model_type,
@@ -118,7 +117,7 @@ def extend(
         "stated_length": read.length,
         "trained_length": read.ropes.trained_length,
         "reaches": reaches,
-        "scaling": None if now is None else now.rope_type,
+        "scaling": getattr(plans.scheme_of(read.text), "rope_type", None),
         "ignored": list(options.get("ignore", ())),
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
         "asked": {"method": method, "factor": next(iter(ways.values()))},
@@ -223,4 +222,5 @@ _NO_ARGUMENTS = "it takes no such arguments, or they were not looked up"
 
 
 def _row(chosen: Engine) -> dict[str, Any]:
-    return {"name": chosen.name, "version": chosen.version, "plan": None, "commands": [], "why_not": [], "notes": []}
+    about = {"name": chosen.name, "version": chosen.version, "reads_config": not isinstance(chosen.override, Flags)}
+    return {**about, "plan": None, "commands": [], "why_not": [], "notes": []}
