@@ -135,7 +135,7 @@ class Fill:
         if name in OURS:
             step = cache.step(self.held)
             for i, (k, v) in enumerate(rows):
-                step.layer(i).write(*(self.latent_row(k),) if name == LATENT else (k, v))
+                step.layer(i).append(*(self.latent_row(k),) if name == LATENT else (k, v))
         else:
             for i, (k, v) in enumerate(rows):
                 cache.update(k.transpose(1, 2), v.transpose(1, 2), i)

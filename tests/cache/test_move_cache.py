@@ -30,7 +30,7 @@ def filled(**options: Any) -> KVCache:
     keys = keys_at([list(range(7))] * 2)
     step = cache.step(7)
     for i in range(LAYERS):
-        step.layer(i).write(keys[i], VALUES[i])
+        step.layer(i).append(keys[i], VALUES[i])
     return cache
 
 

@@ -46,9 +46,12 @@ def attend_cached(
 
     Returns:
         A new tensor of the shape of q, with 0 for a token that attends to no key. None if the caller must use
-        PyTorch's attention: there is no kernel for these tensors, a gradient is recorded, a transform or a mode is
-        active, or the program is exported or compiled for a GPU.
+        PyTorch's attention: there are more than `MAX_TOKENS` tokens, or a dynamic number of them; there is no kernel
+        for these tensors, a gradient is recorded, a transform or a mode is active, or the program is exported or
+        compiled for a GPU.
     """
+    if not isinstance(q.shape[1], int) or q.shape[1] > MAX_TOKENS:  # a graph for any number must not depend on it
+        return None
     if not torch.compiler.is_compiling():
         return _run(q, far_q, keys, values, visible, scale)
     supported = backend.FAST_PATH and q.is_cpu and _fits(q, far_q, keys, values, visible)
@@ -225,9 +228,7 @@ def paged_attention(
         key_scales=k_scales,
         value_scales=v_scales,
     )
-    attended = None
-    if new <= MAX_TOKENS:
-        attended = attend_cached(q, sink_q, k_cache, v_cache, visible, scale=scale)
+    attended = attend_cached(q, sink_q, k_cache, v_cache, visible, scale=scale)
     if attended is None and sink_q is not None:
         attended = _define(q, sink_q, k_cache, v_cache, visible, scale)
     if attended is None:

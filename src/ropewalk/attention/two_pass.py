@@ -31,7 +31,7 @@ class TwoPass:
         far_queries: rotates the new queries for the far pass.
         far_keys: rotates all keys, already rotated by near, again for the far pass. None leaves them unchanged.
         far: bool, broadcastable to `[batch, heads, seq, keys]`: True for far pairs.
-        sinks: if positive, far is True for the first `sinks` keys and for no others, and far_keys is None.
+        sinks: if positive, far is True for the first `sinks` tokens of a row and for no others, and far_keys is None.
     """
 
     __slots__ = ("far", "far_keys", "far_queries", "near", "sinks")

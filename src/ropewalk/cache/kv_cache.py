@@ -368,7 +368,7 @@ class KVCache:
             raise tokens.interrupted("KVCache.rollback", self._kept.changing)
         pending = self._pending
         stored = 0 if pending is None or pending._complete else pending._count_stored()
-        if pending is not None and pending._plan.concatenates and stored:
+        if pending is not None and stored and not pending._plan.can_be_undone:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
@@ -399,7 +399,7 @@ class KVCache:
         pending = self._pending
         if not torch.compiler.is_compiling() and pending is not None:
             pending._outdated = True
-            if not (pending._plan.concatenates or pending._complete):
+            if pending._plan.can_be_undone and not pending._complete:
                 for store in self._stores:
                     store.clear(pending._plan.slots)
         self._pending = None

@@ -1,6 +1,7 @@
 """The plan of one forward pass: the slots of the new tokens, and the keys that they attend to.
 
-It decides what a window, sinks and several new tokens mean for the keys that are seen; `ring.py` computes slots:
+It decides what a window, sinks, padding, masks and several new tokens mean for the keys that are seen, how they are
+read, and whether a step can be undone; `ring.py` computes slots:
 
 | cache | new tokens | they attend to | `visible`, for the kernel over the slots | `mask` |
 |---|---|---|---|---|
@@ -10,8 +11,8 @@ It decides what a window, sinks and several new tokens mean for the keys that ar
 
 A shorter window of a layer hides the sinks. Their keys have another distance, so their scores belong to another
 rotation of the queries (`find_sinks`).
-`LayerCache.attend` selects the attention from these answers and from that of the store, which may have no kernel for a
-call: those of ropewalk have none over latent rows and float64.
+`LayerCache.attend` asks the store for its kernel over the keys of `visible`. A store may have none for a call: those of
+ropewalk have none over latent rows, for float64 and for more than 8 tokens. Then attention is dense, over `dense`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.mask_tensors import restrict
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.cache.ring import EMPTY, Ring
 from ropewalk.cache.store import Store
 from ropewalk.cache.tokens import NewTokens, read_range
 from ropewalk.kernels.visible import VisibleKeys
+from ropewalk.rotation.api import Rotation
 
 
 class Plan:
@@ -76,15 +79,40 @@ class Plan:
         return numbers if self._padding is None else numbers.masked_fill(self._padding, EMPTY)
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether the cache can be as before after layers have stored: no key that it needs then is overwritten."""
+        return not self.concatenates
+
+    @property
     def key_order(self) -> Tensor:
         """Order of each key, int64 `[batch, keys]`."""
         return self.ring.order(self._length) if self._key_order is None else self._key_order
 
-    def find_sinks(self) -> tuple[Tensor, int]:
-        """Return which keys are sinks, bool `[batch or 1, keys]`, and their number if they are the first keys."""
+    def place_keys(self, cached: Tensor, new: Tensor) -> Tensor:
+        """Return a number of each key, `[batch, keys]`, such as its position.
+
+        Args:
+            cached: the numbers of the slots before this step, `[batch, slots of a row]`.
+            new: those of the new tokens, `[batch, seq]`.
+        """
+        if self.concatenates:
+            return torch.cat([cached[:, : self.ring.count], self.without_padding(new)], dim=1)
+        return cached.scatter(1, self.slots[1], new)[:, : self.ring.count]
+
+    def find_sinks(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the scores of sinks need, or None if there are none.
+
+        Returns:
+            How far each query moves back when positions are counted inside the cache, int64 `[batch, seq]`; and which
+            keys are sinks, bool `[batch or 1, keys]`.
+        """
+        ring = self.ring
+        if not ring.sinks:
+            return None
+        excess = (self.order - (ring.sinks + ring.ring - 1)).clamp(min=0)
         slot = torch.arange(self.keys, device=self.order.device)[None]
-        is_sink = slot < self.ring.sinks if self._key_order is None else self._key_order < self.ring.sinks
-        return is_sink, 0 if self.concatenates else self.ring.sinks
+        is_sink = slot < ring.sinks if self._key_order is None else self._key_order < ring.sinks
+        return excess, is_sink
 
     def check_window(self, window: int | None) -> int | None:
         """Return the window of a layer or, for None, of the cache. Raise if it is no number, or the cache has less."""
@@ -106,14 +134,24 @@ class Plan:
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
-    def visible(self, window: int | None) -> VisibleKeys | None:
+    @property
+    def reads_all(self) -> bool:
+        """Whether attention reads all keys, not those of `filled`: a compiled layer has one graph for any number."""
+        return torch.compiler.is_compiling()
+
+    def visible(
+        self, window: int | None, rotation: Rotation | TwoPass | None, mask: Tensor | None
+    ) -> VisibleKeys | None:
         """Describe the keys in the slots to a kernel that reads them there, or return None if it cannot express them.
 
         Args:
             window: number of tokens that each token attends to. None means no limit.
+            rotation: rotation of the layer. Of those in two passes, a kernel knows the one for sinks.
+            mask: the user's mask, which no kernel takes.
         """
-        # A compiled layer has one graph for any number of cached tokens.
-        count = self.ring.count if torch.compiler.is_compiling() else self.filled.stop
+        if mask is not None or (rotation is not None and rotation.passes == 2 and not rotation.sinks):
+            return None
+        count = self.ring.count if self.reads_all else self.filled.stop
         if not self.ring.evicts:
             return VisibleKeys(self.order, count, window=window)
         if self.concatenates or window != self.ring.window:
@@ -123,25 +161,31 @@ class Plan:
 
     def mask(self, *, every: bool) -> Tensor:
         """Return the mask, bool `[batch, 1, seq, keys]`, for all keys, or for those of `filled`."""
-        if torch.compiler.is_compiling():
+        if self.reads_all:  # in a compiled layer, which must not keep tensors
             return self._build_mask(every=every)
         if every not in self.masks:
             self.masks[every] = self._build_mask(every=every)
         return self.masks[every]
 
-    def combine_masks(self, window: int | None, mask: Tensor | None) -> Tensor | None:
-        """Combine the user's mask with those of the plan and of the layer's window, for the keys of `filled`.
+    def dense(
+        self, store: Store, concatenated: tuple[Tensor, Tensor] | None, window: int | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values of a layer after its write, and a mask, in which None stands for a plain causal one.
 
-        None stands for a plain causal mask. A compiled layer has one graph for any number of cached tokens, so its mask
-        is for all keys.
+        Args:
+            store: the store of the layer.
+            concatenated: the result of `concatenate` before the write.
+            window: number of tokens that each token attends to. None means as many as in the cache.
+            mask: the user's mask, for all keys.
         """
+        keys, values = concatenated or store.read(self.ring.count if self.reads_all else self.filled.stop)
         within = None if window is None else self.within(window)
         mask = mask if within is None else restrict(mask, within)
-        if torch.compiler.is_compiling():
-            return restrict(mask, self.mask(every=True))
+        if self.reads_all:
+            return keys, values, restrict(mask, self.mask(every=True))
         if mask is not None:
-            return restrict(mask, self.mask(every=True))[..., self.filled]
-        return None if self.causal else self.mask(every=False)
+            return keys, values, restrict(mask, self.mask(every=True))[..., self.filled]
+        return keys, values, None if self.causal else self.mask(every=False)
 
     def _build_mask(self, *, every: bool) -> Tensor:
         ring, order = self.ring, self.order[:, :, None]
@@ -156,10 +200,6 @@ class Plan:
         if self._padding is not None:
             mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
         return mask[:, None]
-
-    def read(self, store: Store, *, every: bool) -> tuple[Tensor, Tensor]:
-        """Return the keys and values in the slots of a layer, after its write: all of them, or those of `filled`."""
-        return store.read(self.ring.count if every else self.filled.stop)
 
     def concatenate(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer before its write, all or those of `filled`, with the new ones."""

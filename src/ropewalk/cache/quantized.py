@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk.attention.few_tokens import attend_cached
-from ropewalk.kernels.visible import StoreArguments, VisibleKeys
-from ropewalk.rotation import qk_norm
+from ropewalk.cache.plain import PlainStore
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.qk_norm import QKNorm
 from ropewalk.rotation.store import quantize
 
 
-class QuantizedStore:
+class QuantizedStore(PlainStore):
     """Rotated keys, and values, in 8 bits: each head of a token is `scale` times a row of int8 or e4m3 numbers.
 
     The largest number of a head becomes 127 in int8, and 448 in e4m3, so scale = max|x| / 127 or max|x| / 448. A head
@@ -35,11 +32,13 @@ class QuantizedStore:
     """
 
     kept: torch.dtype
+    key_scales: Tensor
+    value_scales: Tensor
 
     def __init__(
         self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        self.keys, self.values = (torch.zeros(shape, dtype=self.kept, device=device) for _ in range(2))
+        self.keys, self._values = (torch.zeros(shape, dtype=self.kept, device=device) for _ in range(2))
         self.key_scales, self.value_scales = (torch.zeros(shape[:3], device=device) for _ in range(2))
         self.dtype = dtype
 
@@ -55,17 +54,6 @@ class QuantizedStore:
         for kept, new in zip(self._tensors, (*quantize(k, self.kept), *quantize(v, self.kept)), strict=True):
             kept.index_put_(slots, new)
 
-    def rotate_and_write(
-        self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, *, rotation: Rotation, norm: QKNorm | None
-    ) -> Tensor | None:
-        store = StoreArguments(v, self.keys, self.values, slots, self.key_scales, self.value_scales)
-        rotated: Tensor | None = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
-        return rotated
-
-    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
-        visible = visible._replace(key_scales=self.key_scales, value_scales=self.value_scales)
-        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
-
     def read(self, count: int) -> tuple[Tensor, Tensor]:
         keys, key_scales, values, value_scales = (x[:, :count] for x in self._tensors)
         return self._dequantize(keys, key_scales, self.dtype), self._dequantize(values, value_scales, self.dtype)
@@ -76,14 +64,6 @@ class QuantizedStore:
         rotated = rotation(self._dequantize(keys, scales, wide), layout="bshd")
         for kept, new in zip((self.keys, self.key_scales), quantize(rotated, self.kept), strict=True):
             kept[slice(None) if rows is None else rows] = new
-
-    def clear(self, slots: tuple[Tensor | int, Tensor | slice]) -> None:
-        for kept in self._tensors:
-            kept[slots] = 0
-
-    def reorder(self, rows: Tensor, count: int) -> None:
-        for kept in self._tensors:
-            kept[:, :count] = kept[:, :count].index_select(0, rows)
 
 
 class Int8Store(QuantizedStore):

@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention.attend import attend, not_a_rotation, rotate
-from ropewalk.attention.few_tokens import MAX_TOKENS
 from ropewalk.attention.mask_tensors import check_mask
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.cache.plan import Plan
@@ -92,10 +91,8 @@ class CacheStep:
         # Whether each layer has begun to store. Each has a list, so code compiled for one layer serves every layer.
         self._stored = [[False] for _ in kept.stores]
         self._outdated = self._complete = False  # complete: the last layer is done, and the cache counts the tokens
-        self._key_positions: Tensor | None = None  # computed on first use, if the new ones have slots of their own
-        if plan.concatenates:
-            cached = state[0][:, : plan.ring.count]
-            self._key_positions = torch.cat([cached, plan.without_padding(new.place)], dim=1)
+        # Computed on first use, unless the last layer overwrites some of them.
+        self._key_positions = None if plan.can_be_undone else plan.place_keys(state[0], new.place)
         # References to cos of the rotations of this pass and of the previous one, which has other positions.
         self._rotations: list[weakref.ref[Tensor]] = []
         self._stale = [] if previous is None else previous._rotations
@@ -120,7 +117,7 @@ class CacheStep:
                 "an outdated one",
                 "Read them before the next call that changes the cache.",
             )
-        found = self._state[0].scatter(1, self._plan.slots[1], self._new.place)[:, : self._plan.ring.count]
+        found = self._plan.place_keys(self._state[0], self._new.place)
         if not torch.compiler.is_compiling():  # storing them in one layer would recompile the next layer
             self._key_positions = found
         return found
@@ -173,14 +170,12 @@ class CacheStep:
             )
         positions = self.positions if rope.axes is None else on_axes(rope, self.positions)
         near = rope.at(positions, dtype=dtype)
-        ring = self._plan.ring
-        if not ring.sinks:
+        sinks = self._plan.find_sinks()
+        if sinks is None:
             return near
-        # How far each query moves back when positions are counted inside the cache.
-        excess = (self.order - (ring.sinks + ring.ring - 1)).clamp(min=0)
+        excess, is_sink = sinks
         far_queries = rope.at(on_axes(rope, self.positions - excess), dtype=dtype)
-        is_sink, in_front = self._plan.find_sinks()
-        return TwoPass(near, far_queries, None, is_sink[:, None, None], in_front)
+        return TwoPass(near, far_queries, None, is_sink[:, None, None], self._plan.ring.sinks)
 
     def layer(self, index: int) -> LayerCache:
         """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
@@ -254,7 +249,7 @@ class CacheStep:
                     f"one for {rotation.far.shape[-1]}",
                     "Use SelfExtend.at(step.positions, step.key_positions).",
                 )
-            prepared = rotation if compiling else rotation.select_keys(self._plan.filled)
+            prepared = rotation if self._plan.reads_all else rotation.select_keys(self._plan.filled)
         if compiling:
             return prepared
         for reference in self._stale:
@@ -352,25 +347,22 @@ class LayerCache:
         self._check_new(k, v, q)
 
         # Write: in one kernel if there is one for this call.
-        two = rotation if rotation is not None and rotation.passes == 2 else None
+        two_passes = rotation is not None and rotation.passes == 2
         concatenated = rotated = None
         if rotation is not None and rotation.passes == 1 and not plan.concatenates:
             rotated = self._store.rotate_and_write(plan.flat_slots, q, k, v, rotation=rotation, norm=norm)
             self._stored[0] = rotated is not None
         if rotated is None:
             rotated, k = rotate(q, k, rotation, norm)
-            concatenated = self._write(k, v, every=compiling)
+            concatenated = self._write(k, v, every=plan.reads_all)
 
-        # Attend, in the first way that is possible. A graph for a dynamic number of tokens must not depend on it.
-        attended = None
-        if mask is None and isinstance(seq, int) and seq <= MAX_TOKENS:
-            visible = plan.visible(window)
-            if visible is not None and (two is None or two.sinks):
-                near, far = (rotated, None) if two is None else rotated.chunk(2, dim=1)
-                attended = self._store.attend(near, far, visible, scale=scale)
+        # Attend in one kernel, or else over dense keys.
+        attended, visible = None, plan.visible(window, rotation, mask)
+        if visible is not None:
+            near, far = rotated.chunk(2, dim=1) if two_passes else (rotated, None)
+            attended = self._store.attend(near, far, visible, scale=scale)
         if attended is None:
-            keys, values = concatenated or plan.read(self._store, every=compiling)
-            mask = plan.combine_masks(window, mask)
+            keys, values, mask = plan.dense(self._store, concatenated, window, mask)
             attended = attend(rotated, keys, values, rotation=rotation, mask=mask, scale=scale)
         if self._is_last:
             step._finish()
@@ -395,29 +387,13 @@ class LayerCache:
                 this layer has already appended; the step is not the newest of its cache; or this is the last layer and
                 another one has not appended. Nothing has been stored then.
         """
-        concatenated = self._append(k, v)
-        keys, values = concatenated or self.step._plan.read(self._store, every=True)
-        return keys, values[..., : self.step._kept.latent]
-
-    def write(self, k: Tensor, v: Tensor | None = None) -> None:
-        """Store the keys and values of the new tokens as `append` does, for a kernel of your own that reads the cache.
-
-        Args:
-            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
-            v: values of the same shape. Omit them in a cache with `latent`.
-
-        Raises:
-            RopeError: as `append`. Nothing is stored then.
-        """
-        self._append(k, v)
-
-    def _append(self, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor] | None:
         v = self._values(k, v)
         self._check_new(k, v)
         concatenated = self._write(k, v, every=True)
         if self._is_last:
             self.step._finish()
-        return concatenated
+        keys, values = concatenated or self._store.read(self.step._plan.ring.count)
+        return keys, values[..., : self.step._kept.latent]
 
     def _write(self, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor] | None:
         """Store rotated keys, and values. Return all keys and values if the new ones overwrite some that are needed."""
