@@ -138,7 +138,7 @@ def test_the_result_of_attend_is_checked(returned: Any, got: str) -> None:
 
 
 def test_the_protocol_is_for_type_checkers() -> None:
-    """At run time, `isinstance` could compare only the name `attend`, which `TwoPass` also has."""
+    """At run time, `isinstance` could compare only the name `attend`."""
     with pytest.raises(TypeError, match="runtime_checkable"):
         isinstance(Pages(), AttendingCache)  # type: ignore[misc]
     assert "isinstance" in (AttendingCache.__doc__ or "")

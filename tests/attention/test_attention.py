@@ -279,7 +279,9 @@ def test_refuses_arguments() -> None:
             made(*given, **options)
     with pytest.raises(RopeError, match="RotaryAttention: cache must be one layer of a step of a KVCache"):
         layer(window=3)(x, rotation, cache=cache)
-    with pytest.raises(RopeError, match=r"TwoPass\.attend: mask must be a tensor or None, got a BlockMask"):
+    with pytest.raises(
+        RopeError, match=r"attend: with a rotation in two passes, mask must be a tensor or None, got a BlockMask"
+    ):
         made(x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64), mask=blocks)
     step = cache.step(SEQ)
     message = r"KVCache: with a cache, mask must be a tensor or None, got BlockMask\. .* the keys of step.key_positions"

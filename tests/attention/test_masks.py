@@ -241,8 +241,9 @@ class TestAmbiguousMasks:
         with pytest.raises(RopeError, match=f"attend: {TWO_AXES}"):
             attention.attend(q, q, q, mask=torch.ones(3, 3) > 0, scale=1.0)
         near = ROPE.at(torch.arange(3))
-        with pytest.raises(RopeError, match=f"TwoPass.attend: {TWO_AXES}"):
-            TwoPass(near, near, None, torch.ones(3, 3) > 0).attend(both, q, q, mask=torch.ones(3, 3) > 0, scale=1.0)
+        two = TwoPass(near, near, None, torch.ones(3, 3) > 0)
+        with pytest.raises(RopeError, match=f"attend: {TWO_AXES}"):
+            attention.attend(both, q, q, rotation=two, mask=torch.ones(3, 3) > 0, scale=1.0)
 
 
 @pytest.mark.parametrize(

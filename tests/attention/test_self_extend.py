@@ -23,6 +23,12 @@ PARTIAL_TURN = Rotary(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 
 
+@pytest.fixture(autouse=True, params=["few tokens", "many"])
+def number_of_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the way for few tokens, and the one for many, whatever their number is."""
+    monkeypatch.setattr("ropewalk.attention.attend._FEW", 64 if request.param == "few tokens" else 0)
+
+
 def layer() -> RotaryAttention:
     torch.manual_seed(0)
     made = RotaryAttention(16, 4, num_kv_heads=2, head_dim=HEAD_DIM, qk_norm=1e-6, softmax_factor=1.3).double()

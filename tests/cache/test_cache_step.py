@@ -436,3 +436,15 @@ def test_refuses_arguments() -> None:
         layer.append(k, k.half())
     with pytest.raises(RopeError, match="KVCache: gradients cannot pass through a cache"):
         layer.append(k.requires_grad_(), k)
+
+
+def test_what_hides_nothing_costs_nothing() -> None:
+    """A window of the layer as long as the cache needs no mask, and sinks no second rotation before they are far."""
+    step = KVCache(1, 1, 1, 4, capacity=8).step(8)
+    assert step.within(8) is None
+    assert step.within(7) is not None
+    rope = Rope(4, 1e4, "half")
+    for seq, passes in ((6, 1), (7, 2)):
+        step = KVCache(1, 1, 1, 4, window=4, sinks=2).step(seq)
+        assert step.rotation(rope).passes == passes
+        assert step._plan.causal == (passes == 1)

@@ -33,7 +33,7 @@ from cache_model import (
     state,
     unchanged,
 )
-from ropewalk import DynamicNTK, KVCache, Rope, RopeError, SelfExtend
+from ropewalk import DynamicNTK, KVCache, Rope, RopeError, SelfExtend, TwoPass
 
 SIZES = st.one_of(
     st.just({"capacity": 30}),
@@ -374,12 +374,12 @@ def test_in_inference_mode() -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("extended", [False, True], ids=["rope", "Self-Extend"])
+@pytest.mark.parametrize("extended", ["no", "Self-Extend", "sinks of a user"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_a_mask_is_combined_with_causality(dtype: torch.dtype, extended: bool) -> None:
+def test_a_mask_is_combined_with_causality(dtype: torch.dtype, extended: str) -> None:
     """The keys of a mask are those of key_positions. Here, the token at position 1 is hidden from the second step.
 
-    In float32 there is a kernel for few tokens, which knows neither masks nor Self-Extend.
+    In float32 there is a kernel for few tokens, which knows neither masks nor rotations in two passes but its own.
     """
     rope, rotary = ROPES["default"]
     assert rope is not None
@@ -387,15 +387,23 @@ def test_a_mask_is_combined_with_causality(dtype: torch.dtype, extended: bool) -
     x = torch.randn(1, 4, HIDDEN).to(dtype)
     for hides in (False, True):
         seen, at = written_out.causal(4), written_out.pairs(torch.arange(4))
-        if extended:
+        if extended == "Self-Extend":
             at = written_out.self_extend(range(4), 2, 2)
+        elif extended != "no":
+            at = (at[0].clone(), at[1].clone())
+            at[0][:, 0] += 5
         outputs: list[Tensor] = []
         cache.reset()
         for i in (0, 2):
             step = cache.step(2)
             rotation = step.rotation(rope, dtype=dtype)
-            if extended:
+            if extended == "Self-Extend":
                 rotation = SelfExtend(rope, 2, 2).at(step.positions, step.key_positions, dtype=dtype)
+            elif extended != "no":
+                moved = rope.at(step.positions + 5, dtype=dtype)
+                rotation = TwoPass(
+                    rope.at(step.positions, dtype=dtype), moved, None, step.key_positions[:, None, None] < 1, 1
+                )
             hidden = step.key_positions[:, None, None, :] != 1 if i and hides else None
             with torch.no_grad():
                 outputs.append(layer(x[:, i : i + 2], rotation, mask=hidden, cache=step.layer(0)))

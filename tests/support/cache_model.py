@@ -62,7 +62,15 @@ def cache_of(batch: int, **size: Any) -> KVCache:
 
 @torch.no_grad()
 def run(cache: KVCache, x: Tensor, rope: Rope | SelfExtend | None, **options: Any) -> Tensor:
-    """Run one forward pass of the new tokens x."""
+    """Run one forward pass of the new tokens x. For an even number of them, two rotations become one attention."""
+    if torch.compiler.is_compiling():
+        return _run(cache, x, rope, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ropewalk.attention.attend._FEW", 64 * (x.shape[1] % 2))
+        return _run(cache, x, rope, **options)
+
+
+def _run(cache: KVCache, x: Tensor, rope: Rope | SelfExtend | None, **options: Any) -> Tensor:
     step = cache.step(x.shape[1], **options)
     if rope is None:
         rotation = None

@@ -26,8 +26,8 @@ class SelfExtend:
     https://arxiv.org/abs/2401.01325, section 3. The authors' code (`datamllab/LongLM`) has the same rule, but some of
     its files do not round window / G.
 
-    Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch in two
-    passes that are merged before the softmax. Each score is computed twice, and all scores are kept in memory.
+    Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch, and
+    computes the scores twice: for up to 64 tokens it keeps them in memory, for more it doubles the keys.
 
     Args:
         rope: the rope of the model. It must be static and have one axis.

@@ -7,12 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from ropewalk import _checks
 from ropewalk._layout import Layout
-from ropewalk.attention.mask_tensors import causal as causal_mask
-from ropewalk.attention.mask_tensors import check_mask
+from ropewalk.attention.mask_tensors import restrict
+from ropewalk.positions.sizes import can_read
 from ropewalk.rotation.api import Rotation
 
 
@@ -65,46 +63,56 @@ class TwoPass:
             far_keys = far_keys._replace_tables(far_keys.cos[..., keys, :], far_keys.sin[..., keys, :])
         return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys], self.sinks)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | BlockMask | None,
-        scale: float,
-        causal: bool = True,
-        dropout: float = 0.0,
-    ) -> Tensor:
-        """Compute attention: the softmax of the merged near and far scores, times v.
+    def join(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys, values and mask of one attention that computes both passes, exactly.
 
-        The softmax is computed in float32, or in float64 for float64 tensors.
+        The product of `[near(q), far_queries(q)]` with `[k, 0]` is the near score, and with `[0, far_keys(k)]` the far
+        one. So a key that is in one pass for all queries stays one key, with twice the channels. Any other becomes two
+        keys, and the mask hides one of them from each query.
 
         Args:
             q: queries, as the call of this object rotates them, `[batch, 2 · seq, heads, head_dim]`.
             k, v: all keys, rotated by `near`, and all values, `[batch, keys, kv_heads, head_dim]`.
             mask: `[batch, heads, seq, keys]`, each axis of full size or 1: bool (True: the query attends to the key) or
-                additive in the dtype of q. It replaces the causal mask.
-            scale: factor of the scores.
-            causal: whether each query attends only to the key of its own token and to earlier keys. The last query and
-                the last key belong to the same token. False attends to every key. Ignored if mask is given.
-            dropout: probability of setting an attention weight to 0.
+                additive. None attends to every key.
 
         Returns:
-            `[batch, seq, heads, head_dim]`, with 0 for a query whose keys are all masked, as in PyTorch's attention.
+            Queries `[batch, seq, heads, 2 · head_dim]`; keys and values, which end in zeros, of the same width; and
+            their mask.
+        """
+        far = self.far[(None,) * (4 - self.far.ndim)]
+        far_k = k if self.far_keys is None else self.far_keys(k, layout="bshd")
+        always_far = far.all(2).all(1)  # [batch, keys]
+        is_far = always_far[:, :, None, None]
+        q, v = torch.cat(q.chunk(2, dim=1), dim=-1), torch.cat([v, torch.zeros_like(v)], dim=-1)
+        joined = torch.cat([k.masked_fill(is_far, 0), far_k.masked_fill(~is_far, 0)], dim=-1)
+        both = torch.arange(k.shape[1], device=k.device)  # the keys that are near for a query and far for another
+        if far.shape[1] == far.shape[2] == 1:
+            both = both[:0]
+        elif can_read(far):
+            both = both[(far.any(2).any(1) & ~always_far).any(0)]
+        if not len(both):
+            return q, joined, v, mask
+        again = torch.cat([torch.zeros_like(k[:, both]), far_k[:, both]], dim=-1)
+        first = ~far | always_far[:, None, None]
+        passes = torch.cat([first, ~first[..., both]], dim=-1)
+        if mask is not None:
+            mask = mask.expand(*mask.shape[:-1], far.shape[-1])
+            passes = restrict(torch.cat([mask, mask[..., both]], dim=-1), passes)
+        return q, torch.cat([joined, again], dim=1), torch.cat([v, v[:, both]], dim=1), passes
 
-        Raises:
-            RopeError: mask has a wrong type, dtype or shape.
+    def attend_few(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float
+    ) -> Tensor:
+        """Compute the softmax of the merged near and far scores, times v, for few tokens: all scores are in memory.
+
+        It copies no keys, unlike `join`, whose result has the same arguments and meaning. The softmax is computed in
+        float32, or in float64 for float64 tensors.
         """
         near, far = q.chunk(2, dim=1)
         seq = near.shape[1]
-        if mask is None and causal and (isinstance(seq, torch.SymInt) or seq > 1):  # one query attends to every key
-            mask = causal_mask(seq, k.shape[1], q.device)
-        if mask is not None:
-            if not isinstance(mask, Tensor):
-                must, fix = "mask must be a tensor or None", "Pass a dense mask, e.g. masks.packed(cu_seqlens, total)."
-                raise _checks.error("TwoPass.attend", must, "a BlockMask", fix)
-            check_mask("TwoPass.attend", mask, near, k.shape[1])
         if self.far_keys is None:  # both passes use the same keys, so read them once
             near_scores, far_scores = _scores(q, k).chunk(2, dim=2)
         else:

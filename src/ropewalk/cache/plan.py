@@ -9,10 +9,9 @@ read, and whether a step can be undone; `ring.py` computes slots:
 | window, sinks | one in each row | all slots, after the write | without a shorter window of the layer | slot ≤ order |
 | window, sinks | several | all slots before the write, then the new keys | none | by the order of both |
 
-A shorter window of a layer hides the sinks. Their keys have another distance, so their scores belong to another
-rotation of the queries (`find_sinks`).
-`LayerCache.attend` asks the store for its kernel over the keys of `visible`. A store may have none for a call: those of
-ropewalk have none over latent rows, for float64 and for more than 8 tokens. Then attention is dense, over `dense`.
+A shorter window of a layer hides the sinks. Sinks that are seen have another distance, so their scores belong to
+another rotation of the queries (`find_sinks`).
+`LayerCache.attend` asks the store for its kernel over the keys of `visible`, or else attends over those of `dense`.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ class Plan:
         slots: row and slot of each new token, for `Store.write`.
         flat_slots: row · slots of a row + slot of each token, int64 `[batch, seq]`, for `Store.rotate_and_write`.
         concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
+        evicts_nothing: whether all tokens, the new ones included, are known to fit in the slots.
         lengths: the smallest and largest number of tokens in the slots that are read. None if reading them is not free.
         keys: number of keys of the mask.
         filled: the keys that some token attends to, a slice of those of the mask.
@@ -61,11 +61,13 @@ class Plan:
         # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
         self.concatenates = ring.evicts and seq > 1
         self.lengths = lengths = read_range(length if self.concatenates else new.length)
+        longest = None if lengths is None else lengths[1] + (seq if self.concatenates else 0)
+        self.evicts_nothing = longest is not None and longest <= ring.count
         self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
         if self.concatenates:
             is_first = lengths is not None and lengths[1] == 0
             self.filled = slice(ring.count if is_first else None, None)
-            causal = is_first and seq <= ring.ring
+            causal = is_first and self.evicts_nothing
             self._key_order = torch.cat([ring.order(length), self.without_padding(new.order)], dim=1)
         else:
             self.filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
@@ -107,7 +109,7 @@ class Plan:
             keys are sinks, bool `[batch or 1, keys]`.
         """
         ring = self.ring
-        if not ring.sinks:
+        if not ring.sinks or self.evicts_nothing:  # or no query moves back
             return None
         excess = (self.order - (ring.sinks + ring.ring - 1)).clamp(min=0)
         slot = torch.arange(self.keys, device=self.order.device)[None]
@@ -130,7 +132,7 @@ class Plan:
 
     def within(self, window: int) -> Tensor | None:
         """Return the mask of a layer's window, as `CacheStep.within`."""
-        if self.check_window(window) == self.ring.window:
+        if self.check_window(window) == self.ring.window or (not self.ring.evicts and window >= self.ring.count):
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
@@ -146,10 +148,12 @@ class Plan:
 
         Args:
             window: number of tokens that each token attends to. None means no limit.
-            rotation: rotation of the layer. Of those in two passes, a kernel knows the one for sinks.
+            rotation: rotation of the layer. Of those in two passes, a kernel knows the one for the sinks of the cache.
             mask: the user's mask, which no kernel takes.
         """
-        if mask is not None or (rotation is not None and rotation.passes == 2 and not rotation.sinks):
+        sinks = self.ring.sinks
+        extended = rotation is not None and rotation.passes == 2 and (not sinks or rotation.sinks != sinks)
+        if mask is not None or extended:
             return None
         count = self.ring.count if self.reads_all else self.filled.stop
         if not self.ring.evicts:
@@ -157,7 +161,7 @@ class Plan:
         if self.concatenates or window != self.ring.window:
             return None
         # The slots of a ring are not in the order of their tokens, but all of them are visible.
-        return VisibleKeys(self.order, count, sinks=self.ring.sinks)
+        return VisibleKeys(self.order, count, sinks=sinks)
 
     def mask(self, *, every: bool) -> Tensor:
         """Return the mask, bool `[batch, 1, seq, keys]`, for all keys, or for those of `filled`."""

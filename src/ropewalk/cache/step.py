@@ -134,8 +134,8 @@ class CacheStep:
         """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
 
         The mask is False for keys that are `window` or more tokens before the query, sinks included. It is for a layer
-        with a window in a cache that keeps more tokens. If the window of the cache equals that of the layer, the result
-        is None, because `mask` suffices.
+        with a window in a cache that keeps more tokens. If the window hides no key that the cache keeps, the result is
+        None, because `mask` suffices.
 
         Args:
             window: number of tokens that each token attends to, itself included.
@@ -168,8 +168,7 @@ class CacheStep:
                 "an outdated one",
                 "Call it on the step of this forward pass.",
             )
-        positions = self.positions if rope.axes is None else on_axes(rope, self.positions)
-        near = rope.at(positions, dtype=dtype)
+        near = rope.at(on_axes(rope, self.positions), dtype=dtype)
         sinks = self._plan.find_sinks()
         if sinks is None:
             return near

@@ -1,7 +1,4 @@
-"""The new tokens of a step: check the arguments of `step` and `shift`, and place the tokens.
-
-Values are read only where this is free: on the CPU outside of torch.compile.
-"""
+"""The new tokens of a step: check the arguments of `step` and `shift`, and place the tokens."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk._checks import error
 from ropewalk._layout import Layout
+from ropewalk.attention.attend import attend as attend_dense
 from ropewalk.attention.self_extend import SelfExtend
 
 NAME = "ropewalk_self_extend"  # in transformers' registry of attention functions
@@ -56,7 +57,8 @@ def attend(
     scale = options.get("scaling") or q.shape[-1] ** -0.5
     two = extended.at(positions.expand(len(q), -1), places)
     dropout = options.get("dropout", 0.0)
-    return two.attend(q, k, v, mask=attention_mask, scale=scale, causal=False, dropout=dropout), None
+    out = attend_dense(q, k, v, rotation=two, mask=attention_mask, scale=scale, causal=False, dropout=dropout)
+    return out, None
 
 
 def register() -> None:
