@@ -139,19 +139,25 @@ def test_the_factors_without_a_measurement() -> None:
 @pytest.mark.parametrize(
     ("scaling", "longest", "method", "factor"),
     [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, LONG, "yarn", 16.0),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16_384,
-            },
-            LONG,
-            "llama3",
-            24.0,
-        ),
+        *[  # max_position_embeddings is the length, also if the factor has a margin
+            ({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 32_768}, longest, "yarn", 16.0)
+            for factor, longest in ((4.0, LONG), (8.0, LONG), (8.0, 40_960))
+        ],
+        *[
+            (
+                {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": before,
+                },
+                LONG,
+                "llama3",
+                24.0,
+            )
+            for before in (16_384, 8192)
+        ],
         ({"rope_type": "linear", "factor": 8.0}, LONG, "linear", 24.0),
         ({"rope_type": "dynamic", "factor": 4.0}, 32_768, "llama3", 12.0),
     ],
@@ -160,12 +166,20 @@ def test_a_scaling_is_replaced_and_never_applied_twice(
     scaling: dict[str, Any], longest: int, method: str, factor: float
 ) -> None:
     """The factor is the margin times 262,144, divided by the length before scaling."""
-    found = extend({**FLAT, "max_position_embeddings": longest, "rope_scaling": scaling}, 2 * LONG)
+    config = {**FLAT, "max_position_embeddings": longest, "rope_scaling": scaling}
+    found = extend(config, 2 * LONG)
     assert (found.plans[0].method, found.plans[0].factor) == (method, factor)
     parameters = found.config()["rope_parameters"]
-    before = scaling.get("original_max_position_embeddings", 32_768)
-    assert parameters.get("original_max_position_embeddings", before) == before
-    assert "It replaces the scaling of the config." in " ".join(found.text().split())
+    before = scaling.get("original_max_position_embeddings")
+    assert before is None or parameters["original_max_position_embeddings"] == before
+    text = " ".join(found.text().split())
+    assert "It replaces the scaling of the config." in text
+    enough = re.search(r"new_factor=([\d.]+) is enough", text)
+    expected = {(32_768, 8.0): 8.0, (None, 8.0): 3.0}.get(
+        (before, scaling["factor"])
+    )  # what a model card may recommend
+    assert (enough and float(enough[1])) == expected
+    assert extend(config, 2 * LONG, new_factor=expected).plans[0].factor == (expected or factor)
 
 
 def test_only_layers_without_a_window_are_scaled() -> None:

@@ -123,7 +123,7 @@ def extend(
         "asked": {"method": method, "factor": next(iter(ways.values()))},
         "plans": [_plan_facts(read, entry) for entry in made],
         "engines": rows,
-        "warnings": [*read.text.warnings, *filter(None, [plans.length_note(read, target)])],
+        "warnings": [*read.text.warnings, *plans.length_notes(read, target, new_factor)],
     }
     return Extended(facts, read, tuple(made))
 

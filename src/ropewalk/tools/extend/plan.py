@@ -18,7 +18,7 @@ from ropewalk.engines import ConfigRope
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import DynamicNTK, Linear, Llama3, Scaling, YaRN
 from ropewalk.tools.diff.for_engine import LENGTHS, put
-from ropewalk.tools.diff.lengths import stated_length
+from ropewalk.tools.diff.lengths import scaled_length, stated_length
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,12 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
         fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
-    before = round(source.length / getattr(now, "factor", 1.0))
-    least = target / before
+    # The factor of a config may have a margin.
+    before = max(round(source.length / getattr(now, "factor", 1.0)), source.text.trained_length or 0)
+    # That of linear scaling may be the length before it.
+    least = target / (source.length if method_of(now) == method == "linear" else before)
     if factor is None:
-        factor = math.ceil(100 * METHODS[method].margin * least) / 100
+        factor = math.ceil(100 * METHODS[method].margin * target / before) / 100
     elif factor < least:
         must = f"must be at least {least:g}, the target divided by the length before scaling"
         got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
@@ -182,20 +184,24 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     raise error(source.text.source, must, source.ropes.model_type, "Pass another method.")
 
 
-def length_note(source: Source, target: int) -> str:
-    """Return a sentence about the length of a config if it may be that before scaling, as with linear scaling."""
+def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
+    """Return a sentence about the factor that is enough if the length of the config is that before scaling."""
     now, length = scheme_of(source.text), source.length
-    method, factor = METHODS.get(method_of(now)), getattr(now, "factor", 1.0)
-    if now is None or method is None or now.trained_length(length) is not None:
-        return ""
-    if source.ropes.model_type.startswith("gemma3"):  # which state the length after it
-        return ""
-    enough = math.ceil(100 * method.margin * target / length) / 100
-    return (
-        f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that they "
-        f"are the length before it, the model reads {round(length * factor):,} tokens, and "
-        f"{_checks.argument('new_factor', enough)} is enough."
-    )
+    method, enough = METHODS.get(method_of(now)), getattr(now, "factor", 1.0)
+    if asked is not None or now is None or method is None:
+        return []
+    said = f"If the model card recommends the factor of the config for {target:,} tokens,"
+    if now.trained_length(length) is None:
+        if source.ropes.model_type.startswith("gemma3"):  # which state the length after it
+            return []
+        said = (
+            f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that "
+            f"they are the length before it, the model reads {round(length * enough):,} tokens, and"
+        )
+        enough = math.ceil(100 * method.margin * target / length) / 100
+    elif not length < target <= (scaled_length(source.text) or 0):
+        return []
+    return [f"{said} {_checks.argument('new_factor', enough)} is enough."]
 
 
 def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
