@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +144,11 @@ def extend(
         download=download,
     )
     if folder is not None:
-        extending.write(found, source, folder, version=int(version))
+        found = extending.write(found, source, folder, version=int(version))
     facts = {**found.facts, "measured": measured}
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else found.text())
     if folder is not None:
-        click.echo(f"\nwrote {folder}, whose config.json states this. {_only_length(found.facts)}", err=as_json)
+        click.echo(f"\nwrote {folder}, whose config.json states this", err=as_json)
     context.exit(0 if found.complete else 2)
 
 
@@ -158,14 +157,6 @@ def _refuse_without(context: click.Context, option: str, names: tuple[str, ...],
     for name in names:
         if not passed and context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name} has no effect without --{option}. Pass both.")
-
-
-def _only_length(facts: Mapping[str, Any]) -> str:
-    """Say which engines read the written config.json as it is meant, and only need the length."""
-    read = [engine["name"] for engine in facts["engines"] if engine["commands"] and engine["reads_config"]]
-    others = [engine["name"] for engine in facts["engines"] if not engine["commands"]]
-    said = [f"With it, only the length is passed to {', '.join(read)}."] if read else []
-    return " ".join([*said, f"Not for {', '.join(others)}: see above."] if others else said)
 
 
 def _model(source: Path) -> str:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from ropewalk import _checks
-from ropewalk.tools.extend.extended import Extended
+from ropewalk.tools.extend.extended import Extended, extend
 
 _WHO = "ropewalk extend"
 
 
-def write(extended: Extended, source: Path, folder: Path, *, version: int) -> None:
+def write(extended: Extended, source: Path, folder: Path, *, version: int) -> Extended:
     """Write a new folder with the extended config.json, and links to the other files beside the config that was read.
 
-    The source is not changed. The folder appears when it is complete.
+    The source is not changed. The folder appears when it is complete. Links are relative, so that they also work where
+    both folders are mounted together.
 
     Args:
         extended: the result of `extend`.
         source: the folder or the config.json that was read. Nothing is linked beside other sources.
         folder: the new folder.
         version: the version of transformers whose schema is written, 4 or 5.
+
+    Returns:
+        The result with commands for the folder, which replaces no keys, if the engine has these ropes from it as well.
 
     Raises:
         RopeError: the folder exists, the source has another format, or the config has no such schema.
@@ -39,10 +45,17 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> No
     try:
         for file in [] if beside is None else sorted(beside.iterdir()):
             if file.name != "config.json" and file.resolve() not in (part.resolve(), folder.resolve()):
-                (part / file.name).symlink_to(file.resolve())
+                (part / file.name).symlink_to(os.path.relpath(file.resolve(), part.resolve()))
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         part.chmod(0o755)
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+    names = [row["name"] for row in extended.facts["engines"]]
+    read = extend(folder, extended.facts["target"], engines=names, model=str(folder), **extended.source.asked)
+    rows = [
+        {**new, "plan": old["plan"]} if old["commands"] and new["commands"] and new["reads_config"] else old
+        for old, new in zip(extended.facts["engines"], read.facts["engines"], strict=True)
+    ]
+    return dataclasses.replace(extended, facts={**extended.facts, "engines": rows})
