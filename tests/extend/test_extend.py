@@ -41,6 +41,8 @@ GEMMA = {
 }
 
 
+GEMMA_2 = {**FLAT, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096, "rope_theta": 1e4}
+GEMMA_2["max_position_embeddings"] = 8192
 BETAS = "--yarn-beta-fast 32 --yarn-beta-slow 1"
 
 
@@ -192,7 +194,14 @@ def test_only_layers_without_a_window_are_scaled() -> None:
         np.testing.assert_allclose(row["inv_freq"], 1e6 ** -(np.arange(64) / 64), rtol=2 * 64 * 2**-24)
         assert row["attention_factor"] == 1.0
     assert f"--rope-scale 8 --yarn-orig-ctx 32768 {BETAS} --rope-freq-base 1000000 -c 131072" in commands(found)
-    # The config of gpt-oss states one rope for all layers, so layers with a window would need it as well.
+    # The config of Gemma 2 states one rope for all layers, but llama.cpp changes only those that see the whole text.
+    found = extend(GEMMA_2, 32_768)
+    assert (found.plans[0].layers, of(found, "llama.cpp")["plan"]) == ([0, 1, 2, 3], 1)
+    assert f"--rope-scale 8 --yarn-orig-ctx 8192 {BETAS} --rope-freq-base 10000 -c 32768" in commands(found)
+    assert "do not change layers with a window" in of(found, "llama.cpp")["notes"][0]
+    wide = extend({**GEMMA_2, "sliding_window": 16_384}, 32_768, engines=("llama.cpp",))
+    assert "its arguments change only layers without a window" in of(wide, "llama.cpp")["why_not"][1]
+    # That of gpt-oss states it as well, and its layers with a window are scaled.
     found = extend(ROWS["vLLM", "length of gpt-oss"]["config"], 2 * LONG, engines=("llama.cpp",))
     assert (commands(found), len(found.plans[0].layers)) == ("", 2)
     assert "its arguments change only layers without a window" in of(found, "llama.cpp")["why_not"][0]
@@ -201,7 +210,7 @@ def test_only_layers_without_a_window_are_scaled() -> None:
     found = extend(exaone, LONG)
     assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
     assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
-    assert "--override-kv" in of(found, "llama.cpp")["notes"][0]
+    assert "--override-kv exaone4.context_length=int:131072" in of(found, "llama.cpp")["notes"][0]
 
 
 def test_an_engine_without_the_windows_of_a_model() -> None:
@@ -369,15 +378,15 @@ def test_an_engine_gets_the_first_method_that_it_has() -> None:
 
 def test_written_for_an_engine_that_is_refused(tmp_path: Path) -> None:
     """A config of another name has no weights beside it, and an engine without a command does not read the folder."""
-    (tmp_path / "gemma2.json").write_text(
-        json.dumps({**FLAT, "model_type": "gemma2", "head_dim": 256, "sliding_window": 4096})
-    )
+    (tmp_path / "gemma2.json").write_text(json.dumps(GEMMA_2))
     (tmp_path / "other.bin").write_text("")
     ran = CliRunner().invoke(
         main,
         ["extend", str(tmp_path / "gemma2.json"), "--to", "64k", "--for", "sglang", "--write", str(tmp_path / "new")],
     )
     assert ran.exit_code == 2
-    assert "No command: " in ran.output
+    reason = "No command: It reads no scaling, so nothing is scaled.\n  It has a command with --method ntk."
+    assert reason in ran.output
+    assert extend(GEMMA_2, LONG, engines=("sglang",), method="ntk").complete
     assert str(tmp_path) + " " not in ran.output
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["config.json"]

@@ -253,6 +253,9 @@ def find_command(
             replaced = put({}, path, {**keys, "rope_parameters": new})
             forms = (override.write, override.python)
             return [form(model, replaced, length) for form in forms if form is not None], []
+        answers = [chosen.answer(config) for config, _ in found]
+        if all(answer.rope is not None and answer.rope.scaling is None for answer in answers):
+            apart = list(dict.fromkeys(note for answer in answers for note in answer.notes)) or apart
         reasons = reasons or [*unknown, *apart]
     return [], reasons
 
@@ -272,6 +275,8 @@ def _flags(
     changed = [entry for entry in configs if entry not in kept]
     for config, indices in kept:
         read, meant = chosen.answer(config).rope, own[indices[0]]
+        if config.rope.scaling is None and (config.window or 0) <= (config.longest or 0):
+            meant = config.rope  # no position in its window is new to the model
         if apart := "it has no rope" if read is None or meant is None else _difference(meant, read, setting):
             place = layers(indices, len(own))
             return [], [f"its arguments change only layers without a window, and this config others: {place}: {apart}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk._checks import RopeError
+from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.engines import Engine, Flags, engine
 from ropewalk.engines._config import to_finite
 from ropewalk.tools.diff.for_engine import LENGTHS, find_command, for_engine
@@ -103,12 +105,15 @@ def extend(
     made = [] if reaches else [plans.make(read, target, name, factor) for name, factor in ways.items()]
     made = made if made and made[0].layers else made[:1]
     rows = []
+    find = _extended if made and made[0].layers else _as_it_is
     for entry in chosen:
-        find = _extended if made and made[0].layers else _as_it_is
         far = made and _may_see_all(read, entry, made[0])
-        rows.append({**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name]))
-    for row in rows:
-        row["notes"] = _notes(row, read, made, target, models[row["name"]]) if row["commands"] else []
+        row = {**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name])
+        if row["commands"]:
+            row["notes"] = _notes(row, read, made, target, models[entry.name])
+        elif find is _extended and method is None and not far:
+            row["why_not"] += _others(read, entry, target, ways)
+        rows.append(row)
     facts = {
         "source": read.text.source,
         "model_type": read.ropes.model_type,
@@ -196,17 +201,33 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     return {**row, "why_not": said}
 
 
+def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any]) -> list[str]:
+    """Return a sentence about the other methods for which an engine has a command, if there are any."""
+    found = []
+    for name in METHODS.keys() - tried.keys():
+        with contextlib.suppress(RopeError):  # the config cannot state it
+            made = plans.make(source, target, name, None)
+            found += [name] if _extended(source, chosen, [made], target, "MODEL")["commands"] else []
+    return [f"It has a command with {_checks.option('method')} {' or '.join(sorted(found))}"] if found else []
+
+
 def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int, model: str) -> list[str]:
-    """Return what limits the length of an engine besides the config, as sentences."""
-    used = "" if row["plan"] is None else made[row["plan"]].method
-    if row["name"] == "llama.cpp" and target > source.stated and used != "yarn":
-        key = f"ARCHITECTURE.context_length=int:{target}"
-        return [f"It serves no more than the file states, unless you add --override-kv {key}."]
+    """Return what limits the length of an engine besides the config, and where its ropes differ, as sentences."""
+    plan = None if row["plan"] is None else made[row["plan"]]
+    notes = []
+    if row["name"] == "llama.cpp" and plan is not None and len({source.text.window(i) for i in plan.layers}) > 1:
+        notes.append("Its arguments do not change layers with a window, whose positions are not new to the model.")
+    if row["name"] == "llama.cpp" and target > source.stated and (plan is None or plan.method != "yarn"):
+        known = {own: name for name, own in HF_MODEL_TYPES.items()}
+        key = f"{known.get(source.text.model_type, 'ARCHITECTURE')}.context_length=int:{target}"
+        notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
     limit = _tokenizer_limit(Path(model)) if row["name"] == "vLLM" else None
     if limit is not None and limit < target:
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
-        return [f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command."]
-    return ["MODEL is this model in a format that it reads."] if source.text.file_format and model == "MODEL" else []
+        notes.append(f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command.")
+    if source.text.file_format and model == "MODEL":
+        notes.append("MODEL is this model in a format that it reads.")
+    return notes
 
 
 def _tokenizer_limit(folder: Path) -> float | None:
