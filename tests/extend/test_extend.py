@@ -60,12 +60,18 @@ def keys(command: str) -> dict[str, Any]:
     return json.loads(next(word for word in shlex.split(command) if word.startswith("{")))
 
 
+def factor_of(row: dict[str, Any]) -> float:
+    """Return the factor in the override of a row."""
+    return float(re.findall(r'"factor": ([0-9.]+)', json.dumps(row["override"]))[0])
+
+
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 @pytest.mark.parametrize("method", ["llama3", "yarn", "linear"])
 def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
     """The engine's own code was run on the config with these keys, and accepted the length."""
     row = ROWS[engine, f"length {method}"]
-    command = of(extend(row["config"], row["length"], method=method), engine)["commands"][0]
+    found = extend(row["config"], row["length"], method=method, new_factor=factor_of(row))
+    command = of(found, engine)["commands"][0]
     assert keys(command) == row["override"]
     assert row["accepted"]
     assert int(shlex.split(command)[-1]) == row["length"]
@@ -85,7 +91,8 @@ def test_the_engine_accepts_the_length(engine: str, method: str) -> None:
 )
 def test_the_engine_accepts_the_length_of_this_model(engine: str, model: str) -> None:
     row = ROWS[engine, f"length of {model}"]
-    assert keys(of(extend(row["config"], row["length"]), engine)["commands"][0]) == row["override"]
+    found = extend(row["config"], row["length"], new_factor=factor_of(row))
+    assert keys(of(found, engine)["commands"][0]) == row["override"]
     assert row["accepted"]
     assert not ROWS[engine, "length of Command R without model_max_length"]["accepted"]
 
@@ -125,9 +132,9 @@ def test_transformers_computes_the_ropes_of_the_config(method: str) -> None:
 
 
 def test_the_factors_without_a_measurement() -> None:
-    """1.5 and 2 times 131,072 / 32,768; llama.cpp has no arguments for Llama 3's scheme."""
+    """2 times 131,072 / 32,768; llama.cpp has no arguments for Llama 3's scheme."""
     found = extend(FLAT, LONG)
-    assert [(plan.method, plan.factor) for plan in found.plans] == [("llama3", 6.0), ("yarn", 8.0)]
+    assert [(plan.method, plan.factor) for plan in found.plans] == [("llama3", 8.0), ("yarn", 8.0)]
     assert [of(found, name)["plan"] for name in ("vLLM", "llama.cpp")] == [0, 1]
     assert of(found, "llama.cpp")["commands"] == [
         "llama-server -m MODEL.gguf --rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 32768 --yarn-beta-fast 32 "
@@ -136,6 +143,20 @@ def test_the_factors_without_a_measurement() -> None:
     text = " ".join(found.text().split())
     assert "pairs 40-63 would reach angles that it does not cover" in text
     assert "If the model card recommends numbers, take those" in text
+
+
+@pytest.mark.parametrize("method", ["llama3", "yarn"])
+def test_this_factor_reached_the_target_in_each_measurement(method: str) -> None:
+    """Or the next smaller one that was measured."""
+    paths = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("extend-*.json"))
+    assert len(paths) == 5
+    for path in paths:
+        facts = json.loads(path.read_text())
+        [plan] = extend(
+            {**FLAT, "max_position_embeddings": facts["stated_length"]}, facts["target"], method=method
+        ).plans
+        rows = [row for row in facts["rows"] if row["method"] == method and row["factor"] <= plan.factor]
+        assert max(rows, key=lambda row: row["factor"])["at_target"] >= facts["bar"]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +177,12 @@ def test_the_factors_without_a_measurement() -> None:
                 },
                 LONG,
                 "llama3",
-                24.0,
+                32.0,
             )
             for before in (16_384, 8192)
         ],
-        ({"rope_type": "linear", "factor": 8.0}, LONG, "linear", 24.0),
-        ({"rope_type": "dynamic", "factor": 4.0}, 32_768, "llama3", 12.0),
+        ({"rope_type": "linear", "factor": 8.0}, LONG, "linear", 32.0),
+        ({"rope_type": "dynamic", "factor": 4.0}, 32_768, "llama3", 16.0),
     ],
 )
 def test_a_scaling_is_replaced_and_never_applied_twice(
@@ -177,7 +198,7 @@ def test_a_scaling_is_replaced_and_never_applied_twice(
     text = " ".join(found.text().split())
     assert "It replaces the scaling of the config." in text
     enough = re.search(r"new_factor=([\d.]+) is enough", text)
-    expected = {(32_768, 8.0): 8.0, (None, 8.0): 3.0}.get(
+    expected = {(32_768, 8.0): 8.0, (None, 8.0): 4.0}.get(
         (before, scaling["factor"])
     )  # what a model card may recommend
     assert (enough and float(enough[1])) == expected
@@ -187,7 +208,7 @@ def test_a_scaling_is_replaced_and_never_applied_twice(
 def test_only_layers_without_a_window_are_scaled() -> None:
     found = extend(GEMMA, LONG, engines=("vllm", "transformers", "llama.cpp"))
     parameters = found.config()["rope_parameters"]
-    assert (parameters["full_attention"]["factor"], parameters["sliding_attention"]["rope_type"]) == (6.0, "default")
+    assert (parameters["full_attention"]["factor"], parameters["sliding_attention"]["rope_type"]) == (8.0, "default")
     assert found.plans[0].layers == [5]
     for scheme in ("yarn", "linear"):  # llama.cpp's own lines leave such a layer as it is, up to their rounding
         row = ROWS["llama.cpp", f"{scheme} in a layer with a window"]

@@ -81,8 +81,8 @@ def extend(
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
             Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
             factors; an engine gets the first that it has.
-        new_factor: the factor of the scheme, dimensionless. None for a rule that was measured on two small models:
-            the margin of the method, times the target, divided by the length before scaling.
+        new_factor: the factor of the scheme, dimensionless. None for a rule that agrees with measurements of two
+            small models: twice the target, divided by the length before scaling.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
 
@@ -140,7 +140,6 @@ def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
     return {
         "method": made.method,
         "factor": made.factor,
-        "margin": METHODS[made.method].margin if made.layers else None,
         "layers": made.layers,
         "config": changed,
     }

@@ -27,24 +27,24 @@ class Method:
 
     Args:
         words: what it is, in words.
-        margin: by which factor its factor must exceed target / stated length, if nobody measured the model
-            (docs/extend.md).
         scheme: returns its scheme from the factor and the length before scaling; None for a larger base.
     """
 
     words: str
-    margin: float
     scheme: Callable[[float, int], Scaling] | None
 
 
 METHODS = {
-    "llama3": Method("Llama 3's scheme", 1.5, lambda factor, length: Llama3(factor, 1.0, 4.0, length)),
-    "yarn": Method("YaRN", 2.0, YaRN),
-    "linear": Method("linear scaling", 1.5, lambda factor, _: Linear(factor)),
-    "ntk": Method("a larger base (NTK)", 2.0, None),
-    "dynamic": Method("dynamic NTK", 2.0, DynamicNTK),
+    "llama3": Method("Llama 3's scheme", lambda factor, length: Llama3(factor, 1.0, 4.0, length)),
+    "yarn": Method("YaRN", YaRN),
+    "linear": Method("linear scaling", lambda factor, _: Linear(factor)),
+    "ntk": Method("a larger base (NTK)", None),
+    "dynamic": Method("dynamic NTK", DynamicNTK),
 }
 """The methods, by the names of their schemes in configs."""
+
+MARGIN = 2.0
+"""By which a factor exceeds target / length before scaling, if nobody measured the model (docs/extend.md)."""
 
 
 def scheme_of(ropes: ModelRopes) -> Scaling | None:
@@ -140,7 +140,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         source: the config.
         target: the length to reach, in tokens.
         method: a key of `METHODS`.
-        factor: the factor; None for the rule with its margin.
+        factor: the factor; None for the rule.
 
     Raises:
         RopeError: the config has a scheme for which no other factor is known, the factor does not reach the target, or
@@ -156,7 +156,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
     # That of linear scaling may be the length before it.
     least = target / (source.length if method_of(now) == method == "linear" else before)
     if factor is None:
-        factor = math.ceil(100 * METHODS[method].margin * target / before) / 100
+        factor = math.ceil(100 * MARGIN * target / before) / 100
     elif factor < least:
         must = f"must be at least {least:g}, the target divided by the length before scaling"
         got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
@@ -187,8 +187,8 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
 def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
     """Return a sentence about the factor that is enough if the length of the config is that before scaling."""
     now, length = scheme_of(source.text), source.length
-    method, enough = METHODS.get(method_of(now)), getattr(now, "factor", 1.0)
-    if asked is not None or now is None or method is None:
+    enough = getattr(now, "factor", 1.0)
+    if asked is not None or now is None or not method_of(now):
         return []
     said = f"If the model card recommends the factor of the config for {target:,} tokens,"
     if now.trained_length(length) is None:
@@ -198,7 +198,7 @@ def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
             f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that "
             f"they are the length before it, the model reads {round(length * enough):,} tokens, and"
         )
-        enough = math.ceil(100 * method.margin * target / length) / 100
+        enough = math.ceil(100 * MARGIN * target / length) / 100
     elif not length < target <= (scaled_length(source.text) or 0):
         return []
     return [f"{said} {_checks.argument('new_factor', enough)} is enough."]

@@ -9,7 +9,7 @@ from typing import Any
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
 from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
-from ropewalk.tools.extend.plan import METHODS
+from ropewalk.tools.extend.plan import MARGIN, METHODS
 
 
 def extended_text(facts: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     if len(first["layers"]) < facts["layers"]:
         parts.append(f" in {layers(first['layers'], facts['layers'])}, the others have a window")
     if asked["factor"] is None:
-        parts.append(f" ({first['margin']:g} × the ratio of the lengths)")
+        parts.append(f" ({MARGIN:g} × the ratio of the lengths)")
     parts += [f", or {METHODS[p['method']].words} with factor {p['factor']:g} for engines without it" for p in others]
     said = ["".join([*parts, "."])]
     if asked["factor"] is None:
