@@ -121,13 +121,31 @@ def on_meta() -> nn.Module:
 
 
 FAILURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
-    "bfloat16 model": (lambda: llama(YARN).bfloat16(), YARN, "low-precision-frequencies", "bfloat16"),
+    "bfloat16 model": (
+        lambda: llama(YARN).bfloat16(),
+        YARN,
+        "low-precision-frequencies",
+        "in float32; .bfloat16() rounds it",
+    ),
     "float16 model": (lambda: llama(YARN).half(), YARN, "low-precision-frequencies", "float16"),
     "on meta": (on_meta, YARN, "lost-on-meta", "without values"),
     "never filled": (lambda: changed("inv_freq", torch.zeros_like), YARN, "lost-on-meta", "never filled"),
     "not finite": (lambda: changed("inv_freq", lambda w: w / 0), YARN, "lost-on-meta", "never filled"),
     "yarn dropped": (lambda: llama(PLAIN), YARN, "scaling-ignored", "base 500000 without any scaling"),
     "llama3 dropped": (lambda: llama(PLAIN), LLAMA3, "scaling-ignored", "without any scaling"),
+    "linear not stated": (
+        lambda: llama(LINEAR),
+        {**PLAIN, "rope_theta": 1e4},
+        "wrong-frequencies",
+        "not asked for: the slowest pair is 4 times slower",
+    ),
+    "llama3 not stated": (lambda: llama(LLAMA3), PLAIN, "wrong-frequencies", "the slowest pair is 8 times slower"),
+    "table of yarn not stated": (
+        lambda: engine(cos_sin_cache=cache(YARN)),
+        PLAIN,
+        "wrong-frequencies",
+        "the slowest pair is 4 times slower",
+    ),
     "linear twice": (lambda: scaled_twice(LINEAR), LINEAR, "scaling-twice", "scaled twice"),
     "yarn twice": (lambda: scaled_twice(YARN), YARN, "scaling-twice", "scaled twice"),
     "base": (lambda: llama({**PLAIN, "rope_theta": 1e4}), PLAIN, "wrong-base", "10000 instead of 500000"),
@@ -198,6 +216,18 @@ def test_failures_are_named(name: str) -> None:
     assert says in held.says
     assert found.verdict == "wrong"
     assert f"WRONG  {held.names[0]}" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        (YARN, "base 500000, yarn, factor 4."),
+        (LLAMA3, "base 500000, llama3, factor 8."),
+        (PLAIN, "base 500000, without scaling."),
+    ],
+)
+def test_what_is_right_is_named(stated: dict[str, Any], says: str) -> None:
+    assert f"the rope of the config, {says}" in str(conformance.verify(llama(stated)))
 
 
 def test_formats_of_tables() -> None:

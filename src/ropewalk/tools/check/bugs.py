@@ -155,7 +155,7 @@ BUGS: dict[str, Bug] = {
         "the scaling does not depend on the sequence length as it should",
         "Choose the factors by the length of the sequence, not by the position of each token.",
     ),
-    "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep inv_freq in float32."),
+    "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep it in float32; .bfloat16() rounds it."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
     "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 if x is float32."),
     "low-precision-positions": Bug(

@@ -283,7 +283,6 @@ def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[i
     others = [*(ropes.layers if part else ()), *ropes.extra_ropes.values(), *vision]
     laws: list[tuple[Rope, Law]] = []
     right: list[Rope] = []
-    says = ""
     for table in tables:
         found = [(rope, law) for rope in dict.fromkeys(own + others) if rope for law in [_law(table, rope, ropes)]]
         fits = [(rope, law) for rope, law in found if law.code in _RIGHT]
@@ -291,10 +290,13 @@ def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[i
             laws = [(rope, law) for rope, law in found if rope in own]
             break
         right.append(fits[0][0])
-        says = f" {fits[0][1].says}" if fits[0][1].code else ""
     else:
         which = tuple(i for i in range(len(ropes.layers)) if ropes.layers[i] == right[0] and (part or i in layers))
-        return Held((), "right", f"the rope of the config, base {right[0].base:.10g}.{says}", None, which)
+        scheme = right[0].scaling
+        factor = "" if (value := getattr(scheme, "factor", None)) is None else f", factor {value:g}"
+        what = f"base {right[0].base:.10g}, {scheme.rope_type if scheme else 'without scaling'}{factor}"
+        says = f" {fits[0][1].says}" if fits[0][1].code else ""
+        return Held((), "right", f"the rope of the config, {what}.{says}", None, which)
     if part or not laws:
         return Held(
             (), "not judged", "It is of another part of the model, or of a rope that the config does not state."
@@ -302,8 +304,8 @@ def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[i
     # Of several ropes that the table might have had, the one whose difference has a name.
     rope, law = min(laws, key=lambda each: (each[1].code == "wrong-frequencies", each[0].rotary_dim))
     which = tuple(i for i in layers if ropes.layers[i] == rope)
-    title = BUGS[str(law.code)].title if law.code in BUGS else "the frequencies are wrong"
-    return Held((), "wrong", f"{title}. {law.says}", law.code, which)
+    bug = BUGS[str(law.code)]
+    return Held((), "wrong", f"{bug.title}. {law.says} {bug.fix}", law.code, which)
 
 
 def _law(table: _Table, rope: Rope, ropes: ModelRopes) -> Law:

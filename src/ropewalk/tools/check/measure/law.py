@@ -169,13 +169,16 @@ def identify(
     fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4 and abs(fitted[0] / rope.base - 1) > _FITTED:
         return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
+    scaled = fit_scaled_base(inv_freq, rope.rotary_dim) or fitted
     ratios = inv_freq.abs() / expected
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
-    if abs(float(ratios[i]) - 1) < 1e-4:
+    if rope.scaling is None and scaled is not None and abs(scaled[0] / rope.base - 1) <= _FITTED:
+        says = f"A scaling is applied that was not asked for: the slowest pair is {scaled[1]:g} times slower."
+    elif abs(float(ratios[i]) - 1) < 1e-4:
         first = int((right.excess(multipliers, positions) > 1).any(-1).nonzero()[0])
         says = right.describe_error(multipliers[first], positions[first])
-        return replace(measured, code="wrong-frequencies", says=says)
-    says = f"Pair {i} has {ratios[i]:.4g} times the expected frequency of {expected[i]:.4g} radians per token."
+    else:
+        says = f"Pair {i} has {ratios[i]:.4g} times the expected frequency of {expected[i]:.4g} radians per token."
     return replace(measured, code="wrong-frequencies", says=says)
 
 
