@@ -298,7 +298,9 @@ def test_refusals() -> None:
     with pytest.raises(RopeError, match="engine must be one of"):
         extend(FLAT, LONG, engines=("vlm",))
     without = {key: value for key, value in FLAT.items() if key != "max_position_embeddings"}
-    with pytest.raises(RopeError, match=r"must state a length in tokens, got none\. Add max_position_embeddings"):
+    with pytest.raises(
+        RopeError, match=r"must state a length in tokens, got none\. Add max_position_embeddings to the file"
+    ):
         extend({**without, "model_type": "mistral"}, LONG)
     with pytest.raises(RopeError, match="must not reach the length as it is"):
         extend(FLAT, 32_768).config()

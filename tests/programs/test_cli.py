@@ -382,6 +382,7 @@ class TestLengths:
         refused = run("explore", config, "--length", text)
         assert refused.exit_code == 2
         assert "--length" in refused.stderr
+        assert ("32768, 32k or 1M" in refused.stderr) != (text in ("-1k", "0k", "4000000M"))
 
 
 class TestStandardInput:

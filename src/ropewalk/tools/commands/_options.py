@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-_UNITS = {"k": 2**10, "m": 2**20}
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
 
 
 class Source(click.Path):
@@ -29,8 +29,10 @@ class Length(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number. The command ends with exit status 2 if it is not one, or out of range."""
-        match = re.fullmatch(r"(\d+)([km])", value.lower()) if isinstance(value, str) else None
-        return super().convert(value if match is None else int(match[1]) * _UNITS[match[2]], param, ctx)
+        match = re.fullmatch(r"(-?\d+)([km]?)", str(value).lower())
+        if match is None:
+            self.fail(f"{value!r} is not a number of tokens. Pass one such as 32768, 32k or 1M.", param, ctx)
+        return super().convert(int(match[1]) * _UNITS[match[2]], param, ctx)
 
 
 def names(_ctx: click.Context, _option: click.Parameter, lists: tuple[str, ...]) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def read_source(config: Any, **options: Any) -> Source:
     text, configs = ropes_for_engines(config, **options)
     length = stated_length(text)
     if length is None or not configs:
-        fix = "Add max_position_embeddings: the length that the model was trained for."
+        fix = "Add max_position_embeddings to the file: the length that the model was trained for, as its card says."
         must = "the config must state a length in tokens" if configs else "a layer of the model must rotate"
         raise error(text.source, must, "none", fix if configs else "It has no rope that could be scaled.")
     whole = configs[0][0].whole  # without the keys to ignore
