@@ -295,6 +295,10 @@ def test_refusals() -> None:
         RopeError, match="new_factor must be at least 4, the target divided by the length before scaling"
     ):
         extend(FLAT, LONG, new_factor=2.0)
+    two = {"model_type": "gptj", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 16, "rotary_dim": 2}
+    with pytest.raises(RopeError, match="rotary_dim must be at least 4"):
+        extend(two, 64, method="ntk")
+    assert not extend(two, 64).complete
     with pytest.raises(RopeError, match="engine must be one of"):
         extend(FLAT, LONG, engines=("vlm",))
     without = {key: value for key, value in FLAT.items() if key != "max_position_embeddings"}

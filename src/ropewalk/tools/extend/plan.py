@@ -16,7 +16,7 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.engines import ConfigRope
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import DynamicNTK, Linear, Llama3, Scaling, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, Scaling, YaRN
 from ropewalk.tools.diff.for_engine import LENGTHS, put
 from ropewalk.tools.diff.lengths import scaled_length, stated_length
 
@@ -219,8 +219,7 @@ def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
     scheme = METHODS[method].scheme
     if scheme is not None:
         return dataclasses.replace(rope, scaling=scheme(factor, before))
-    base = rope.base * factor ** (rope.rotary_dim / (rope.rotary_dim - 2))
-    return dataclasses.replace(rope, base=base, scaling=None)
+    return dataclasses.replace(rope, base=NTK(factor).as_base(rope.base, rope.rotary_dim), scaling=None)
 
 
 def _numbers(rope: Rope | None) -> object:
