@@ -20,7 +20,7 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
     """
     if length is not None:
         return _checks.length(who, "length", length)
-    lengths = [_doubled(longest, ropes) for ropes in several if (longest := scaled_length(ropes)) is not None]
+    lengths = [_doubled(longest, ropes) for ropes in several if (longest := stated_length(ropes)) is not None]
     if not lengths:
         stated = "the config does not state it" if len(several) == 1 else "neither config states it"
         must, fix = f"the length must be passed if {stated}", f"Pass {_checks.argument('length')}."
@@ -29,15 +29,6 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
 
 
 def stated_length(ropes: ModelRopes) -> int | None:
-    """Return the length for which a config was written, in tokens, or None.
-
-    That is a max_position_embeddings above the trained length, since a factor may have a margin.
-    """
-    longest, trained = ropes.max_position_embeddings, ropes.trained_length
-    return longest if longest and trained and longest > trained else scaled_length(ropes)
-
-
-def scaled_length(ropes: ModelRopes) -> int | None:
     """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     if ropes.model_type.startswith("cohere"):  # Command R states it so, as vLLM and SGLang read it

@@ -12,7 +12,7 @@ from ropewalk.configs.model_ropes import indices_of
 from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
 from ropewalk.tools.diff.configs_text import describe_change, describe_difference, describe_source
 from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
-from ropewalk.tools.diff.lengths import longest_of, scaled_length
+from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import LAST_BITS
 
 _OWN_CACHE = (
@@ -86,7 +86,7 @@ def draft(
             kind = b.layer_kinds[indices[0]] if b.layer_kinds else ""
             nearest = found[kinds[kind]] if kind in kinds else min(found.values(), key=_largest_change)
             rows.append({"layers": indices, **(nearest or {})})
-    reached = scaled_length(b)
+    reached = stated_length(b)
     return DraftDiff(
         {
             "target": summary(a),

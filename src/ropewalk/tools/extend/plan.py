@@ -18,7 +18,7 @@ from ropewalk.engines import ConfigRope
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, Scaling, YaRN
 from ropewalk.tools.diff.for_engine import LENGTHS, put
-from ropewalk.tools.diff.lengths import scaled_length, stated_length
+from ropewalk.tools.diff.lengths import stated_length
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,9 @@ def read_source(config: Any, **options: Any) -> Source:
         fix = "Add max_position_embeddings to the file: the length that the model was trained for, as its card says."
         must = "the config must state a length in tokens" if configs else "a layer of the model must rotate"
         raise error(text.source, must, "none", fix if configs else "It has no rope that could be scaled.")
+    longest, trained = text.max_position_embeddings, text.trained_length
+    if longest and trained and trained < longest and length <= 1.01 * MARGIN * longest:
+        length = longest  # what its factor, with a margin, was chosen for
     whole = configs[0][0].whole  # without the keys to ignore
     needed = () if text.file_format else ("pairing", "base")  # a converted config states both
     asked: dict[str, Any] = {key: options[key] for key in needed if options.get(key) is not None}
@@ -199,7 +202,7 @@ def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
             f"they are the length before it, the model reads {round(length * enough):,} tokens, and"
         )
         enough = math.ceil(100 * MARGIN * target / length) / 100
-    elif not length < target <= (scaled_length(source.text) or 0):
+    elif not length < target <= (stated_length(source.text) or 0):
         return []
     return [f"{said} {_checks.argument('new_factor', enough)} is enough."]
 
