@@ -278,6 +278,16 @@ def test_tokens_with_several_positions() -> None:
         assert (of(found, engine)["commands"], len(of(found, engine)["why_not"])) == ([], 1)
 
 
+def test_a_model_with_its_own_code() -> None:
+    """Qwen's first model was trained for seq_length. An argument reaches it in a GGUF file, and not in its own code."""
+    qwen = {**FLAT, "model_type": "qwen", "kv_channels": 128, "rotary_emb_base": 10_000, "seq_length": 8192}
+    qwen |= {"use_dynamic_ntk": True, "use_logn_attn": True}
+    del qwen["rope_theta"]
+    found = extend(qwen, LONG)
+    assert "--rope-scale 32 --yarn-orig-ctx 8192 " in commands(found)
+    assert "with the model's own code" in of(found, "vLLM")["why_not"][0]
+
+
 def test_factors_in_a_gguf_are_not_replaced() -> None:
     """The divisors of Llama 3's scheme are a tensor of the file, which llama.cpp's arguments do not remove."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

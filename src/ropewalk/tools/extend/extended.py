@@ -182,10 +182,11 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     row = _row(chosen)
     if chosen.override is None:
         return {**row, "why_not": [_NO_ARGUMENTS]}
-    if isinstance(chosen.override, Flags) and any(rope is not None and rope.axes for rope in source.ropes.layers):
+    flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
+    if flags and any(rope is not None and rope.axes for rope in source.ropes.layers):
         return {**row, "why_not": ["what its arguments do for tokens with several positions was not looked up"]}
     try:
-        old = source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
+        old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:
         return {**row, "why_not": [_OWN_CODE]}
     reasons: dict[str, list[str]] = {}

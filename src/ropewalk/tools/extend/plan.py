@@ -154,8 +154,10 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
         fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
-    # The factor of a config may have a margin.
-    before = max(round(source.length / getattr(now, "factor", 1.0)), source.text.trained_length or 0)
+    trained = source.text.trained_length or 0
+    before = trained or source.length
+    if now is not None:  # its factor may have a margin, and the model may have been trained on after it
+        before = max(round(source.length / getattr(now, "factor", 1.0)), trained)
     # That of linear scaling may be the length before it.
     least = target / (source.length if method_of(now) == method == "linear" else before)
     if factor is None:
