@@ -378,7 +378,8 @@ def test_a_params_json(tmp_path: Path) -> None:
     assert found.config()["rope_parameters"]["factor"] == 24.0
     assert (found.facts["trained_length"], found.facts["stated_length"]) == (8192, LONG)
     assert "vllm serve MODEL " in of(found, "vLLM")["commands"][0]
-    assert of(found, "vLLM")["notes"] == ["MODEL is this model in a format that it reads."]
+    inside = "If its config.json has a text_config, put the keys into that."  # as in a multimodal model
+    assert of(found, "vLLM")["notes"] == [f"MODEL is this model in a format that it reads. {inside}"]
     refused = CliRunner().invoke(main, [*arguments, "--write", str(tmp_path / "new")])
     assert (refused.exit_code, "--write needs a config.json" in refused.output) == (1, True)
     path.write_text(json.dumps(ROWS["vLLM", "length of Mistral's params.json"]["config"]))

@@ -226,7 +226,8 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
         notes.append(f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command.")
     if source.text.file_format and model == "MODEL":
-        notes.append("MODEL is this model in a format that it reads.")
+        nested = " If its config.json has a text_config, put the keys into that." if row["reads_config"] else ""
+        notes.append(f"MODEL is this model in a format that it reads.{nested}")
     return notes
 
 
