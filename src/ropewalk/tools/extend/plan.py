@@ -20,28 +20,14 @@ from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, Scaling, YaRN
 from ropewalk.tools.diff.for_engine import LENGTHS, put
 from ropewalk.tools.diff.lengths import stated_length
 
-
-@dataclass(frozen=True)
-class Method:
-    """A way to reach a longer text.
-
-    Args:
-        words: what it is, in words.
-        scheme: returns its scheme from the factor and the length before scaling; None for a larger base.
-    """
-
-    words: str
-    scheme: Callable[[float, int], Scaling] | None
-
-
-METHODS = {
-    "llama3": Method("Llama 3's scheme", lambda factor, length: Llama3(factor, 1.0, 4.0, length)),
-    "yarn": Method("YaRN", YaRN),
-    "linear": Method("linear scaling", lambda factor, _: Linear(factor)),
-    "ntk": Method("a larger base (NTK)", None),
-    "dynamic": Method("dynamic NTK", DynamicNTK),
+METHODS: dict[str, Callable[[float, int], Scaling] | None] = {
+    "llama3": lambda factor, length: Llama3(factor, 1.0, 4.0, length),
+    "yarn": YaRN,
+    "linear": lambda factor, _: Linear(factor),
+    "ntk": None,
+    "dynamic": DynamicNTK,
 }
-"""The methods, by the names of their schemes in configs."""
+"""The schemes of the methods, from the factor and the length before scaling; None for a larger base."""
 
 MARGIN = 2.0
 """By which a factor exceeds target / length before scaling, if nobody measured the model (docs/extend.md)."""
@@ -54,8 +40,8 @@ def scheme_of(ropes: ModelRopes) -> Scaling | None:
 
 def method_of(scheme: Scaling | None) -> str:
     """Return the method that makes such a scheme; "" for no scheme and for one whose numbers belong to its length."""
-    made = ((name, method.scheme) for name, method in METHODS.items())
-    return next((name for name, make_one in made if make_one and type(make_one(1.0, 1)) is type(scheme)), "")
+    made = {name: type(scheme_from(1.0, 1)) for name, scheme_from in METHODS.items() if scheme_from}
+    return next((name for name, own in made.items() if own is type(scheme)), "")
 
 
 _WHO = "ropewalk extend"
@@ -221,9 +207,8 @@ def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
         # The attention factor of a config is that of its own factor.
         new: Any = {"attention_factor": None} if hasattr(rope.scaling, "attention_factor") else {}
         return dataclasses.replace(rope, scaling=dataclasses.replace(cast(Any, rope.scaling), factor=factor, **new))
-    scheme = METHODS[method].scheme
-    if scheme is not None:
-        return dataclasses.replace(rope, scaling=scheme(factor, before))
+    if (scheme_from := METHODS[method]) is not None:
+        return dataclasses.replace(rope, scaling=scheme_from(factor, before))
     return dataclasses.replace(rope, base=NTK(factor).as_base(rope.base, rope.rotary_dim), scaling=None)
 
 

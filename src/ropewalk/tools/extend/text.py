@@ -9,7 +9,7 @@ from typing import Any
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
 from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
-from ropewalk.tools.extend.plan import MARGIN, METHODS
+from ropewalk.tools.extend.plan import MARGIN
 
 
 def extended_text(facts: Mapping[str, Any]) -> str:
@@ -64,13 +64,13 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
         return [
             "No layer that rotates sees farther than its window, so the rotation stays, and only the length changes."
         ]
-    words = METHODS[first["method"]].words
+    words = _WORDS[first["method"]]
     parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
         parts.append(f" in {layers(first['layers'], facts['layers'])}, the others have a window")
     if asked["factor"] is None:
         parts.append(f" ({MARGIN:g} × the ratio of the lengths)")
-    parts += [f", or {METHODS[p['method']].words} with factor {p['factor']:g} for engines without it" for p in others]
+    parts += [f", or {_WORDS[p['method']]} with factor {p['factor']:g} for engines without it" for p in others]
     said = ["".join([*parts, "."])]
     if asked["factor"] is None:
         said.append(
@@ -81,6 +81,14 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
         said.append("It replaces the scaling of the config.")
     return said
 
+
+_WORDS = {
+    "llama3": "Llama 3's scheme",
+    "yarn": "YaRN",
+    "linear": "linear scaling",
+    "ntk": "a larger base (NTK)",
+    "dynamic": "dynamic NTK",
+}
 
 _CLAIM = (
     "Each command was checked with ropewalk's rules for the engine: with it, the engine has the ropes of the config, "
