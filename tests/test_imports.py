@@ -331,7 +331,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/check": 6676,
-    "tools/commands": 1163,
+    "tools/commands": 1156,
     "tools/convert": 1950,
     "tools/diff": 1527,
     "tools/extend": 1369,

@@ -137,12 +137,7 @@ def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
     before = source.ropes.config or {}
     keys = [key for key, value in made.written.items() if before.get(key, ...) != value]
     changed = {key: made.written[key] for key in keys if made.layers or key in LENGTHS}
-    return {
-        "method": made.method,
-        "factor": made.factor,
-        "layers": made.layers,
-        "config": changed,
-    }
+    return {"method": made.method, "factor": made.factor, "layers": made.layers, "config": changed}
 
 
 def _unseen(source: Source, made: Plan, target: int) -> list[int]:

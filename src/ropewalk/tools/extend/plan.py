@@ -141,7 +141,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
     trained = source.text.trained_length or 0
-    before = trained or source.length
+    before = trained if 0 < trained < source.stated else source.length
     if now is not None:  # its factor may have a margin, and the model may have been trained on after it
         before = max(round(source.length / getattr(now, "factor", 1.0)), trained)
     # That of linear scaling may be the length before it.
