@@ -287,7 +287,7 @@ def _flags(
     [(config, indices)] = changed
     answer, meant = chosen.answer(config), own[indices[0]]
     if answer.rope is None or meant is None:
-        return [], [f"it does not run this config: {answer.refusal}"]
+        return [], [f"it does not run this config ({answer.refusal})"]
     flags = override.write(config, answer.rope, meant)
     if isinstance(flags, str):
         return [], [flags]
