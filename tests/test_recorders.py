@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,15 @@ def test_known_model_types() -> None:
 def test_what_is_left_out_is_installed_and_not_known() -> None:
     assert left_out.LEFT_OUT.issubset(configs.model_types())
     assert not left_out.LEFT_OUT & class_defaults.known_types()
+
+
+@this_version
+def test_every_config_with_keys_of_a_rope_is_known() -> None:
+    """A model without rows would be read by its text model alone, or refused as unknown."""
+    known = class_defaults.known_types() | {"nougat"}  # transformers cannot build Nougat's config
+    unknown = [c for name in configs.model_types() if name not in known for c in [configs.config_of(name)]]
+    with_rope = {c.model_type for c in unknown if re.search(r'"[a-z_]*(rope|rotary)', c.to_json_string(False))}
+    assert with_rope <= known
 
 
 def test_every_golden_file_has_a_recorder_or_a_reason() -> None:

@@ -251,6 +251,37 @@ def test_several_parts() -> None:
         from_config({"model_type": "blt2", "decoder_config": small, "global_config": whole["global_config"]})
 
 
+def test_parts_have_the_recorded_frequencies() -> None:
+    """The parts are the class defaults whose own modules were recorded. The text model is the first one."""
+    recorded = {row["model_type"]: row for row in DEFAULTS}
+    audio, video = ("audio_config", "pe_audio_encoder"), ("video_config", "pe_video_encoder")
+    both = ("audio_video_config", "pe_audio_video_encoder")
+    encoder = ("vision_config.encoder_config", "deepseek_ocr2_encoder")
+    for whole, *parts in (
+        ("pe_audio", ("text_config", "modernbert"), audio),
+        ("pe_video", ("text_config", "modernbert"), video),
+        ("pe_audio_video", ("text_config", "modernbert"), both, *((f"{both[0]}.{k}", n) for k, n in (audio, video))),
+        ("deepseek_ocr2", ("text_config", "deepseek_ocr2_text"), encoder),
+        ("deepseek_ocr2_vision", ("encoder_config", "deepseek_ocr2_encoder")),
+        ("colmodernvbert", ("vlm_config.text_config", "modernbert")),
+    ):
+        config: dict[str, Any] = {"model_type": whole, "vlm_config": {"model_type": "modernvbert"}}
+        for path, name in parts:
+            *outer, last = path.split(".")
+            inside = config
+            for key in outer:
+                inside = inside.setdefault(key, {})
+            inside[last] = dict(recorded[name]["config"])
+        ropes = from_config(config)
+        (_, text), *others = parts
+        assert ropes.model_type == text
+        for rope, name in ((ropes.layers[0], text), *((ropes.extra_ropes[path], name) for path, name in others)):
+            expected = recorded[name]["layers"]["0"]
+            assert rope is not None
+            np.testing.assert_allclose(rope.inv_freq, expected["inv_freq"], rtol=FLOAT32_POWER)
+            assert rope.pairing == expected["pairing"]
+
+
 def test_parts_of_encoders_decoders_and_policies() -> None:
     """The sizes and bases are those of transformers' classes. An encoder may have a rope for each kind of layer."""
     sizes = {"hidden_size": 2304, "num_attention_heads": 8, "head_dim": 256, "max_position_embeddings": 8192}

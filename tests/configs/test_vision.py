@@ -136,6 +136,10 @@ class TestWholeConfigs:
         assert sam3.vision is not None
         assert sam3.vision.ropes == tower(backbone).ropes == (Rope(64, 1e4, "interleaved", axes=Axes.axial((32, 32))),)
         assert sam3.layers == ()
+        for name in ("sam3_tracker", "sam3_lite_text"):
+            assert from_config({"model_type": name, "vision_config": backbone}).vision == sam3.vision
+        dinov3 = {**ROWS["dinov3_vit"]["config"], "model_type": "dinov3_vit"}
+        check_rotated(tower({"model_type": "chmv2", "backbone_config": dinov3}), ROWS["dinov3_vit"])
 
     def test_kimi(self) -> None:
         """The published files of Kimi have other keys."""

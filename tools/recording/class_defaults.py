@@ -21,10 +21,10 @@ from .parts import model_classes
 def known_types() -> set[str]:
     """Return the model types that ropewalk reads, whose text model it reads, or that it refuses with a reason."""
     from ropewalk.configs.models import ARCHITECTURES
-    from ropewalk.configs.tables.towers import TOWERS
+    from ropewalk.configs.tables.towers import TOWER_ONLY, TOWERS
     from ropewalk.configs.tables.wrappers import WRAPPERS
 
-    return set(ARCHITECTURES) | set(TOWERS) | set(WRAPPERS)
+    return set(ARCHITECTURES) | set(TOWERS) | set(WRAPPERS) | TOWER_ONLY
 
 
 def unknown(installed: list[str], known: set[str]) -> list[str]:

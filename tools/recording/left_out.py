@@ -16,25 +16,25 @@ WITHOUT_ROPE = """
 """
 # Encoders of images and sound, parts that need other inputs, and models that contain a text model with its own type.
 OTHERS = """
-    EvollaModel apertus1p5_vision_tokenizer autoformer bark bridgetower_vision_model canary chameleon_vqgan clvp
-    cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision
+    EvollaModel apertus1p5_vision_tokenizer autoformer bark bridgetower_vision_model canary chameleon_vqgan
+    cosmos3_edge_vision deepseek_ocr2_sam_vision_model
     edgetam_video_mask_decoder edgetam_video_prompt_encoder
     funnel gemma3n_audio gemma3n_vision gemma4_audio
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
-    glm_image_vqmodel glmga got_ocr2_vision hunyuan_vl_vision hy_v4_vl_vision idefics2_perceiver
+    glm_image_vqmodel got_ocr2_vision hunyuan_vl_vision hy_v4_vl_vision idefics2_perceiver
     idefics_perciever idefics_vision informer
-    inkling_audio inkling_mm_model inkling_vision janus_vqgan kosmos-2 kosmos-2.5 lfm3_vl
-    minicpmv4_7_vision molmo2_adapter muse_glimmer
-    muse_spark muse_spark_audio
+    inkling_audio inkling_vision janus_vqgan kosmos-2 kosmos-2.5
+    minicpmv4_7_vision molmo2_adapter
+    muse_spark_audio
     nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc
-    parakeet_encoder parakeet_rnnt parakeet_tdt pe_audio pe_audio_video pe_video pix2struct
+    parakeet_encoder parakeet_rnnt parakeet_tdt pix2struct
     qwen2_5_omni_audio_encoder qwen2_5_omni_bigvgan
     qwen3_omni_moe_audio_encoder
     rag
-    sam2_video_mask_decoder sam2_video_prompt_encoder sam3 sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder
+    sam2_video_mask_decoder sam2_video_prompt_encoder sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder
     sam3_mask_decoder sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
-    sam3_vision_model sapiens2_head siglip2
-    time_series_transformer timm_wrapper unlimited_ocr_sam_vision_model unlimited_ocr_vision video_llama_3
+    sapiens2_head siglip2
+    time_series_transformer timm_wrapper unlimited_ocr_sam_vision_model unlimited_ocr_vision
 
 """
 LEFT_OUT = frozenset((WITHOUT_ROPE + OTHERS).split())

@@ -8,11 +8,10 @@ from ropewalk._checks import argument, possible, short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.reader import Fields
-from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWERS
+from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWER_ONLY, TOWERS
 from ropewalk.configs.tower import Tower
 
 _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
-_TOWER_ONLY = ("sam3", "sam3_vision_model")  # models of which only the tower rotates
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 # Sizes of learned positions, which are added to the patches.
@@ -22,7 +21,7 @@ _TYPES = ("axial", "default", None)
 
 def standalone_tower(fields: Fields, model_type: str) -> VisionRopes | None:
     """Read the ropes of a config that describes only a vision tower. Return None if it is not that of a known tower."""
-    if model_type in _TOWER_ONLY:
+    if model_type in TOWER_ONLY:
         return nested_tower(fields)
     row = TOWERS.get(model_type)
     return None if row is None else _read(fields, row, model_type, inside=False)

@@ -71,7 +71,7 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
     "seamless_m4t": refused("seamless_m4t", _BEFORE_PROJECTION),
     "neucodec": refused("neucodec", _BY_HEAD),
     "xcodec2": refused("xcodec2", _BY_HEAD),
-    "clvp_encoder": refused("clvp", "It rotates the values as well."),
+    **dict.fromkeys(("clvp", "clvp_encoder"), refused("clvp", "It rotates the values as well.")),
     "glm5_next_text": without_rope("glm5_next"),
     "jamba": without_rope("jamba"),
     "kimi_linear": without_rope("kimi_linear"),

@@ -138,12 +138,16 @@ TOWERS: dict[str, Tower] = {
     ),
 }
 
+TOWER_ONLY = frozenset({"chmv2", "sam3", "sam3_lite_text", "sam3_tracker", "sam3_vision_model"})
+"""Models of which only the tower rotates."""
+
 TOWER_OF_MODEL = {
     "colqwen3": "qwen3_vl_vision",
     "dots3_note": "dots3_note_vision_encoder",
     "dots_ocr": "dots_vit",
     "dots_vlm": "dots_vit",
     "glm46v": "glm4v_vision",
+    "glmga": "glm4v_vision",
     "kimi_vl": "moonvit",
     "llama4": "llama4_vision_model",
     "mistral3": "pixtral",

@@ -9,14 +9,16 @@ from __future__ import annotations
 _WITH_TEXT_CONFIG = (
     "apertus1p5 aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 "
     "deepseek_vl deepseek_vl_hybrid diffusion_gemma dots3_note embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 "
-    "fast_vlm fuyu gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr "
-    "got_ocr2 granite4_vision granite_docling granite_speech granite_speech_plus hunyuan_vl hy_v4_vl "
-    "hyperclovax_vision_v2 idefics2 idefics3 inkling2 inkling2_loop internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 "
-    "llava llava_next llava_next_video llava_onevision minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 mllama "
-    "modernvbert molmo2 musicflamingo nemo_speechlm ovis2 paddleocr_vl paligemma perception_lm qianfan_ocr "
+    "fast_vlm fun_asr_nano fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant "
+    "glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr glmga got_ocr2 granite4_vision granite_docling "
+    "granite_speech granite_speech_plus hunyuan_vl hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 inkling2 "
+    "inkling2_loop inkling_mm_model internvl janus jev kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next "
+    "llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 "
+    "mllama modernvbert molmo2 muse_glimmer muse_spark musicflamingo nemo_speechlm nemotron_h_omni omniasr ovis2 "
+    "paddleocr_vl paligemma pe_audio pe_audio_video pe_video perception_lm pp_chart2table qianfan_ocr "
     "qwen2_5_omni_thinker qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
-    "qwen4_exp shieldgemma2 smolvlm step3p7 t5gemma2_encoder unlimited_ocr vibevoice video_llava vipllava voxtral "
-    "voxtral_realtime "
+    "qwen4_exp shieldgemma2 smolvlm step3p7 t5gemma2_encoder ultravbert unlimited_ocr vibevoice vibevoice_asr "
+    "video_llama_3 video_llava vipllava voxtral voxtral_realtime "
 )
 REMOTE = {
     "text_config": "colqwen3 funaudiochat intern_s2_preview interns2_mobius isaac jet_vlm kimi_k3 kimi_vl "
@@ -35,8 +37,10 @@ WRAPPERS: dict[str, str] = {
     "qwen3_omni_moe": "thinker_config",
     "internvl_chat": "llm_config",
     "blt": "global_config",
+    "colmodernvbert": "vlm_config",
     "colpali": "vlm_config",
     "colqwen2": "vlm_config",
+    "deepseek_ocr2_vision": "encoder_config",
     "dia": "decoder_config",
     "bailing_moe_v3_vl": "text_config",
     "openpangu_vl": "text_config",
@@ -55,9 +59,18 @@ OTHER_KEYS = {"vibevoice": "decoder_config"}
 
 OTHER_PARTS = {
     "blt": ("patcher_config", "encoder_config", "decoder_config"),
+    "deepseek_ocr2": ("vision_config.encoder_config",),
     "dia": ("encoder_config",),
     "nemo_speechlm": ("audio_config.asr_config", "audio_config.diarization_config", "word_timestamp_config"),
     "nemotron3_5_transcribe_audio": ("diarization_config",),
+    "pe_audio": ("audio_config",),
+    "pe_audio_video": (
+        "audio_video_config",
+        "audio_video_config.audio_config",
+        "audio_video_config.video_config",
+    ),
+    "pe_audio_video_encoder": ("audio_config", "video_config"),
+    "pe_video": ("video_config",),
     "pi0": ("dit_config",),
     "t5gemma": ("encoder",),
     "t5gemma2": ("encoder",),
