@@ -32,6 +32,7 @@ class Kind:
             none.
         heads_key: the same for the number of heads, in a model without a key of the head size.
         dim_key: the same for the number of channels that rotate, in GGUF files.
+        halved: whether only half as many channels rotate as the file states, in GGUF files (Step 3.5).
         section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
         pairing: the pairing of this kind, if it is not that of the model; "" otherwise.
     """
@@ -42,6 +43,7 @@ class Kind:
     head_dim_key: str = ""
     heads_key: str = ""
     dim_key: str = ""
+    halved: bool = False
     section: str = ""
     pairing: str = ""
 

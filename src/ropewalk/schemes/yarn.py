@@ -99,8 +99,9 @@ class YaRN(Scheme):
         original = keys["original_max_position_embeddings"]
         trained = file.require(original, file.original, f"Without it llama.cpp uses context_length. {again}")
         more: dict[str, float] = {}
-        for name in ("beta_fast", "beta_slow") if file.row.yarn_betas else ():
-            if (beta := file.number(keys[name], above=0.0)) is not None:
+        for name, implied in zip(("beta_fast", "beta_slow"), file.row.yarn_betas or (), strict=False):
+            more[name], beta = implied, file.number(keys[name], above=0.0)
+            if beta is not None:
                 more[name], file.origins[name] = beta, file.full(keys[name])
         weight = file.number(keys["mscale_all_dim"], at_least=0.0) if file.row.yarn_log else None
         if weight:
@@ -109,10 +110,12 @@ class YaRN(Scheme):
             weight = float(f"{10 * weight:.6g}") if tenth else weight  # the file has a tenth of the weight in float32
             more |= {"mscale": weight if file.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
         scheme = cls(factor, trained, **more)  # type: ignore[arg-type]
+        if file.row.yarn_attention == "one":
+            return replace(scheme, attention_factor=1.0)
         computed, key = scheme.compute_attention_factor(), "rope.scaling.yarn_attn_factor"
-        stated = file.number(key, above=0.0)
-        if stated is not None and not math.isclose(stated, computed, rel_tol=1e-5):
-            must = f"must be {computed:.7g}, which llama.cpp uses instead of the key"
+        stated, used = file.number(key, above=0.0), 1.0 if file.row.yarn_attention == "extra" else computed
+        if stated is not None and not math.isclose(stated, used, rel_tol=1e-5):
+            must = f"must be {used:.7g}, which llama.cpp uses instead of the key"
             fix = "The model and llama.cpp differ. Read the model's config.json instead."
             raise file.error(key, must, f"{stated:g}", fix)
         extra = file.attention_factor()

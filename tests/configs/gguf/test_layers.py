@@ -132,6 +132,26 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Rope]]] = 
     ("qwen3next", {"full_attention_interval": 2}, {}, "nGnGn", {"G": HALF}),
     ("qwen3next", {"attention.recurrent_layers": [False, True]}, {}, "Gn", {"G": HALF}),
     ("minimax-01", {}, {}, "nnnnnnnGn", {"G": HALF}),
+    ("cohere2moe", {**SLIDES, "leading_dense_block_count": 1}, {}, "GLLLnLLLn", {"L": INTERLEAVED, "G": INTERLEAVED}),
+    ("cohere2moe", {**SLIDES, "leading_dense_block_count": 0}, {}, "nLLLn", {"L": INTERLEAVED}),
+    ("deci", {"attention.head_count": [0, 4, 4], "attention.head_count_kv": [0, 0, 4], "attention.key_length": 16},
+     {FREQS: EIGHT}, "nnG", {"G": FACTORS_INTERLEAVED}),
+    ("baichuan", {}, {}, "G" * 32, {"G": INTERLEAVED}),
+    ("baichuan", {}, {}, "n" * 40, {}),
+    ("cogvlm", {**LINEAR, BASE: 1e4, "rope.dimension_count": 8}, {}, "GG", {"G": NEAR}),
+    ("deepseek2-ocr", {BASE: None, "rope.dimension_count": 8}, {}, "GG", {"G": NEAR}),
+    ("step35", {**SLIDES, PATTERN: [0, 1, 1], LOCAL: 1e4}, {FREQS: EIGHT}, "GLL",
+     {"L": NEAR, "G": Rope(16, 5e5, "half", rotary_dim=8, scaling=PerPair((1.0, 2.0, 3.0, 4.0)))}),
+    ("step35", {**SLIDES, **LINEAR, PATTERN: [0, 1], LOCAL: 1e4, "rope.dimension_count": None}, {}, "GL",
+     {"L": NEAR, "G": Rope(16, 5e5, "half", rotary_dim=8, scaling=Linear(8.0))}),
+    (
+        "gemma4-assistant",
+        {**SLIDES, PATTERN: [True, False], LOCAL: 1e4, "attention.key_length": 16, "attention.key_length_swa": 8,
+         "rope.dimension_count_swa": 8, "nextn_predict_layers": 2},
+        {FREQS: EIGHT},
+        "LG",
+        {"L": Rope(8, 1e4, "half"), "G": FACTORS},
+    ),
 ]  # fmt: skip
 
 
@@ -152,7 +172,8 @@ def test_layers(
 
 def test_every_row_has_a_case() -> None:
     differing = {name: row for name, row in ARCHITECTURES.items() if row.layers is not None}
-    assert {case[0] for case in CASES} | {"qwen35", "qwen35moe"} == differing.keys()
+    elsewhere = {"qwen35", "qwen35moe", "qwen4exp", "bailingmoe3", "dots3note", "deepseek4"}
+    assert {case[0] for case in CASES} | elsewhere == differing.keys()
     assert all(row.source.startswith("llama.cpp src/models/") for row in differing.values())
 
 
@@ -226,6 +247,92 @@ def test_indexers(path: Path) -> None:
     assert others == {"indexer": Rope(32, 5e5, "half", rotary_dim=16)}
     others = from_config(write(path, keys, architecture="glm-dsa")).extra_ropes
     assert others == {"indexer": Rope(32, 5e5, "interleaved", rotary_dim=16)}
+
+
+INDEXER = {"attention.indexer.key_length": 32}
+COMPRESSED = YaRN(8.0, 512, attention_factor=1.0)
+FLAT = {**KEYS, "block_count": 1}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "layers", "indexer"),
+    [
+        ("hy_v4", {}, [latent("interleaved")] * 2, None),
+        ("hy_v4", INDEXER, [latent("interleaved")] * 2, Rope(32, 5e5, "interleaved", rotary_dim=16, rotary_offset=16)),
+        ("bailingmoe3", {"attention.head_count_kv": [0, 1]}, [None, latent("interleaved")], None),
+        (
+            "bailingmoe3",
+            {"attention.head_count_kv": [0, 1], SECTIONS: [2, 3, 3, 0]},
+            [None, dataclasses.replace(latent("half"), axes=Axes.sections((2, 3, 3)))],
+            None,
+        ),
+        (
+            "dots3note",
+            {**SLIDES, **INDEXER, PATTERN: [0, 1], LOCAL: 1e4, "attention.key_length_mla_swa": 32},
+            [latent("interleaved"), Rope(32, 1e4, "interleaved", rotary_dim=16, rotary_offset=16)],
+            Rope(32, 5e5, "half", rotary_dim=16),
+        ),
+        # It scales only the layers with compressed attention, and cancels the attention factor of YaRN.
+        (
+            "deepseek4",
+            {**SLIDES, **INDEXER, **YARN, "attention.key_length": 24, "attention.key_length_mla": None,
+             "attention.value_length_mla": None, "block_count": 4, "nextn_predict_layers": 1,
+             "attention.compress_ratios": [0, 4, 128, 0], "attention.compress_rope_freq_base": 1e4},
+            [latent("interleaved"), *[dataclasses.replace(latent("interleaved", COMPRESSED), base=1e4)] * 2],
+            Rope(32, 1e4, "interleaved", rotary_dim=16, rotary_offset=16, scaling=COMPRESSED),
+        ),
+        (
+            "qwen4exp",
+            {**FLAT, **INDEXER, "block_count": 4, SECTIONS: [3, 3, 2, 0], "attention.key_length": 16,
+             "attention.key_length_mla": None},
+            [None, None, None, dataclasses.replace(HALF, axes=Axes.interleaved((3, 3, 2)))],
+            Rope(32, 5e5, "half", rotary_dim=16, axes=Axes.interleaved((3, 3, 2))),
+        ),
+        (
+            "minimax-m3",
+            {**FLAT, **INDEXER, "rope.dimension_count": 8, "attention.key_length": 16,
+             "attention.key_length_mla": None},
+            [Rope(16, 5e5, "half", rotary_dim=8)],
+            Rope(32, 5e5, "half", rotary_dim=8),
+        ),
+    ],
+)  # fmt: skip
+def test_layers_with_an_indexer_or_latent_attention(
+    path: Path, architecture: str, keys: dict[str, Any], layers: list[Rope | None], indexer: Rope | None
+) -> None:
+    ropes = from_config(write(path, {**MLA, **keys}, architecture=architecture))
+    assert list(ropes.layers) == layers
+    assert ropes.extra_ropes == ({} if indexer is None else {"indexer": indexer})
+    assert ropes.rotates_values == (architecture == "deepseek4")
+    assert any("its converter does not permute" in warning for warning in ropes.warnings) == (architecture == "hy_v4")
+
+
+def test_grok_has_its_own_defaults_of_yarn(path: Path) -> None:
+    keys = {**FLAT, **YARN, "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0}
+    assert from_config(write(path, keys, architecture="grok")).rope.scaling == YaRN(8.0, 512, beta_fast=8.0)
+    keys |= {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0}
+    stated = YaRN(8.0, 512, beta_fast=16.0, beta_slow=2.0)
+    assert from_config(write(path, keys, architecture="grok")).rope.scaling == stated
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "tensors", "rope"),
+    [
+        ("eagle3", {}, {FREQS: EIGHT}, FACTORS_INTERLEAVED),
+        ("nanbeige", {}, {FREQS: EIGHT}, FACTORS_INTERLEAVED),
+        ("pockettts", {}, {}, INTERLEAVED),
+        ("graniteswitch", {}, {}, INTERLEAVED),
+        ("graniteswitch", {"rope.scaling.finetuned": False}, {}, None),
+        ("hrm_text", YARN, {}, YARNED),
+        ("plamo", {}, {}, HALF),
+        ("talkie", {}, {}, HALF),
+    ],
+)
+def test_layers_that_are_alike(
+    path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, Any], rope: Rope | None
+) -> None:
+    read = from_config(write(path, {**FLAT, **keys}, tensors, architecture=architecture))
+    assert read.layers == (rope,)
 
 
 def test_minicpm3_reads_its_factor_tensors(path: Path) -> None:

@@ -26,7 +26,7 @@ ROW = GgufRow(
         LayerFlags("is_near", "near", "far", Every(3, "far", "near", key="madeup_interval", first=True)),
     ),
     implied_base=ImpliedBase(5000.0, "what the made-up paper says", "Is it the first version?"),
-    yarn_betas=True,
+    yarn_betas=(32.0, 1.0),
     yarn_warning="made up: mind the ramp.",
 )
 KEYS: dict[str, Any] = {

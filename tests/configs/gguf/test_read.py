@@ -329,7 +329,7 @@ def test_every_architecture_has_one_row() -> None:
     for name, row in table.ARCHITECTURES.items():
         assert row.pairing in ("half", "interleaved") or row == GgufRow(None, refusal=row.refusal), name
         assert (row.pairing is None) == bool(row.refusal), name
-        assert row.latent or not (row.scales_softmax or row.indexer), name
+        assert row.latent or not row.scales_softmax, name
         assert row.yarn_log or not row.yarn_log_is_mscale, name
     names = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
     assert len(names & table.ARCHITECTURES.keys()) > 100  # the list of llama.cpp's names
@@ -360,8 +360,10 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "llama", "got (4, 2, 2, 0). llama.cpp reads it only for arch"),
         ({"attention.rope_pattern": [1, 0, 1]}, {}, "llama", "layers do not all rotate alike"),
         ({"attention.key_length_mla": 192}, {}, "llama", "Multi-head latent attention is not supported yet"),
-        ({}, {}, "deci", "'deci'. Its layers do not all rotate alike, which is not supported yet."),
-        ({}, {}, "deepseek4", "Latent attention of several kinds is not supported yet"),
+        ({}, {}, "dflash", "It drafts in the layout of several models, which is not supported yet."),
+        ({"rope.freq_base": 5e5}, {}, "cogvlm", "cogvlm.rope.freq_base must be 10000, got 500000.0. llama.cpp has no other base"),
+        ({}, {}, "deepseek4", "deepseek4.attention.compress_ratios must be given, since the layers differ"),
+        ({**YARN, S + "yarn_attn_factor": 2.0}, {}, "grok", "must be 1, which llama.cpp uses instead of the key"),
         ({}, {}, "mamba", "llama.cpp rotates nothing in this architecture"),
         ({"rope.dimension_count": 8}, {}, "llama", "must be the whole head of 16 channels for llama, got 8"),
         ({"rope.dimension_count": 7}, {}, "qwen2", "rotary_dim must be even"),

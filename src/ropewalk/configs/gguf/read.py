@@ -26,6 +26,7 @@ from ropewalk.configs.gguf.row import (
     HEAD,
     HEAD_MLA,
     KV_HEADS,
+    LEADING,
     ORIGINAL,
     SECTIONS,
     SOURCE,
@@ -38,7 +39,7 @@ from ropewalk.configs.source import without_keys
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
-from ropewalk.schemes import Scaling
+from ropewalk.schemes import PerPair, Scaling
 
 _HF_SIZES = {
     "hidden_size": "embedding_length",
@@ -82,10 +83,12 @@ def _read(c: Keys) -> ModelRopes:
         for name, kind in rotating.items():
             head_dim, rotary_dim, offset, base = shapes[name]
             own = scaling if kind.scaled else None
+            if kind.halved and isinstance(own, PerPair):  # the tensor has factors for the pairs of all kinds of layers
+                own = replace(own, factors=own.factors[: rotary_dim // 2])
             axes = _axes(c, sections, rotary_dim)
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own, axes=axes)
             ropes[name] = rope
-            extra_ropes.update(_indexer(c, rope))
+            extra_ropes.update(_indexer(c, name, rope))
     return ModelRopes(
         layers=tuple(ropes[name] for name in layers),
         model_type=c.architecture,
@@ -95,13 +98,14 @@ def _read(c: Keys) -> ModelRopes:
         extra_ropes=extra_ropes,
         softmax_factor=_softmax_factor(c, scaling, scaling_type, ropes),
         query_scale=query_scale,
+        rotates_values=c.row.rotates_values,
         layer_kinds=() if c.row.layers is None else tuple(layers),
         windows=windows({"sliding_window": c.get("attention.sliding_window")}, "", layers),
         axis_names=NAMES[: max((r.axes.count for r in ropes.values() if r is not None and r.axes), default=0)],
         config=_hf_sizes(c, layers, ropes),
         file_format="GGUF file",
         origins=c.origins,
-        warnings=tuple(c.warnings),
+        warnings=tuple(filter(None, (*c.warnings, c.row.warning))),
     )
 
 
@@ -131,12 +135,15 @@ def _kinds_of_layers(c: Keys) -> list[str]:
     if not c.boolean(switch, True) and c.row.finetuned_is_switch:
         c.origins["layer_types"] = f"{c.full(switch)} is false, so nothing rotates"
         return [NO_ROPE] * count
-    layers = c.row.layers
+    layers, of_row = c.row.layers, c.row.kinds()
     if layers is None or _are_alike(c, layers, count):
-        return [ALL] * count
+        return [layers.alike if layers is not None else ALL] * count
     if isinstance(layers.pattern, str):
         return [layers.pattern] * count
-    kinds = layers.pattern.kinds(c, count) or []
+    kinds = layers.pattern.kinds(c, count)
+    if kinds is None:
+        key = min(layers.pattern.keys())
+        raise c.error(key, "must be given, since the layers differ", "none", c.missing_list_fix)
     if layers.ignores_list and isinstance(layers.pattern, LayerFlags) and isinstance(layers.pattern.otherwise, Every):
         origin = c.origins["layer_types"]
         if kinds != replace(layers.pattern.otherwise, key="").kinds(c, count):
@@ -144,14 +151,15 @@ def _kinds_of_layers(c: Keys) -> list[str]:
             fix = f"llama.cpp ignores the key ({c.row.source}). Convert the model again."
             raise c.error(layers.pattern.key, must, "another list", fix)
         c.origins["layer_types"] = origin
-    return kinds
+    leading = c.size(layers.leading) if layers.leading and c.get(layers.leading) != 0 else 0
+    return [kind if i >= leading or of_row[kind] is not None else LEADING for i, kind in enumerate(kinds)]
 
 
 def _number_of_layers(c: Keys) -> int:
     """Return the number of blocks without those at the end that only predict further tokens."""
     blocks = c.layers(("block_count",))
     c.origins["layers"] = c.full("block_count")
-    if c.get(c.further_key) in (None, 0):
+    if c.row.drafts or c.get(c.further_key) in (None, 0):
         return blocks
     c.origins["layers"] += f" - {c.full(c.further_key)}"
     return blocks - c.size(c.further_key, at_most=blocks - 1)
@@ -255,7 +263,8 @@ def _pairing(c: Keys, sections: tuple[int, ...] | None) -> Pairing:
             other_pairing(),
         )
     name = "NORM" if pairing == "interleaved" else "NEOX" if sections is None else "MROPE"
-    c.origins["pairing"] = f"general.architecture {c.architecture}: {name} ({SOURCE})"
+    source = c.row.source if c.row.whole_head == "always" else SOURCE  # its own code passes the type and the channels
+    c.origins["pairing"] = f"general.architecture {c.architecture}: {name} ({source})"
     return pairing
 
 
@@ -287,11 +296,11 @@ def _head_dim(c: Keys, kind: Kind) -> int:
 
 def _rotary_dim(c: Keys, kind: Kind, head_dim: int) -> int:
     key = c.first_present(tuple(filter(None, (kind.dim_key, DIM))))
-    if not c.has(key):
-        c.record_origin("rotary_dim", "the whole head")
-        return head_dim
-    c.record_origin("rotary_dim", c.full(key))
-    rotary_dim = c.channels(key)
+    if not c.has(key) or c.row.whole_head == "always":
+        c.record_origin("rotary_dim", f"the whole head{' / 2' if kind.halved else ''}")
+        return head_dim // (2 if kind.halved else 1)
+    c.record_origin("rotary_dim", f"{c.full(key)}{' / 2' if kind.halved else ''}")
+    rotary_dim = c.channels(key) // (2 if kind.halved else 1)
     if c.row.whole_head and rotary_dim != head_dim:
         must = f"must be the whole head of {head_dim} channels for {c.architecture}"
         raise c.error(key, must, str(rotary_dim), "llama.cpp refuses other values. Convert the model again.")
@@ -306,12 +315,16 @@ def _base(c: Keys, kind: Kind) -> float:
     if base := c.number(name, above=1.0) if name else None:
         c.record_origin("base", c.full(name))
         return base
+    if not kind.bases and c.get(BASE) not in (None, kind.implied_base):
+        fix = f"llama.cpp has no other base for {c.architecture}. Read the model's config.json instead."
+        raise c.error(BASE, f"must be {kind.implied_base:g}", shown(c.get(BASE)), fix)
     if kind.implied_base is None:
         fix = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
         must = " or ".join(map(c.full, kind.bases[1:]))
         must = f"{'or ' if must else ''}{must}{' ' if must else ''}must be given, since it is the base"
         raise c.error(kind.bases[0], must, "none", fix)
-    c.record_origin("base", f"implied by {c.architecture}: {kind.implied_base:g} in sliding layers")
+    where = " in sliding layers" if kind.bases else ""
+    c.record_origin("base", f"implied by {c.architecture}: {kind.implied_base:g}{where}")
     return kind.implied_base
 
 
@@ -346,13 +359,14 @@ def _check_unscaled(c: Keys, kinds: list[Kind], scheme: Scaling | None) -> None:
         raise c.error(key, "must be 1 or missing", shown(c.get(key)), fix)
 
 
-def _indexer(c: Keys, rope: Rope) -> dict[str, Rope]:
-    if c.row.indexer is None:
+def _indexer(c: Keys, kind: str, rope: Rope) -> dict[str, Rope]:
+    indexer, key = c.row.indexer, "attention.indexer.key_length"
+    if indexer is None or kind != indexer.kind or (indexer.optional and not c.has(key)):
         return {}
-    key = "attention.indexer.key_length"
     width = c.channels(key)
     c.origins["indexer"] = c.full(key)
-    return {"indexer": Rope(width, rope.base, c.row.indexer, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
+    offset = width - rope.rotary_dim if indexer.tail else 0
+    return {"indexer": replace(rope, head_dim=width, pairing=indexer.pairing, rotary_offset=offset)}
 
 
 def _softmax_factor(c: Keys, scaling: Scaling | None, scaling_type: str, ropes: dict[str, Rope | None]) -> float:

@@ -18,12 +18,15 @@ SOURCE = "llama.cpp src/llama-model.cpp, llama_model_rope_type"
 BASE, BASE_SWA = "rope.freq_base", "rope.freq_base_swa"
 DIM, DIM_SWA, SECTIONS = "rope.dimension_count", "rope.dimension_count_swa", "rope.dimension_sections"
 HEAD, HEAD_SWA, HEAD_MLA = "attention.key_length", "attention.key_length_swa", "attention.key_length_mla"
+HEAD_MLA_SWA, BASE_COMPRESSED = "attention.key_length_mla_swa", "attention.compress_rope_freq_base"
 KV_HEADS, ROPE_PATTERN = "attention.head_count_kv", "attention.rope_pattern"
 ORIGINAL = "rope.scaling.original_context_length"
 
 NOT_ALL_LAYERS = "Its layers do not all rotate alike, which is not supported yet."
 MODEL_KIND = Kind((BASE,))
 """Layers with the base and the scaling of the model."""
+LEADING = "dense full_attention"
+"""The kind of the first layers with full attention that rotate (`Layers.leading`)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Layers:
         ignores_list: whether llama.cpp ignores the list of a `LayerFlags`, which must then agree with the pattern that
             applies without it.
         count: the number of layers that a model must have for its layers to differ. None means any number.
+        alike: the kind of the layers of a model with another number of layers.
+        leading: key of the number of first layers that rotate where other layers with full attention do not; "" if
+            there are none.
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
@@ -47,7 +53,26 @@ class Layers:
     alike_without_window: bool = False
     ignores_list: bool = False
     count: int | None = None
+    alike: str = ALL
+    leading: str = ""
     zero_window_refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The indexer of an architecture, a second attention that rotates as many channels as q and k.
+
+    Args:
+        pairing: its pairing.
+        kind: the kind of layers that have it.
+        tail: whether the last channels of its head rotate instead of the first.
+        optional: whether a file without attention.indexer.key_length has none.
+    """
+
+    pairing: Pairing
+    kind: str = ALL
+    tail: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,25 +93,30 @@ class GgufRow:
         source: the code of llama.cpp from which the other fields were taken.
         refusal: the reason why no `Rope` describes the architecture; "" if one does.
         layers: which layers are of which kind; None if all layers are alike.
-        latent: whether it has multi-head latent attention, in which the last rope.dimension_count channels of a head
-            rotate.
+        drafts: whether all its blocks only predict further tokens.
+        latent: whether the last rope.dimension_count channels of a head rotate, as in multi-head latent attention.
+        rotates_values: whether it also rotates the values, and the attention's output back.
         scales_softmax: whether llama.cpp multiplies the softmax scale by YaRN's factor (DeepSeek).
-        indexer: the pairing of the indexer, a second attention whose first channels rotate; None if there is none.
+        indexer: its indexer, or None.
         axes: how many positions a token has. With "one", it has one. With "mrope" and "imrope", it has several, and the
             axes of the pairs are consecutive or alternate. "mrope if sections" means "mrope" with the pairing "half" if
             the file has rope.dimension_sections, and else "one".
-        whole_head: whether rope.dimension_count must be the whole head.
+        whole_head: "required" if rope.dimension_count must be the whole head, "always" if the whole head rotates
+            whatever the key says, else "".
         implied_base: the base of files that do not state it. None makes a missing base an error.
         finetuned_is_switch: whether nothing rotates if rope.scaling.finetuned is false.
         freqs: "read" if llama.cpp reads the tensor rope_freqs.weight, "needed" if the tensor is required, else "".
         longrope: when llama.cpp reads the tensors of short and long factors: "by type" if rope.scaling.type is
             longrope, "by tensors" whenever the file has them, or "" for never.
         alpha: whether rope.scaling.alpha is read.
-        yarn_betas: whether yarn_beta_fast and yarn_beta_slow are read.
+        yarn_betas: the defaults of yarn_beta_fast and yarn_beta_slow, or None if these keys are not read.
+        yarn_attention: the attention factor of YaRN: "computed", for which yarn_attn_factor is not read; "extra" if
+            that key is a further factor; or "one" if it is always 1.
         yarn_log: what yarn_log_multiplier is: "whole" for mscale_all_dim, "tenth" for a tenth of it, or "" if it is not
             read.
         yarn_log_is_mscale: whether mscale equals mscale_all_dim. If False, mscale is 1.
         yarn_warning: a warning for files with YaRN, or "".
+        warning: a warning for all files, or "".
         temperature_length: key of the length that attention.temperature_scale refers to; "" if neither is read.
         query_scale: a factor of q that no key states.
     """
@@ -95,32 +125,39 @@ class GgufRow:
     source: str = SOURCE
     refusal: str = ""
     layers: Layers | None = None
+    drafts: bool = False
     latent: bool = False
+    rotates_values: bool = False
     scales_softmax: bool = False
-    indexer: Pairing | None = None
+    indexer: Indexer | None = None
     axes: Literal["one", "mrope", "imrope", "mrope if sections"] = "one"
-    whole_head: bool = False
+    whole_head: Literal["", "required", "always"] = ""
     implied_base: ImpliedBase | None = None
     finetuned_is_switch: bool = False
     freqs: Literal["", "read", "needed"] = ""
     longrope: Literal["", "by type", "by tensors"] = ""
     alpha: bool = False
-    yarn_betas: bool = False
+    yarn_betas: tuple[float, float] | None = None
+    yarn_attention: Literal["computed", "extra", "one"] = "computed"
     yarn_log: Literal["", "whole", "tenth"] = ""
     yarn_log_is_mscale: bool = False
     yarn_warning: str = ""
+    warning: str = ""
     temperature_length: str = ""
     query_scale: QueryScale | None = None
 
     def kinds(self) -> dict[str, Kind | None]:
         """Return a dict from the name of each kind of layer to its `Kind`, or to None if such layers do not rotate."""
-        return {ALL: MODEL_KIND, NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
+        return {ALL: MODEL_KIND, NO_ROPE: None, LEADING: MODEL_KIND} | dict(
+            self.layers.kinds if self.layers is not None else {}
+        )
 
     def specific_keys(self) -> frozenset[str]:
         """Return the keys that llama.cpp reads for this architecture but not for every architecture."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}
         if self.layers is not None:
+            names |= {self.layers.leading}
             names |= set() if isinstance(self.layers.pattern, str) else self.layers.pattern.keys()
             for kind in filter(None, self.layers.kinds.values()):
                 names |= {*kind.bases, kind.head_dim_key, kind.dim_key}

@@ -13,21 +13,24 @@ from typing import Any
 from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.gguf.row import (
     BASE,
+    BASE_COMPRESSED,
     BASE_SWA,
     DIM_SWA,
+    HEAD_MLA_SWA,
     HEAD_SWA,
     KV_HEADS,
     MODEL_KIND,
-    NOT_ALL_LAYERS,
     ORIGINAL,
     ROPE_PATTERN,
     GgufRow,
     ImpliedBase,
+    Indexer,
     Layers,
 )
-from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 _WINDOWS, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _LENGTH = "attention.temperature_length"
 
@@ -35,6 +38,7 @@ _UNSCALED = Kind((BASE,), scaled=False)
 _LOCAL = Kind((BASE_SWA, BASE))
 _LOCAL_WITH_HEAD = replace(_LOCAL, head_dim_key=HEAD_SWA, dim_key=DIM_SWA)
 _GEMMA_LOCAL = Kind((BASE_SWA,), implied_base=10_000.0, scaled=False)
+_COMPRESSED = Kind((BASE_COMPRESSED,))
 _LOCAL_WITH_BASE = Kind((BASE_SWA,), scaled=False)  # an error without a base, although llama.cpp then uses 10000
 
 
@@ -74,6 +78,10 @@ def _kv_heads(other: str) -> Layers:
     return Layers({_FULL: MODEL_KIND, other: None}, LayerFlags(KV_HEADS, _FULL, other, _FULL))
 
 
+_FIXED_BASE = Layers({ALL: Kind((), implied_base=10_000.0, scaled=False)}, ALL)
+_LOCAL_WITH_BASE_AND_HEAD = replace(_LOCAL_WITH_BASE, head_dim_key=HEAD_SWA, dim_key=DIM_SWA)
+
+
 def _refused_row(why: str) -> GgufRow:
     return GgufRow(None, refusal=why)
 
@@ -81,30 +89,36 @@ def _refused_row(why: str) -> GgufRow:
 ROWS: dict[str, GgufRow] = {
     # ---- all layers rotate alike, and llama.cpp reads no further keys or tensors ----
     "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
-    "olmo xverse": GgufRow("interleaved"),
-    "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma gptneox grovemoe hunyuan-moe hy_v3 jais2 "
-    "jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm orion pangu-embedded phi2 qwen "
-    "qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2": GgufRow("half"),
+    "olmo pockettts xverse": GgufRow("interleaved"),
+    "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma gptneox grovemoe hrm_text hunyuan-moe "
+    "hy_v3 jais2 jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm orion "
+    "pangu-embedded phi2 plamo qwen qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2 talkie": GgufRow(
+        "half"
+    ),
+    "minimax-m3": GgufRow("half", _in("minimax-m3"), indexer=Indexer("half")),
     # ---- all layers rotate alike, and llama.cpp reads further keys or tensors ----
     # Llama is interleaved because the converter permutes its q and k.
     "llama": GgufRow(
         "interleaved",
         freqs="read",
         longrope="by type",
-        whole_head=True,
+        whole_head="required",
         implied_base=ImpliedBase(
             10_000.0,
             "files of Llama 1 and 2 have no rope.freq_base",
             "In a model newer than Llama 2, the key was lost.",
         ),
     ),
-    "llama-embed": GgufRow("interleaved", freqs="read", longrope="by type", whole_head=True),
-    "falcon": GgufRow("half", whole_head=True),
-    "arcee": GgufRow("interleaved", freqs="read"),
+    "llama-embed": GgufRow("interleaved", freqs="read", longrope="by type", whole_head="required"),
+    "falcon": GgufRow("half", whole_head="required"),
+    # Nanbeige runs its layers several times, and eagle3 is a draft of one layer.
+    "arcee eagle3 nanbeige": GgufRow("interleaved", freqs="read"),
     "exaone": GgufRow("half", freqs="read"),
     "minicpm": GgufRow("interleaved", freqs="read", longrope="by type"),
     "apertus": GgufRow("half", freqs="read", longrope="by type"),
     "granite granitemoe": GgufRow("interleaved", freqs="read", longrope="by type", finetuned_is_switch=True),
+    "graniteswitch": GgufRow("interleaved", _in("granite-switch"), finetuned_is_switch=True),
+    "grok": GgufRow("half", _in("grok"), yarn_betas=(8.0, 1.0), yarn_attention="extra"),
     "phi3 phimoe": GgufRow("half", longrope="by tensors"),
     "hunyuan-dense": GgufRow("half", alpha=True),
     "mistral3": GgufRow(
@@ -112,7 +126,7 @@ ROWS: dict[str, GgufRow] = {
         _in("mistral3"),
         freqs="read",
         longrope="by type",
-        yarn_betas=True,
+        yarn_betas=(32.0, 1.0),
         yarn_log="whole",
         temperature_length=ORIGINAL,
     ),
@@ -126,14 +140,46 @@ ROWS: dict[str, GgufRow] = {
         yarn_log_is_mscale=True,
         temperature_length=_LENGTH,
     ),
+    # The code of deepseek2 rotates the whole head in it, without scaling.
+    "deepseek2-ocr": GgufRow("half", _in("deepseek2"), layers=_FIXED_BASE, whole_head="always"),
     # llama.cpp runs mistral4 with the code of deepseek2.
     "mistral4": GgufRow(
         "interleaved", _in("deepseek2"), latent=True, scales_softmax=True, yarn_log="tenth", temperature_length=_LENGTH
     ),
     "deepseek32": GgufRow(
-        "interleaved", _in("deepseek32"), latent=True, scales_softmax=True, yarn_log="tenth", indexer="half"
+        "interleaved", _in("deepseek32"), latent=True, scales_softmax=True, yarn_log="tenth", indexer=Indexer("half")
     ),
-    "glm-dsa": GgufRow("interleaved", _in("glm-dsa"), latent=True, scales_softmax=True, indexer="interleaved"),
+    "glm-dsa": GgufRow("interleaved", _in("glm-dsa"), latent=True, scales_softmax=True, indexer=Indexer("interleaved")),
+    "hy_v4": GgufRow(
+        "interleaved",
+        _in("hy-v4"),
+        latent=True,
+        indexer=Indexer("interleaved", tail=True, optional=True),
+        warning="llama.cpp rotates adjacent channels as pairs, and its converter does not permute the weights. "
+        "transformers 5.24 pairs the two halves instead.",
+    ),
+    "bailingmoe3": GgufRow(
+        "interleaved", _in("bailingmoe3"), latent=True, layers=_kv_heads(_LINEAR), axes="mrope if sections"
+    ),
+    "dots3note": GgufRow(
+        "interleaved",
+        _in("dots3note"),
+        latent=True,
+        layers=_windows(MODEL_KIND, Kind((BASE_SWA,), head_dim_key=HEAD_MLA_SWA), None),
+        indexer=Indexer("half", _FULL),
+    ),
+    "deepseek4": GgufRow(
+        "interleaved",
+        _in("deepseek4"),
+        latent=True,
+        layers=Layers(
+            {_SLIDING: _UNSCALED, _SPARSE: _COMPRESSED, _HEAVY: _COMPRESSED},
+            LayerCodes("attention.compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}),
+        ),
+        rotates_values=True,
+        yarn_attention="one",
+        indexer=Indexer("interleaved", _SPARSE, tail=True),
+    ),
     "minicpm3": GgufRow("half", _in("minicpm3"), latent=True, longrope="by tensors"),
     "plm": GgufRow("interleaved", _in("plm"), latent=True),
     # ---- tokens have several positions ----
@@ -149,10 +195,21 @@ ROWS: dict[str, GgufRow] = {
     "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(MODEL_KIND, _GEMMA_LOCAL, _last(5))),
     "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(MODEL_KIND, _GEMMA_LOCAL, _last(6))),
     "gemma4": GgufRow(
+        "half", _in("gemma4"), layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE_AND_HEAD, None), freqs="needed"
+    ),
+    # A draft, whose q attends to the cache of another model.
+    "gemma4-assistant": GgufRow(
         "half",
-        _in("gemma4"),
-        layers=_windows(MODEL_KIND, replace(_LOCAL_WITH_BASE, head_dim_key=HEAD_SWA, dim_key=DIM_SWA), None),
+        _in("gemma4-assistant"),
+        layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE_AND_HEAD, None),
         freqs="needed",
+        drafts=True,
+    ),
+    "step35": GgufRow(
+        "half",
+        _in("step35"),
+        layers=_windows(replace(MODEL_KIND, halved=True), _LOCAL_WITH_BASE_AND_HEAD, None),
+        freqs="read",
     ),
     "modern-bert": GgufRow(
         "half", _in("modern-bert"), layers=_windows(MODEL_KIND, _LOCAL_WITH_BASE, _first(3), alike_without_window=True)
@@ -183,6 +240,11 @@ ROWS: dict[str, GgufRow] = {
     "spark2_5": GgufRow("half", _in("spark2-5"), layers=_windows(MODEL_KIND, _LOCAL_WITH_HEAD, None)),
     # ---- full layers do not rotate ----
     "cohere2": GgufRow("interleaved", _in("cohere2"), layers=_windows(None, MODEL_KIND, _last(4))),
+    "cohere2moe": GgufRow(
+        "interleaved",
+        _in("cohere2moe"),
+        layers=_windows(None, MODEL_KIND, _first(4), leading="leading_dense_block_count"),
+    ),
     "exaone4": GgufRow("half", _in("exaone4"), layers=_windows(None, MODEL_KIND, _last(4), count=64), freqs="read"),
     "exaone-moe": GgufRow("half", _in("exaone-moe"), layers=_windows(None, MODEL_KIND, _last(4)), freqs="read"),
     "muse-glimmer": GgufRow(
@@ -202,7 +264,15 @@ ROWS: dict[str, GgufRow] = {
     "smallthinker": GgufRow(
         "half", _in("smallthinker"), layers=_unrotated_fourth(_first(4), alike_without_window=True)
     ),
+    # ---- llama.cpp passes no base and no scaling ----
+    "cogvlm": GgufRow("half", _in("cogvlm"), layers=_FIXED_BASE, whole_head="always"),
     # ---- some layers do not rotate, according to a pattern or a list ----
+    # Only the 7B, with its 32 layers, rotates.
+    "baichuan": GgufRow(
+        "interleaved",
+        _in("baichuan"),
+        layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, ALL, count=32, alike=NO_ROPE),
+    ),
     "smollm3": GgufRow(
         "interleaved", _in("smollm3"), layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
     ),
@@ -214,6 +284,14 @@ ROWS: dict[str, GgufRow] = {
         longrope="by type",
     ),
     # ---- some layers have no attention ----
+    "deci": GgufRow(
+        "interleaved",
+        _in("deci"),
+        layers=_kv_heads("no attention"),
+        freqs="read",
+        longrope="by type",
+        whole_head="required",
+    ),
     "lfm2": GgufRow("half", _in("lfm2"), layers=_kv_heads("conv")),
     "lfm2moe": GgufRow("half", _in("lfm2moe"), layers=_kv_heads("conv")),
     "granitehybrid": GgufRow(
@@ -223,27 +301,14 @@ ROWS: dict[str, GgufRow] = {
     "qwen3next": GgufRow("half", _in("qwen3next"), layers=_linear(4)),
     "qwen35": GgufRow("half", _in("qwen35"), layers=_linear(4), axes="imrope"),
     "qwen35moe": GgufRow("half", _in("qwen35moe"), layers=_linear(4), axes="imrope"),
+    "qwen4exp": GgufRow("half", _in("qwen4exp"), layers=_linear(4), axes="imrope", indexer=Indexer("half", _FULL)),
     "minimax-01": GgufRow("half", _in("minimax-01"), layers=_linear(8)),
     # ---- no Rope describes them ----
-    "bailingmoe3 deepseek4 dots3note": _refused_row("Latent attention of several kinds is not supported yet."),
     "arwkv7 bert bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt "
     "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused_row(
         "llama.cpp rotates nothing in this architecture."
     ),
-    "cohere2moe deci graniteswitch nanbeige": _refused_row(NOT_ALL_LAYERS),
-    "baichuan": _refused_row("The 7B rotates all layers and the 13B none, and no key distinguishes them."),
-    "deepseek2-ocr": _refused_row(
-        "Its attention rotates the whole head instead of rope.dimension_count channels, which is not supported yet."
-    ),
-    "gemma4-assistant": _refused_row(
-        "It drafts for another model and uses that model's keys, which is not supported yet."
-    ),
-    "hy_v4": _refused_row("llama.cpp and transformers pair different channels in it, which is not supported yet."),
-    "qwen4exp": _refused_row("It also rotates pooled blocks, which is not supported yet."),
-    "step35": _refused_row(
-        "Its full layers rotate half of the channels that the file states, which is not supported yet."
-    ),
-    "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused_row("It is not supported yet."),
+    "dflash": _refused_row("It drafts in the layout of several models, which is not supported yet."),
 }
 """Maps the names of architectures, separated by spaces, to the row that they share."""
 
