@@ -13,7 +13,6 @@ from typing import Any
 from ropewalk._checks import Assumed, shown
 from ropewalk.configs.reader import Fields
 from ropewalk.configs.tables.wrappers import (
-    DEFAULT_KEYS,
     DEFAULTS,
     FLAT_AS,
     FLAT_OR_NESTED,
@@ -137,15 +136,11 @@ def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     No base is added if `rope_scaling` or `rope_parameters` states one, since the two bases could contradict each other.
     """
     model_type = inner.get("model_type")
-    defaults = dict(
-        zip(DEFAULT_KEYS, DEFAULTS.get(model_type, ()) if isinstance(model_type, str) else (), strict=False)
-    )
+    defaults = DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
     sections = [value for key in ("rope_scaling", "rope_parameters") if isinstance(value := inner.get(key), Mapping)]
     nested = [value for section in sections for value in section.values() if isinstance(value, Mapping)]
     has_base = any("rope_theta" in section for section in [*sections, *nested])
     added = [
-        key
-        for key, value in defaults.items()
-        if value is not None and inner.get(key) is None and not (has_base and key.startswith("rope_"))
+        key for key, value in defaults.items() if inner.get(key) is None and not (has_base and key.startswith("rope_"))
     ]
     return {**inner, **{key: defaults[key] for key in added}}, added

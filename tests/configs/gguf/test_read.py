@@ -361,7 +361,12 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"attention.rope_pattern": [1, 0, 1]}, {}, "llama", "layers do not all rotate alike"),
         ({"attention.key_length_mla": 192}, {}, "llama", "Multi-head latent attention is not supported yet"),
         ({}, {}, "dflash", "It drafts in the layout of several models, which is not supported yet."),
-        ({"rope.freq_base": 5e5}, {}, "cogvlm", "cogvlm.rope.freq_base must be 10000, got 500000.0. llama.cpp has no other base"),
+        (
+            {"rope.freq_base": 5e5},
+            {},
+            "cogvlm",
+            "cogvlm.rope.freq_base must be 10000, got 500000.0. llama.cpp has no other base",
+        ),
         ({}, {}, "deepseek4", "deepseek4.attention.compress_ratios must be given, since the layers differ"),
         ({**YARN, S + "yarn_attn_factor": 2.0}, {}, "grok", "must be 1, which llama.cpp uses instead of the key"),
         ({}, {}, "mamba", "llama.cpp rotates nothing in this architecture"),

@@ -6,6 +6,9 @@ Source: the config classes of transformers 5.24, and for models that it does not
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 _WITH_TEXT_CONFIG = (
     "apertus1p5 aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 "
     "deepseek_vl deepseek_vl_hybrid diffusion_gemma dots3_note embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 "
@@ -120,48 +123,7 @@ BY_CLASS = {
     "git": (["Grok1ForCausalLM"], "grok-1"),
 }
 
-DEFAULT_KEYS = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "max_position_embeddings",
-    "head_dim",
-    "rope_theta",
-    "rope_local_base_freq",
+DEFAULTS: dict[str, dict[str, float]] = json.loads(
+    (Path(__file__).parent / "class_defaults.json").read_text(encoding="utf-8")
 )
-DEFAULTS: dict[str, tuple[float | None, ...]] = {
-    "llama": (4096, 32, 32, 2048, None, 10000.0),
-    "mistral": (4096, 32, 32, 131072, None, 10000.0),
-    "mixtral": (4096, 32, 32, 131072, None, 1000000.0),
-    "qwen2": (4096, 32, 32, 32768, None, 10000.0),
-    "qwen3": (4096, 32, 32, 32768, 128, 10000.0),
-    "qwen2_moe": (2048, 16, 24, 32768, None, 10000.0),
-    "qwen3_moe": (2048, 32, 24, 32768, None, 10000.0),
-    "gemma": (3072, 16, 28, 8192, 256, 10000.0),
-    "gemma2": (2304, 8, 26, 8192, 256, 10000.0),
-    "gemma3_text": (2304, 8, 26, 131072, 256, 1000000.0, 10000.0),
-    "gemma3n_text": (2048, 8, 35, 32768, 256, 1000000.0, 10000.0),
-    "llama4_text": (5120, 40, 48, 131072, 128, 500000.0),
-    "mllama_text_model": (4096, 32, 40, 131072, None, 500000.0),
-    "phi3": (3072, 32, 32, 4096, None, 10000.0),
-    "cohere2": (8192, 64, 40, 8192, None, 10000.0),
-    "granite": (4096, 32, 32, 2048, None, 10000.0),
-    "starcoder2": (3072, 24, 30, 4096, None, 10000.0),
-    "ministral3": (4096, 32, 34, 262144, 128, 10000.0),
-    "glm4": (4096, 32, 40, 131072, None, 10000.0),
-    "qwen2_vl_text": (8192, 64, 80, 32768, None, 1000000.0),
-    "qwen2_5_vl_text": (8192, 64, 80, 32768, None, 1000000.0),
-    "qwen3_vl_text": (4096, 32, 32, 128000, 128, 500000.0),
-    "qwen3_vl_moe_text": (2048, 16, 24, 128000, None, 500000.0),
-    "qwen3_5_text": (4096, 16, 32, 32768, 256, 10000.0),
-    "smollm3": (2048, 16, 36, 32768, None, 2000000.0),
-    "olmo2": (4096, 32, 32, 2048, None, 10000.0),
-    "ernie4_5": (1024, 16, 18, 131072, None, 500000.0),
-    "blt_patcher": (768, 12, 14, 8192, None, 10000.0),
-    "blt_local_encoder": (1024, 16, 1, 24576, None, 500000.0),
-    "blt_local_decoder": (1024, 16, 9, 24576, None, 500000.0),
-    "blt_global_transformer": (2048, 16, 25, 4096, None, 500000.0),
-    "dia_encoder": (1024, 16, 12, 1024, 128, 10000.0),
-    "dia_decoder": (2048, 16, 18, 3072, 128, 10000.0),
-}
-"""Maps the model_type of a text model to the defaults of its class for `DEFAULT_KEYS`; None for no default."""
+"""Maps the model_type of a text model to the defaults of its class."""
