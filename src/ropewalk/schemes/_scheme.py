@@ -47,6 +47,9 @@ class GgufFile(Protocol):
     def require(self, key: str, value: Any, why: str) -> Any:
         """Return the value of a key and record its origin. Raise a RopeError with the reason `why` if it is None."""
 
+    def fix(self, text: str) -> str:
+        """Return the fix for a key, or of an unknown architecture one that says nothing about what llama.cpp reads."""
+
     def attention_factor(self) -> float:
         """Return the factor of cos and sin that the file states, or 1."""
 

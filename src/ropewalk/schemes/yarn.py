@@ -115,9 +115,9 @@ class YaRN(Scheme):
         computed, key = scheme.compute_attention_factor(), "rope.scaling.yarn_attn_factor"
         stated, used = file.number(key, above=0.0), 1.0 if file.row.yarn_attention == "extra" else computed
         if stated is not None and not math.isclose(stated, used, rel_tol=1e-5):
-            must = f"must be {used:.7g}, which llama.cpp uses instead of the key"
-            fix = "The model and llama.cpp differ. Read the model's config.json instead."
-            raise file.error(key, must, f"{stated:g}", fix)
+            must = f"must be {used:.7g}, as without the key"
+            fix = "llama.cpp does not use the key, so it and the model differ. Read the model's config.json instead."
+            raise file.error(key, must, f"{stated:g}", file.fix(fix))
         extra = file.attention_factor()
         return scheme if extra == 1.0 else replace(scheme, attention_factor=computed * extra)
 

@@ -65,6 +65,13 @@ def test_a_key_is_removed(
     assert from_config(mended).layers == (rope,) * 3
 
 
+YARN = {
+    "unseen.rope.scaling.type": "yarn",
+    "unseen.rope.scaling.factor": 8.0,
+    "unseen.rope.scaling.original_context_length": 512,
+}
+
+
 @pytest.mark.parametrize(
     ("architecture", "more", "tensors"),
     [
@@ -74,6 +81,7 @@ def test_a_key_is_removed(
         ("unseen", {"unseen.rope.scaling.type": "none", "unseen.rope.scaling.factor": 4.0}, {}),
         ("unseen", {"unseen.rope.scaling.attn_factor": 2.0}, {}),
         ("unseen", {"unseen.rope.freq_base_swa": 1e4}, {}),
+        ("unseen", {**YARN, "unseen.rope.scaling.yarn_attn_factor": 1.0}, {}),
         ("unseen", {"unseen.rope.dimension_sections": [2, 3, 3, 0]}, {}),
         ("unseen", {"unseen.attention.key_length_mla": 16}, {}),
         ("unseen", {"unseen.rope.new": 2.0}, {}),
