@@ -114,7 +114,7 @@ def test_a_part_of_the_head() -> None:
 
 def test_cosmos_without_scales_has_plain_blocks() -> None:
     ropes = from_config({"_class_name": "CosmosTransformer3DModel", "rope_scale": [1.0, 1.0, 1.0]})
-    assert "frame (or frame · 24 / fps if the pipeline passes fps)" in ropes.explain()
+    assert "fps is the pipeline's choice, which the config does not state" in ropes.explain()
     assert ropes.rope == Rope(128, 1e4, "half", axes=Axes.axial((44, 42, 42)))
 
 

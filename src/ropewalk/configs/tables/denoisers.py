@@ -73,8 +73,8 @@ def _kandinsky_row(
 
 
 def _cosmos_row(layers: Mapping[str, int]) -> Denoiser:
-    positions = "floats: frame (or frame · 24 / fps if the pipeline passes fps), row and column of each patch, from 0; "
-    positions += "text is not rotated"
+    positions = "integers: frame, row and column of each patch, from 0; text is not rotated. The fps is the pipeline's "
+    positions += "choice, which the config does not state: if a pipeline passes it, frames are multiplied by 24 / fps"
     return Denoiser(_THW, positions, wan_channels, "", _HEAD, (1e4, ""), layers, pairing="half", more=more.cosmos)
 
 
