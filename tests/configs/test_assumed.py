@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -98,3 +99,21 @@ def test_commands_print_it_once(tmp_path: Path) -> None:
     assert ran.output.startswith(f"Warning: {path}: the file {NO_BASE}")
     assert ran.output.count("\n") == 2
     assert from_config(path, base=1e4).rope == Rope(16, 1e4, "half")
+
+
+@pytest.mark.parametrize("schema", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("more", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "llama3", "factor": 32.0}])
+def test_without_an_original_length_it_is_that_of_transformers(schema: str, more: dict[str, Any]) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    scaling = {**more, **({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if more["rope_type"] == "llama3" else {})}
+    config = {**LLAMA, "head_dim": 64, "max_position_embeddings": 131_072}
+    base = {"rope_theta": 5e5}
+    config |= {**base, schema: scaling} if schema == "rope_scaling" else {schema: {**base, **scaling}}
+    (said,) = issued(config)
+    assert "transformers takes max_position_embeddings (131072). Other engines may take another length." in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rope = from_config(config).rope
+    module = modeling.LlamaRotaryEmbedding(modeling.LlamaConfig.from_dict(config))
+    np.testing.assert_allclose(rope.inv_freq, module.inv_freq, rtol=4.5e-7)
+    assert rope.attention_factor == pytest.approx(module.attention_scaling)

@@ -48,6 +48,35 @@ def phi(**more: Any) -> dict[str, Any]:
     return {**LLAMA, "model_type": "phi3", "rope_scaling": scaling}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TAKEN = {
+    "yarn": ({"rope_type": "yarn", "factor": 4.0}, {"mlx-lm": 4096}),
+    "llama3": (LLAMA3, {"mlx-lm": 8192, "exllamav3": 8192}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*the file has no original_max")
+@pytest.mark.parametrize("rope_type", TAKEN)
+def test_without_an_original_length_each_engine_takes_its_own(rope_type: str) -> None:
+    """By the code of each engine: the class of transformers, or the default of a call of `get`."""
+    parameters, defaults = TAKEN[rope_type]
+    ((config, _),) = ropes_for_engines(scaled(**parameters))[1]
+    for engine in ENGINES.values():
+        answer = engine.answer(config)
+        if (rope_type, engine.name) == ("yarn", "exllamav3"):
+            assert (answer.why, answer.rope) == ("unknown", None)
+            continue
+        length = defaults.get(engine.name, LLAMA["max_position_embeddings"])
+        assert answer.rope is not None
+        assert answer.rope.scaling is not None
+        assert answer.rope.scaling.trained_length(None) == length
+        assert f"{length:,} tokens." in answer.notes[0]
+        assert answer.evidence == "read"
+    stated = scaled(**parameters, original_max_position_embeddings=1024)
+    for engine in ENGINES.values():
+        assert not any("Without" in note for note in engine.answer(ropes_for_engines(stated)[1][0][0]).notes)
+
+
 # The factor of cos and sin in transformers, vLLM, SGLang, llama.cpp, mlx-lm and exllamav3, as their
 # code computes it. For llama.cpp, the config goes through its converter for Llama.
 M, HALF, SOLE = 1.3465736, 0.6732868, 1.2450275

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, argument, error, nearest, option, possible, shown, with_context
+from ropewalk._checks import Assumed, RopeError, argument, error, nearest, option, possible, shown, with_context
 from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE, windows
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
-from ropewalk.configs.reader import ConfigValue, Fields, Reader
+from ropewalk.configs.reader import TRAINED, ConfigValue, Fields, Reader
 from ropewalk.configs.tables.no_rope import FOPE
 from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
@@ -220,6 +220,11 @@ def _scheme(row: Architecture, c: Reader, rope_keys: dict[str, ConfigValue], sca
     origins.update({key: entry.where for key, entry in parameters.items()})
     for key, (value, where) in scheme.derived_fields(values, c.longest).items():
         values[key], origins[key] = value, where
+    if name in ("yarn", "llama3") and TRAINED not in values and c.longest and row.known and row.in_transformers:
+        values[TRAINED], origins[TRAINED] = c.longest, "max_position_embeddings"
+        taken = f"the file has no {TRAINED} for rope_type {name!r}, for which transformers takes "
+        taken += f"max_position_embeddings ({c.longest}). Other engines may take another length."
+        c.warnings += [] if taken in c.warnings else [Assumed(taken)]
     _refuse_missing(c, str(name), scheme, values)
     try:
         found = build(scheme, values)
@@ -280,7 +285,7 @@ def _refuse_missing(c: Reader, name: str, scheme: type[Scaling], values: dict[st
     for f in dataclasses.fields(cast(Any, scheme)):
         needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.name not in values and needed:
-            fix = "Add it, since engines differ in its default."
+            fix = "Add it: without it, engines take another value or refuse the config."
             raise c.error(f.name, f"must be given for rope_type {name!r}", "none", fix)
 
 

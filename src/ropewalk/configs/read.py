@@ -36,8 +36,9 @@ def from_config(
         print(ropes.explain())
 
     Reading is strict. A misspelt, unused or impossible key is an error that names the file, the key and a fix. So is a
-    missing value, except for the base of models whose first configs had none, such as Llama, and for the defaults of a
-    class, which transformers omits. If a config states two values for one parameter, the one that transformers 5 takes
+    missing value, except for the base of models whose first configs had none, such as Llama, for the trained length of
+    YaRN and Llama 3, for which transformers takes max_position_embeddings, and for the defaults of a class, which
+    transformers omits. If a config states two values for one parameter, the one that transformers 5 takes
     counts; for a model_type whose code is not in transformers, it is an error. For each config with such a missing or
     second value, Python issues a `UserWarning`, which `.warnings` contains as well.
 

@@ -19,7 +19,7 @@ from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
 from ropewalk.engines._override import Flags, Override
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, YaRN
+from ropewalk.schemes import DynamicNTK, Llama3, LongRoPE, PerPair, YaRN
 
 ENGINE_KEYS = frozenset({"attn_factor", "extrapolation_factor", "max_trained_positions"})
 """Keys of a scaling that some engine reads, but that no scheme of ropewalk has."""
@@ -57,6 +57,9 @@ MIXED_WINDOWS |= {"gemma3n_text", "gemma4_text", "gpt_oss", "laguna", "llama4_te
 HUNYUAN = ("hunyuan",)
 """The prefixes of the model_types whose `dynamic` scaling has an alpha."""
 
+LENGTH = "original_max_position_embeddings"
+AS_TRANSFORMERS: Mapping[str, int | None] = {"yarn": None, "llama3": None}
+"""The `Engine.without_length` of engines that read a config with the class of transformers."""
 _OWN_CODE = "the scaling is in the model's own code instead of the config, which is not described here"
 
 DecidingLength = Literal["nothing", "the call", "the setting"]
@@ -185,6 +188,9 @@ class Engine:
         built_in: whether the numbers are in its own models, so that it reads no config. `files` is the table of these.
         own_format: the `ModelRopes.file_format` that it reads itself and not through a config.json, and the file that
             does; None if there is none.
+        without_length: maps "yarn" and "llama3" to the length that it takes, in tokens, if a config has no
+            original_max_position_embeddings, or to None for max_position_embeddings. For a type without an entry that
+            was not looked up.
         reads_by_transformers: the file that loads a config with AutoConfig of transformers, whose choice it takes if
             the config states a value twice; "" if it reads the file itself.
     """
@@ -203,6 +209,7 @@ class Engine:
     models: Mapping[str, Rounding] = field(default_factory=dict)
     built_in: bool = False
     own_format: tuple[str, str] | None = None
+    without_length: Mapping[str, int | None] = field(default_factory=dict)
     reads_by_transformers: str = ""
 
     def reads(self, file_format: str) -> bool:
@@ -253,6 +260,15 @@ class Engine:
         scaling = config.rope.scaling
         if scaling is not None and not config.section.keys() & {"rope_type", "type"}:
             return Answer(None, refusal=_OWN_CODE, why="unknown")
+        implied: tuple[str, ...] = ()
+        if isinstance(scaling, YaRN | Llama3) and not any(keys.get(LENGTH) for keys in (config.section, config.values)):
+            if scaling.rope_type not in self.without_length:
+                return Answer(None, refusal=f"what it takes without {LENGTH} was not looked up", why="unknown")
+            fixed = self.without_length[scaling.rope_type]
+            length = fixed or scaling.original_max_position_embeddings
+            implied = (f"Without {LENGTH} it takes {'' if fixed else 'max_position_embeddings, '}{length:,} tokens.",)
+            scaling = replace(scaling, original_max_position_embeddings=length)
+            config = replace(config, rope=config.with_scaling(scaling))
         rule = self.rules.get("default" if scaling is None else scaling.rope_type)
         if rule is None:
             return Answer(None, refusal=self.unknown, why="refused", evidence="run")
@@ -268,7 +284,9 @@ class Engine:
         said = (f"It ignores {', '.join(ignored)}.",) * (bool(ignored) and found.rope is not None)
         rounding = found.rounding or self.models.get(config.model_type) or rule.rounding or self.rounding
         rounding = rounding if isinstance(rounding, Rounding) else rounding(config)
-        return replace(found, notes=found.notes + said, source=rule.source, evidence=rule.evidence, rounding=rounding)
+        evidence: Evidence = "read" if implied else rule.evidence
+        notes = implied + found.notes + said
+        return replace(found, notes=notes, source=rule.source, evidence=evidence, rounding=rounding)
 
 
 # Helpers that several engines share.

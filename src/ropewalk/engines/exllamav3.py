@@ -78,5 +78,6 @@ EXLLAMAV3 = Engine(
         "proportional": Rule(_FILE),
     },
     files="exllamav3",
+    without_length={"llama3": 8192},
     unknown="Unknown rope_type (ValueError)",
 )

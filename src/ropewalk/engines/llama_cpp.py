@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
+    AS_TRANSFORMERS,
     HUNYUAN,
     MIXED_WINDOWS,
     NO_LENGTH,
@@ -189,6 +190,7 @@ LLAMA_CPP = Engine(
     files="llama_cpp",
     own_format=("GGUF file", "src/llama-model.cpp"),
     reads_by_transformers="conversion/base.py",
+    without_length=AS_TRANSFORMERS,
     unknown="the converter knows no such rope type",
     windows=MIXED_WINDOWS,
     override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp, src/llama-model.cpp", _command, _KEEP_WINDOWS),

@@ -87,5 +87,6 @@ MLX_LM = Engine(
         "proportional": Rule(_FILE),
     },
     files="mlx_lm",
+    without_length={"yarn": 4096, "llama3": 8192},
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
 )

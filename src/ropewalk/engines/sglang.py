@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
+    AS_TRANSFORMERS,
     DEEPSEEK,
     MIXED_WINDOWS,
     Answer,
@@ -132,6 +133,7 @@ SGLANG = Engine(
     files="sglang",
     lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
     reads_by_transformers="srt/utils/hf_transformers/config.py",
+    without_length=AS_TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     other_class="dual_chunk_attention_config",
     windows=MIXED_WINDOWS,

@@ -11,6 +11,7 @@ from typing import Literal, cast
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
+    AS_TRANSFORMERS,
     HUNYUAN,
     Answer,
     Dtype,
@@ -116,6 +117,7 @@ TRANSFORMERS = Engine(
     },
     files="transformers",
     reads_by_transformers="configuration_utils.py",
+    without_length=AS_TRANSFORMERS,
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
     override=Override(
         call("AutoModelForCausalLM.from_pretrained", "", ""),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
+    AS_TRANSFORMERS,
     DEEPSEEK,
     MSCALE_KEYS,
     NO_LENGTH,
@@ -129,6 +130,7 @@ VLLM = Engine(
     files="vllm",
     lender=replace(TRANSFORMERS, rounding=replace(_ROUNDING, where="CPU", source="the file of the model")),
     reads_by_transformers="transformers_utils/config.py",
+    without_length=AS_TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
     own_format=("params.json of Mistral", "vllm/transformers_utils/configs/mistral.py"),
     query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
