@@ -86,18 +86,3 @@ def test_broken_configs(tmp_path: Path) -> None:
     counted = Counter(outcome(random.Random(seed), [CONFIG], tmp_path) for seed in range(200))
     assert counted["refused"] > 30, counted
     assert counted.total() - counted["refused"] > 5, counted
-
-
-@pytest.mark.parametrize(
-    ("model_type", "row", "says"),
-    [
-        ("foo", 3, "row must be an Architecture, got 3"),
-        ("foo", Heron, "row must be an Architecture, got <class"),
-        (3, HERON, "model_type must be a non-empty string, got 3"),
-        ("", HERON, "model_type must be a non-empty string, got ''"),
-    ],
-)
-def test_register_refuses(model_type: Any, row: Any, says: str) -> None:
-    with pytest.raises(RopeError, match=f"models.register: {says}"):
-        models.register(model_type, row)
-    assert model_type not in models.ARCHITECTURES

@@ -191,30 +191,6 @@ class LayerCodes:
         return [self.names[code] for code in codes]
 
 
-@dataclass(frozen=True)
-class LayerNames:
-    """A config key that has the same meaning as `layer_types`: a list with the kind of each layer.
-
-    Args:
-        key: key of the list.
-        known: the valid kinds.
-        overrides_layer_types: as in `Pattern`.
-    """
-
-    key: str
-    known: tuple[str, ...]
-    overrides_layer_types: bool = True
-
-    def keys(self) -> set[str]:
-        return {self.key}
-
-    def kinds(self, c: Fields, count: int) -> list[str]:
-        names = c.layer_list(self.key, count)
-        if names is None:
-            raise c.error(self.key, "must be given, since the layers differ", "none", c.missing_list_fix)
-        return check_kinds(c, self.key, names, self.known)
-
-
 def check_kinds(c: Fields, key: str, names: Sequence[object], known: Collection[str]) -> list[str]:
     """Return the names as a list of kinds, and record their key in `origins`.
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.tables.no_rope import NO_ROPE_MODELS
 from ropewalk.configs.tables.not_in_transformers import REMOTE
@@ -24,22 +23,7 @@ def row_of(model_type: str, config: Mapping[str, Any]) -> Architecture | None:
 
 
 def register(model_type: str, row: Architecture) -> None:
-    """Register the `Architecture` of a model_type in this process, replacing any existing one.
-
-    Args:
-        model_type: the value of `model_type` in configs.
-        row: the facts that this model_type implies about rotation.
-
-    Raises:
-        RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
-    """
-    who = "models.register"
-    if not isinstance(model_type, str) or not model_type:
-        fix = "Pass the model_type of the configs."
-        raise error(who, "model_type must be a non-empty string", shown(model_type), fix)
-    if not isinstance(row, Architecture):
-        fix = 'Pass one, e.g. Architecture(source="URL of its code", pairing="half").'
-        raise error(who, "row must be an Architecture", shown(row), fix)
+    """Register the `Architecture` of a model_type in this process, replacing any existing one."""
     ARCHITECTURES[model_type] = row
     vocabulary.cache_clear()
 

@@ -56,9 +56,7 @@ def latent(
     return Latent(source=source(folder), pairing=pairing, output_order=output_order, **fields)
 
 
-def hybrid(
-    folder: str, attention: str, unrotated: tuple[str, ...], pattern: Pattern | None, **fields: Any
-) -> Architecture:
+def hybrid(folder: str, attention: str, unrotated: tuple[str, ...], pattern: Any, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model in which only one kind of layer rotates.
 
     Args:

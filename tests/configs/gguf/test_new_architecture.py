@@ -1,4 +1,4 @@
-"""An invented architecture is registered from outside, and every part of the reader uses its row."""
+"""An invented architecture is added from outside, and every part of the reader uses its row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import oracle
 from gguf_files import write
 from ropewalk import ModelRopes, RopeError, from_config
-from ropewalk.configs.gguf.architectures import ARCHITECTURES, register
+from ropewalk.configs.gguf.architectures import ARCHITECTURES
 from ropewalk.configs.gguf.row import BASE, BASE_SWA, DIM_SWA, HEAD_SWA, GgufRow, ImpliedBase, Layers
 from ropewalk.configs.layers import Every, Kind, LayerFlags
 
@@ -45,9 +45,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delitem(ARCHITECTURES, "madeup", raising=False)  # so that monkeypatch removes the key again
-    monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None))
-    register("madeup", ROW)
+    monkeypatch.setitem(ARCHITECTURES, "madeup", ROW)
     return tmp_path / "model.gguf"
 
 
@@ -134,7 +132,7 @@ def test_a_refused_architecture_is_a_row(path: Path, monkeypatch: pytest.MonkeyP
 def test_keys_of_bases(base_keys: dict[str, Any], far: float, near: float, path: Path) -> None:
     """The base of a kind is the value of the first of its keys that has one."""
     kinds = {"far": Kind(("rope.angle_root",)), "near": Kind((BASE, "rope.near_root", "rope.angle_root"))}
-    register("madeup", GgufRow("half", layers=Layers(kinds, Every(2, "far", "near"))))
+    ARCHITECTURES["madeup"] = GgufRow("half", layers=Layers(kinds, Every(2, "far", "near")))
     keys = {"block_count": 2, "attention.key_length": 16, **base_keys}
     ropes = from_config(write(path, keys, architecture="madeup"))
     assert [rope.base for rope in ropes.layers if rope is not None] == [near, far]
@@ -143,7 +141,7 @@ def test_keys_of_bases(base_keys: dict[str, Any], far: float, near: float, path:
 
 def test_a_missing_base_of_a_kind_is_an_error(path: Path) -> None:
     kinds = {"far": Kind(("rope.angle_root", "rope.near_root"))}
-    register("madeup", GgufRow("half", layers=Layers(kinds, "far")))
+    ARCHITECTURES["madeup"] = GgufRow("half", layers=Layers(kinds, "far"))
     keys = {"block_count": 2, "attention.key_length": 16}
     with pytest.raises(
         RopeError, match=r"madeup.rope.angle_root or madeup.rope.near_root must be given, since it is the base"
@@ -151,17 +149,3 @@ def test_a_missing_base_of_a_kind_is_an_error(path: Path) -> None:
         from_config(write(path, keys, architecture="madeup"))
     with pytest.raises(RopeError, match=r"madeup.rope.near_root must be a finite number greater than 1"):
         from_config(write(path, {**keys, "rope.near_root": 0.5}, architecture="madeup"))
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "says"),
-    [
-        ("madeup", 3, "row must be a GgufRow, got 3"),
-        ("madeup", GgufRow, "row must be a GgufRow, got <class"),
-        (3, ROW, "architecture must be a non-empty string, got 3"),
-        ("", ROW, "architecture must be a non-empty string, got ''"),
-    ],
-)
-def test_register_refuses(name: Any, row: Any, says: str) -> None:
-    with pytest.raises(RopeError, match=f"architectures.register: {says}"):
-        register(name, row)

@@ -484,3 +484,12 @@ def scale_by(key: str) -> Callable[[Reader], QueryScale | None]:
         return QueryScale(constant=number(c.source, key, c.get(key), above=0.0))
 
     return query_scale
+
+
+def zamba2_kinds(c: Reader, count: int) -> list[str]:
+    """Return the kinds of the layers of Zamba 2, whose key has the meaning of `layer_types`."""
+    key = "layers_block_type"
+    names = c.layer_list(key, count)
+    if names is None:
+        raise c.error(key, "must be given, since the layers differ", "none", c.missing_list_fix)
+    return check_kinds(c, key, names, ("hybrid", "linear_attention", "mamba"))

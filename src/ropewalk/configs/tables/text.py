@@ -11,7 +11,7 @@ from dataclasses import replace
 from ropewalk.configs.architecture import Architecture, QueryScale
 from ropewalk.configs.families import functions
 from ropewalk.configs.families.deepseek import COMPRESSED, DeepSeekV4
-from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags, LayerIndices, LayerNames
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags, LayerIndices
 from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partial_rotation, row, source
 
 _FRACTION_INSTEAD = "transformers uses partial_rotary_factor instead"
@@ -326,7 +326,7 @@ TEXT: dict[str, Architecture] = {
         "zamba2",
         "hybrid",
         ("linear_attention", "mamba"),
-        LayerNames("layers_block_type", ("hybrid", "linear_attention", "mamba")),
+        functions.zamba2_kinds,
         head_dim_keys=("attention_head_dim",),
         head_dim_divides=False,
         switch=("use_mem_rope", (True,), False),
