@@ -40,33 +40,22 @@ class Tower:
     position_keys: tuple[str, ...] = ()
 
 
-def axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -> Callable[..., tuple[Rope, ...]]:
-    """Return a function that builds one rope with half of the channels of a head for each of two axes."""
+def axial(
+    pairing: Pairing = "half",
+    *,
+    order: tuple[int, int] | None = None,
+    layout: Callable[..., Axes] = Axes.axial,
+) -> Callable[..., tuple[Rope, ...]]:
+    """Return a function that builds one rope with half of the channels of a head for each of two axes.
 
-    def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
-        half = head_dim // 2
-        return (Rope(head_dim, base, pairing, axes=Axes.axial((half, half), order=order)),)
-
-    return ropes
-
-
-def kimi(pairing: Pairing) -> Callable[..., tuple[Rope, ...]]:
-    """Return a function that builds one rope whose pairs alternate between width and height.
-
-    Each of the two has its own progression of frequencies.
+    `layout` says which pairs belong to which axis, and whether each axis has a progression of its own.
     """
 
     def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
         half = head_dim // 2
-        return (Rope(head_dim, base, pairing, axes=Axes.alternating((half, half), order=(1, 0))),)
+        return (Rope(head_dim, base, pairing, axes=layout((half, half), order=order)),)
 
     return ropes
-
-
-def pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Build one rope with one progression of frequencies, which alternate between height (the first one) and width."""
-    half = head_dim // 2
-    return (Rope(head_dim, base, "half", axes=Axes.strided((half, half))),)
 
 
 def minimax(head_dim: int, base: float) -> tuple[Rope, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ropewalk.configs.tower import GRID, Tower, axial, gemma4, kimi, minimax, pixtral
+from ropewalk.configs.tower import GRID, Tower, axial, gemma4, minimax
+from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
 
 _MERGED = f"{GRID}; patches are in the order of the blocks that are merged"
@@ -79,13 +80,15 @@ TOWERS: dict[str, Tower] = {
     "inkling2_vision": _tower("inkling2", axial("interleaved", order=(1, 0)), 1024, 16),
     "kimi_k25_vision": _tower(
         "kimi_k25",
-        kimi("half"),
+        axial(order=(1, 0), layout=Axes.alternating),
         1152,
         16,
         width=("hidden_size", "vt_hidden_size"),
         heads=("num_attention_heads", "vt_num_attention_heads"),
     ),
-    "moonvit": Tower("vLLM 0.32.0 model_executor/models/moonvit.py", kimi("interleaved")),
+    "moonvit": Tower(
+        "vLLM 0.32.0 model_executor/models/moonvit.py", axial("interleaved", order=(1, 0), layout=Axes.alternating)
+    ),
     "dots_vit": Tower(
         "vLLM 0.32.0 model_executor/models/dots_ocr.py",
         axial(),
@@ -93,7 +96,7 @@ TOWERS: dict[str, Tower] = {
         width=("embed_dim", "hidden_size"),
         sizes=(1536, 12, None),
     ),
-    "pixtral": _tower("pixtral", pixtral, 1024, 16),
+    "pixtral": _tower("pixtral", axial(layout=Axes.strided), 1024, 16),
     "minimax_m3_vl_vision": _tower(
         "minimax_m3_vl",
         minimax,

@@ -67,11 +67,7 @@ OTHER_PARTS = {
     "nemo_speechlm": ("audio_config.asr_config", "audio_config.diarization_config", "word_timestamp_config"),
     "nemotron3_5_transcribe_audio": ("diarization_config",),
     "pe_audio": ("audio_config",),
-    "pe_audio_video": (
-        "audio_video_config",
-        "audio_video_config.audio_config",
-        "audio_video_config.video_config",
-    ),
+    "pe_audio_video": ("audio_video_config", "audio_video_config.audio_config", "audio_video_config.video_config"),
     "pe_audio_video_encoder": ("audio_config", "video_config"),
     "pe_video": ("video_config",),
     "pi0": ("dit_config",),
