@@ -73,24 +73,9 @@ def cogvideox_channels(head_dim: int) -> tuple[int, ...]:
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
-def thirds(head_dim: int) -> tuple[int, ...]:
-    """Return a third of the head for each of three axes."""
-    return (head_dim // 3,) * 3
-
-
-def halves(head_dim: int) -> tuple[int, ...]:
-    """Return half of the head for each of two axes."""
-    return (head_dim // 2,) * 2
-
-
-def half_of_head(head_dim: int) -> tuple[int, ...]:
-    """Return half of the head for the only axis."""
-    return (head_dim // 2,)
-
-
-def all_of_head(head_dim: int) -> tuple[int, ...]:
-    """Return the whole head for the only axis."""
-    return (head_dim,)
+def parts(count: int, of: int) -> Callable[[int], tuple[int, ...]]:
+    """Return the function that gives each of `count` axes one of `of` equal parts of the head."""
+    return lambda head_dim: (head_dim // of,) * count
 
 
 def column_first(channels: tuple[int, ...], head_dim: int) -> Axes:

@@ -10,14 +10,11 @@ from typing import Any
 
 from ropewalk.configs.denoiser import (
     Denoiser,
-    all_of_head,
     alternating,
     cogvideox_channels,
     column_first,
-    half_of_head,
-    halves,
     interleaved,
-    thirds,
+    parts,
     wan_channels,
 )
 from ropewalk.configs.families import denoisers as more
@@ -92,7 +89,7 @@ _LTX = (
 _LTX2 = Denoiser(
     _THW,
     _LTX.format(" (pos_embed_max_pos, base_height and base_width), at the middle of the patch"),
-    all_of_head,
+    parts(1, 1),
     "",
     {"attention_head_dim": 128},
     (1e4, "rope_theta"),
@@ -290,7 +287,7 @@ CLASSES |= {
     "AllegroTransformer3DModel": Denoiser(
         _THW,
         "floats: frame, row and column of each patch, divided by interpolation_scale_t, _h and _w; text is not rotated",
-        thirds,
+        parts(3, 3),
         "",
         {"attention_head_dim": 96},
         (1e4, ""),
@@ -311,7 +308,7 @@ CLASSES |= {
     "CogView4Transformer2DModel": Denoiser(
         _HW,
         "integers: row · rope_axes_dim[0] // rows and column · rope_axes_dim[1] // columns; text is not rotated",
-        halves,
+        parts(2, 2),
         "",
         {"attention_head_dim": 40},
         (1e4, ""),
@@ -320,7 +317,7 @@ CLASSES |= {
         pairing="half",
     ),
     "GlmImageTransformer2DModel": Denoiser(
-        _HW, _PATCH, halves, "", {"attention_head_dim": 40}, (1e4, ""), {"num_layers": 30}, pairing="half"
+        _HW, _PATCH, parts(2, 2), "", {"attention_head_dim": 40}, (1e4, ""), {"num_layers": 30}, pairing="half"
     ),
     "PRXTransformer2DModel": Denoiser(
         _HW, _PATCH, (32, 32), "axes_dim", {"hidden_size": 1792, "num_heads": 28}, (1e4, "theta"), {"depth": 16}
@@ -336,7 +333,7 @@ CLASSES |= {
     "HunyuanDiT2DModel": Denoiser(
         _HW,
         _CROPPED.format(""),
-        halves,
+        parts(2, 2),
         "",
         {"attention_head_dim": 88},
         (1e4, ""),
@@ -347,7 +344,7 @@ CLASSES |= {
         _HW,
         "floats: row and column of each patch, divided by the ratio of the image's side to that of training; after "
         "scaling_watershed, the pipeline multiplies the base by this ratio instead; text is not rotated",
-        halves,
+        parts(2, 2),
         "",
         {"hidden_size": 2304, "num_attention_heads": 32},
         (1e4, ""),
@@ -393,7 +390,7 @@ CLASSES |= {
     "AceStepTransformer1DModel": Denoiser(
         _TIME,
         _FRAMES,
-        all_of_head,
+        parts(1, 1),
         "",
         {"head_dim": 128},
         (1e6, "rope_theta"),
@@ -403,7 +400,7 @@ CLASSES |= {
     "StableAudioDiTModel": Denoiser(
         _TIME,
         "integers: 0 is the token of the global condition, and the frames of audio follow; text is not rotated",
-        half_of_head,
+        parts(1, 2),
         "",
         {"attention_head_dim": 64},
         (1e4, ""),
@@ -414,7 +411,7 @@ CLASSES |= {
     "StableAudio3DiTModel": Denoiser(
         _TIME,
         "integers: the tokens of memory, then the frames of audio, from 0; text is not rotated",
-        half_of_head,
+        parts(1, 2),
         "",
         {"embed_dim": 1536, "num_heads": 24},
         (1e4, ""),
@@ -425,7 +422,7 @@ CLASSES |= {
     "LongCatAudioDiTTransformer": Denoiser(
         _TIME,
         "integers: the frames of audio from 0, and the tokens of text from 0",
-        all_of_head,
+        parts(1, 1),
         "",
         {"dit_dim": 1536, "dit_heads": 24},
         (1e5, ""),
@@ -447,7 +444,7 @@ CLASSES |= {
     "OmniGenTransformer2DModel": Denoiser(
         ("token",),
         "integers: the tokens of text and images from 0",
-        all_of_head,
+        parts(1, 1),
         "",
         {"hidden_size": 3072, "num_attention_heads": 32},
         (1e4, "rope_base"),
@@ -456,7 +453,7 @@ CLASSES |= {
         more=more.longrope,
     ),
     "LTXVideoTransformer3DModel": Denoiser(
-        _THW, _LTX.format(""), all_of_head, "", {"attention_head_dim": 64}, (1e4, ""), {"num_layers": 28}, more=more.ltx
+        _THW, _LTX.format(""), parts(1, 1), "", {"attention_head_dim": 64}, (1e4, ""), {"num_layers": 28}, more=more.ltx
     ),
     "LTX2VideoTransformer3DModel": _LTX2,
     "SanaWMLTX2RefinerTransformer3DModel": _LTX2,
