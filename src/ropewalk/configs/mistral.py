@@ -67,6 +67,8 @@ def read(config: Mapping[str, Any], source: str) -> ModelRopes:
     rope = {new: yarn[key] for key, new in _YARN.items() if yarn.get(key) is not None}
     if yarn:
         rope |= {"rope_type": "yarn"}
+        if _SCALE[1] not in rope:  # transformers, which takes max_position_embeddings, does not read this file
+            raise error(source, f"{FORMAT} must state {_SCALE[1]} of yarn", "none", "Add it.")
     if yarn.get("apply_scale") is False:
         rope["attention_factor"] = 1.0
     if scale:

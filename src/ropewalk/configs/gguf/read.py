@@ -39,7 +39,7 @@ from ropewalk.configs.source import without_keys
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
-from ropewalk.schemes import PerPair, Scaling
+from ropewalk.schemes import Scaling
 
 _HF_SIZES = {
     "hidden_size": "embedding_length",
@@ -82,8 +82,8 @@ def _read(c: Keys) -> ModelRopes:
             _check_unscaled(c, list(rotating.values()), scaling)
         for name, kind in rotating.items():
             head_dim, rotary_dim, offset, base = shapes[name]
-            own = scaling if kind.scaled else None
-            if kind.halved and isinstance(own, PerPair):  # the tensor has factors for the pairs of all kinds of layers
+            own: Any = scaling if kind.scaled else None
+            if kind.halved and hasattr(own, "factors"):  # the tensor has factors for the pairs of all kinds of layers
                 own = replace(own, factors=own.factors[: rotary_dim // 2])
             axes = _axes(c, sections, rotary_dim)
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own, axes=axes)
