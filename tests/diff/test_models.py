@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from each import each
-from ropewalk import RopeError, diff, from_config
+from ropewalk import Rope, RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
@@ -22,7 +22,8 @@ FOLDER = ROOT / "tests" / "golden" / "engine_models"
 sys.path.insert(0, str(ROOT / "tools" / "recording"))
 import tables  # noqa: E402
 
-ALL = {**ENGINES, **{name: trainer for name, trainer in TRAINERS.items() if not trainer.built_in}}
+OLDER = {"transformers-4": MORE_ENGINES["transformers-4"]}
+ALL = {**ENGINES, **OLDER, **{name: trainer for name, trainer in TRAINERS.items() if not trainer.built_in}}
 
 
 def file_name(name: str) -> str:
@@ -70,6 +71,7 @@ COMPARED = {
     "llama.cpp": (100, 30),
     "megatron": (150, 20),
     "automodel": (100, 20),
+    "transformers-4": (280, 40),
 }
 """At least so many configs of so many models, in each schema, have equal ropes, or are rejected by both."""
 
@@ -277,6 +279,31 @@ def test_a_published_gpt_oss() -> None:
     assert (found.verdict, second) == ("agree", [pytest.approx(150_000.0 ** (-1 / 32))] * len(second))
 
 
+class TestTransformers4:
+    """It is compared if only rope_parameters states the rope, which its classes do not read."""
+
+    def test_what_it_loses(self) -> None:
+        scaled = {**LLAMA_5, "rope_parameters": {**LLAMA_5["rope_parameters"], "rope_type": "linear", "factor": 4.0}}
+        found = diff.engines(scaled)
+        assert found.facts["states"]["transformers-4"] == "differs"
+        lost = "so the base is 10000 and not 500000. It reads the scaling from rope_scaling, so nothing is scaled."
+        assert lost in " ".join(found.text().split())
+        assert from_config(scaled, engine="transformers-4").rope == Rope(64, 10_000.0, "half")
+
+    @pytest.mark.parametrize(
+        "keys",
+        [{"rope_theta": 1e6}, {"model_type": "hy_v3", "head_dim": 64}, {"rope_parameters": None, "rope_theta": 1e6}],
+    )
+    def test_when_it_is_left_out(self, keys: dict[str, Any]) -> None:
+        """The file has a key that it reads, or it does not have the model."""
+        assert "transformers-4" not in diff.engines({**LLAMA_5, **keys}).facts["states"]
+        assert list(diff.engines(LLAMA_5, names=("vllm",)).facts["states"]) == ["vLLM"]
+
+    def test_a_model_inside_another(self) -> None:
+        llava = {"model_type": "llava", "text_config": LLAMA_5}
+        assert diff.engines(llava).facts["states"]["transformers-4"] == "differs"
+
+
 class TestVerdict:
     @pytest.mark.parametrize(
         ("changes", "names", "wanted"),
@@ -295,7 +322,7 @@ class TestVerdict:
         assert found.verdict == wanted
 
     def test_engines_without_the_model_do_not_count_if_none_is_selected(self) -> None:
-        arcee = {**LLAMA_5, "model_type": "arcee"}
+        arcee = {**LLAMA_5, "model_type": "arcee", "rope_theta": 500_000.0}
         found = diff.engines(arcee)
         assert "absent" in found.facts["states"].values()
         assert found.verdict == "agree"

@@ -27,7 +27,7 @@ FILES = {
     "exllamav3": "exllamav3",
     "llama.cpp": "llama_cpp",
 }
-MORE = {"onnxruntime-genai": "onnxruntime_genai", "lmdeploy": "lmdeploy"}
+MORE = {"transformers-4": "transformers_4", "onnxruntime-genai": "onnxruntime_genai", "lmdeploy": "lmdeploy"}
 
 
 def golden(name: str) -> dict[str, Any]:

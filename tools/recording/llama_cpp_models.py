@@ -6,6 +6,8 @@ the source of the architecture's loader. The pairing is not recorded, because th
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +76,12 @@ def engine(source: Path) -> Engine:
         lambda config: file(source, config),
         lambda config: layers(source, config),
         lambda config: ({**config, **FILLED.get(config["model_type"], {})}, []),
+        loaded=lambda config: loaded(source, config),
     )
+
+
+def loaded(source: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config as the converter loads it from a folder: by the class of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return converter(source).ModelBase.load_hparams(Path(folder), False)  # type: ignore[no-any-return]

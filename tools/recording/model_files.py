@@ -44,6 +44,7 @@ class Engine:
             which it rotates them says nothing about the original weights.
         runs: whether `layers` returns the ropes that a forward pass applies, and not only those that were built.
         extra: keys that the engine requires in every object that holds a scaling.
+        loaded: changes a config as the engine does when it loads the file, if `layers` does not.
         described: whether the rules say what is applied in place of another scheme. Then rows leave it out.
     """
 
@@ -57,6 +58,7 @@ class Engine:
     permutes: frozenset[str] = frozenset()
     runs: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+    loaded: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     described: bool = False
 
     def ropes(self, config: dict[str, Any]) -> list[Rope | None]:
@@ -576,10 +578,10 @@ class Trace:
                     OTHER if default == "applied" else default
                 )
         values = self._values(self.everywhere, always=False)
-        for name, more in (("none", {}), ("null", {"rope_scaling": None})):
+        for name, more in (("none", {}), ("null", {"rope_scaling": None}), ("empty", {"rope_scaling": {}})):
             outcome = self._attempt({**values, **more}, index, plain)
             if outcome != "dropped":
-                others[name] = outcome
+                others[name] = OTHER if outcome == "applied" else outcome
         if not read:  # a file that reads no scaling may still reject it
             for section in SECTIONS:
                 for key in _NAMES:

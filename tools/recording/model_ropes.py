@@ -24,6 +24,8 @@ from . import (
     megatron_models,
     mlx_models,
     sglang_models,
+    stated_twice,
+    transformers_4_models,
     vllm_models,
 )
 from .model import CannotRecordError
@@ -131,6 +133,17 @@ def _goldens(name: str, package: str, engine: Callable[[Path | None], Engine], *
     ]
 
 
+def _twice(name: str, package: str, engine: Callable[[Path | None], Engine], *, source: bool = False) -> files.Golden:
+    """Return the golden file of what an engine takes of the configs of stated_twice.json."""
+    return files.Golden(
+        f"engine_models/twice_of_{name}.json",
+        lambda row: str(row["model_type"]),
+        lambda row, folder=None: stated_twice.record_in(engine(folder), row),
+        package=package,
+        source=source,
+    )
+
+
 def _llama_cpp(source: Path | None) -> Engine:
     if source is None or not (source / "conversion").is_dir():
         raise CannotRecordError("pass a clone of llama.cpp, or the copy in llama-cpp-python's source, as --source")
@@ -144,6 +157,7 @@ ENGINES = [
     exllamav3_models.ENGINE,
     megatron_models.ENGINE,
     automodel_models.ENGINE,
+    transformers_4_models.ENGINE,
 ]
 GOLDEN = [
     *(
@@ -153,4 +167,9 @@ GOLDEN = [
     ),
     *_goldens("llama_cpp", "torch", _llama_cpp, source=True),
     *(_remote(each.name, each.package, each) for each in ENGINES[:3]),
+    *(
+        _twice(each.name, each.package, lambda _, each=each: each)  # type: ignore[misc]
+        for each in (*ENGINES[:3], transformers_4_models.ENGINE)
+    ),
+    _twice("llama_cpp", "torch", _llama_cpp, source=True),
 ]

@@ -22,6 +22,7 @@ from torch import nn
 from . import files
 from .configs import COPIED, config_of, modeling_file
 from .model import CannotRecordError
+from .model_files import FRACTIONS, AbsentError, BorrowedError, Engine, message, shrink
 from .parts import is_rotary, model_classes, without_towers
 from .rotated import shortest
 
@@ -229,3 +230,44 @@ def _frequencies(modules: list[tuple[type, dict[str, Any]]], config: Any) -> dic
 
 
 GOLDEN = files.Golden("stated_twice.json", lambda row: row["model_type"], record)
+
+
+def record_in(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
+    """Record the same cases of a model type in another engine: case → the first layer with a rope → its numbers.
+
+    The numbers are those of `_frequencies`. A case has the error instead if the engine rejects the config. `added` has
+    keys that the engine requires.
+    """
+    name = row["model_type"]
+    config = {key: value for key, value in _defaults()[name].items() if key not in _STATED}
+    config = json.loads(json.dumps(config).replace('"inf"', "Infinity"))
+    shrink(config)
+    added = {key: value for key, value in engine.fill(config)[0].items() if key not in (*config, *FRACTIONS, "_bare")}
+    cases = {case: _numbers(engine, {**config, **added, **keys}) for case, keys in _keys(name)}
+    return {"model_type": name, **({"added": added} if added else {}), "cases": cases}
+
+
+def _keys(name: str) -> list[tuple[str, dict[str, Any]]]:
+    [row] = [row for row in files.load(files.FOLDER / GOLDEN.path)["rows"] if row["model_type"] == name]
+    return [(case, recorded["keys"]) for case, recorded in row["cases"].items()]
+
+
+def _numbers(engine: Engine, config: dict[str, Any]) -> dict[str, list[float]] | str:
+    try:
+        ropes = engine.ropes(engine.loaded(copy.deepcopy(config)))
+    except (AbsentError, BorrowedError):
+        raise
+    except CannotRecordError:
+        return "not recorded"
+    except Exception as error:
+        return message(error)
+    found: dict[str, list[float]] = {}
+    for index, rope in enumerate(ropes):
+        if rope is not None:
+            inv_freq = sorted(rope["inv_freq"], reverse=True)
+            last = len(inv_freq) - 1
+            chosen = [inv_freq[min(1, last)], inv_freq[last // 2], inv_freq[last], rope["attention_factor"]]
+            numbers = [2 * len(inv_freq), *shortest(torch.tensor(chosen))]
+            if numbers not in found.values():
+                found[str(index)] = numbers
+    return found

@@ -36,7 +36,10 @@ def _merged(others: dict[str, str], scaling: list[str]) -> dict[str, str]:
     """Begin each exception with the name of its object, and leave out the name in exceptions that both objects have."""
     first, second = "rope_scaling ", "rope_parameters "
     if len(scaling) == 1:  # then the recorder omits the name
-        others = {cause if cause in ("none", "null") else f"{scaling[0]} {cause}": how for cause, how in others.items()}
+        others = {
+            cause if cause in ("none", "null", "empty") else f"{scaling[0]} {cause}": how
+            for cause, how in others.items()
+        }
     found = {}
     for key, outcome in others.items():
         cause = key.removeprefix(first).removeprefix(second)
@@ -53,7 +56,8 @@ def table(golden: dict[str, Any]) -> dict[str, Any]:
     if not models:  # transformers
         models = {"*": {"file": "", "as_transformers": True}}
     version = golden["peer"].get("version") or golden["peer"]["commit"][:9]
-    return {"version": version, "absent": list(absent), "models": models}
+    inside = {"inside": True} if golden.get("inside") else {}
+    return {"version": version, **inside, "absent": list(absent), "models": models}
 
 
 _OF_ROPES = {

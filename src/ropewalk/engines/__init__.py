@@ -32,13 +32,20 @@ from ropewalk.engines.tensorrt_llm import TENSORRT_LLM
 from ropewalk.engines.torchtitan import TORCHTITAN
 from ropewalk.engines.torchtune import TORCHTUNE
 from ropewalk.engines.transformers import TRANSFORMERS
+from ropewalk.engines.transformers import TRANSFORMERS_4 as TRANSFORMERS_4
+from ropewalk.engines.transformers import lost_in_4 as lost_in_4
 from ropewalk.engines.vllm import VLLM
 
 ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG, LLAMA_CPP, MLX_LM, EXLLAMAV3)}
 """The inference engines, by their names in lower case."""
 
-MORE_ENGINES = {engine.name.lower(): engine for engine in (ONNXRUNTIME_GENAI, LMDEPLOY, TENSORRT_LLM, MISTRAL_RS)}
-"""Inference engines of which fewer models were looked up. They are compared only if they are named."""
+MORE_ENGINES = {
+    engine.name.lower(): engine for engine in (TRANSFORMERS_4, ONNXRUNTIME_GENAI, LMDEPLOY, TENSORRT_LLM, MISTRAL_RS)
+}
+"""Inference engines that are compared only if they are named. Of most, fewer models were looked up.
+
+Transformers 4 is also compared if the config states its rope only in `rope_parameters`, which it does not read.
+"""
 
 TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
 """The trainers, by their names in lower case. They are compared only if they are named."""

@@ -60,6 +60,20 @@ class ConfigRope:
         """Whether tokens have several positions (M-RoPE)."""
         return self.rope.axes is not None or "mrope_section" in self.section
 
+    def read_section(self) -> Mapping[str, Any]:
+        """Return the object with rope parameters that transformers reads of the file for this rope, as it is there."""
+        old, new = (self.values.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+        own = new.get(self.section_name)
+        return {**own, **old} if isinstance(own, Mapping) else old or new
+
+    def with_own_length(self) -> ConfigRope:
+        """Return `by_transformers` with the trained length that the object with rope parameters states."""
+        by, key = self.by_transformers or self, "original_max_position_embeddings"
+        if key not in self.stated_twice or self.read_section().get(key) is None:
+            return by
+        section = {**by.section, key: self.read_section()[key]}
+        return replace(by, section=section, values={**by.values, "rope_parameters": section})
+
     def with_scaling(self, scaling: Scaling | None) -> Rope:
         """Return the rope with `scaling` as its scheme, or the rope itself if it already has this scheme."""
         return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)

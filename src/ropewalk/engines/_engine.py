@@ -193,6 +193,13 @@ class Engine:
             was not looked up.
         reads_by_transformers: the file that loads a config with AutoConfig of transformers, whose choice it takes if
             the config states a value twice; "" if it reads the file itself.
+        precedence: whether it reads the file itself, and which value it takes if the config states two was recorded.
+        two_types: what it does with rope parameters in which `rope_type` and `type` differ, as `refusal` and `why` of
+            an `Answer`; None if `rope_type` counts.
+        own_length: whether `original_max_position_embeddings` inside of the rope parameters counts for a model_type,
+            although that at the top counts in transformers.
+        own_classes: the model_types whose config it reads in another way than with the class of transformers, so that
+            what it takes of two values is not known.
     """
 
     name: str
@@ -211,6 +218,10 @@ class Engine:
     own_format: tuple[str, str] | None = None
     without_length: Mapping[str, int | None] = field(default_factory=dict)
     reads_by_transformers: str = ""
+    precedence: bool = False
+    two_types: tuple[str, Literal["refused", "unknown"]] | None = None
+    own_length: Callable[[str], bool] = lambda model_type: False
+    own_classes: frozenset[str] = frozenset()
 
     def reads(self, file_format: str) -> bool:
         """Whether the engine reads files of this `ModelRopes.file_format` itself."""
@@ -230,12 +241,18 @@ class Engine:
         if self.other_class and config.values.get(self.other_class):
             why = f"rotates with {self.other_class} by another class, which is not described here"
             return Answer(None, refusal=why, why="unknown")
-        if self.reads_by_transformers and config.by_transformers is not None:
-            answer = self.answer(config.by_transformers)
+        if self.reads_by_transformers and config.values.get("rope_scaling") == {}:  # which transformers leaves out
+            config = replace(config, values={k: v for k, v in config.values.items() if k != "rope_scaling"})
+        if self.two_types is not None and self.reads_by_transformers and _differ(config.read_section()):
+            return Answer(None, refusal=self.two_types[0], why=self.two_types[1], source=self.reads_by_transformers)
+        own_class = config.model_type in self.own_classes
+        if self.reads_by_transformers and config.by_transformers is not None and not own_class:
+            own_length = self.own_length(config.model_type)
+            answer = self.answer(config.with_own_length() if own_length else config.by_transformers)
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."
             return replace(answer, notes=(said, *answer.notes))
-        twice = sorted(config.stated_twice - {"rope_theta"})
-        if twice and not (self.reads_by_transformers or self.built_in):
+        twice = sorted(config.stated_twice if own_class else config.stated_twice - {"rope_theta"})
+        if twice and (own_class or not (self.reads_by_transformers or self.built_in or self.precedence)):
             said = f"which value it reads of {', '.join(twice)}, which the file states twice, was not recorded"
             return Answer(None, refusal=said, why="unknown", evidence="not recorded")
         read = _built_in.read if self.built_in else _model_files.read
@@ -243,6 +260,8 @@ class Engine:
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
         if found.config is None:
             return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)
+        if self.two_types is not None and _differ(found.config.section):
+            return Answer(None, refusal=self.two_types[0], why=self.two_types[1], source=source, evidence=evidence)
         file = found.file or _model_files.ModelFile("")
         lent = file.as_transformers or file.by_transformers
         ruled = (self.lender if self.lender is not None and lent else self).apply_rule(found.config)
@@ -287,6 +306,12 @@ class Engine:
         evidence: Evidence = "read" if implied else rule.evidence
         notes = implied + found.notes + said
         return replace(found, notes=notes, source=rule.source, evidence=evidence, rounding=rounding)
+
+
+def _differ(section: Mapping[str, Any]) -> bool:
+    """Whether two keys for the type of a scaling differ. "su" and "mrope" are older words."""
+    types = {section.get(key) for key in ("rope_type", "type")} - {None}
+    return len(types) == 2 and types not in ({"su", "longrope"}, {"mrope", "default"})
 
 
 # Helpers that several engines share.

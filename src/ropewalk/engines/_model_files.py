@@ -37,8 +37,9 @@ class ModelFile:
         pairing: the pairing with which the file rotates. "" if it is that of the weights.
         scaling: the objects of the config that may hold the scaling. The first one that the config has counts.
         others: exceptions: maps a rope_type to "dropped", "another scheme" or the error of the engine. "none" is a
-            config without the objects in `scaling`, "null" a config in which `rope_scaling` is null, and "only type" an
-            object without the key `rope_type`. The name of an object before it restricts an exception to this object.
+            config without the objects in `scaling`, "null" and "empty" one in which `rope_scaling` is null or {}, and
+            "only type" an object without the key `rope_type`. The name of an object before it restricts an exception to
+            this object.
         fraction: the keys of the rotated fraction of the head, or of the number of channels (`rotary_dim`). None if the
             model has no such key.
         otherwise_fraction: the fraction for a config without these keys, or the error.
@@ -95,13 +96,28 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 @functools.cache
-def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str]]:
-    """Return the rows of an engine's table, and the model_types that the engine does not have.
+def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str], bool]:
+    """Return the rows of an engine's table, the model_types that the engine does not have, and `inside`.
 
-    The row "*" is that of all other model_types that ropewalk knows.
+    The row "*" is that of all other model_types that ropewalk knows. `inside` is whether the engine reads a text model
+    that another model contains by the row of its own model_type.
     """
     table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
-    return {model: _row(values) for model, values in table["models"].items()}, frozenset(table["absent"])
+    rows = {model: _row(values) for model, values in table["models"].items()}
+    return rows, frozenset(table["absent"]), table.get("inside", False)
+
+
+def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
+    """Return the row for a config, and the model_type that the engine does not have; None and "" if there is none."""
+    rows, absent, inside = _table(table)
+    names = [config.model, *([config.model_type] if inside else [])]
+    lacking = next((name for name in (config.model.partition("/")[0], *names[1:]) if name in absent), "")
+    return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
+
+
+def is_absent(table: str, config: ConfigRope) -> bool:
+    """Whether the engine does not have the model of a config."""
+    return bool(_find(table, config)[1])
 
 
 def _row(values: Mapping[str, Any]) -> ModelFile:
@@ -112,7 +128,7 @@ def _row(values: Mapping[str, Any]) -> ModelFile:
 
 def kind_of_layer(table: str, config: ConfigRope, layer: int) -> str:
     """Return the kind that an engine assigns to a layer of the config."""
-    file = _table(table)[0].get(config.model)
+    file = _find(table, config)[0]
     if file is None or file.every is None or not config.kind:
         return config.kind
     return "sliding_attention" if (layer + 1) % _every(file.every, config) else "full_attention"
@@ -130,10 +146,10 @@ def read(table: str, config: ConfigRope) -> Reading:
         table: the name of the engine's table.
         config: the rope of the config.
     """
-    rows, absent = _table(table)
-    file, name = rows.get(config.model, rows.get("*") if config.known else None), config.model.partition("/")[0]
-    if name in absent:
-        return Reading(None, stop=f"has no model {name}", why="absent")
+    file, lacking = _find(table, config)
+    name = config.model.partition("/")[0]
+    if lacking:
+        return Reading(None, stop=f"has no model {lacking}", why="absent")
     if file is None:
         return Reading(config, notes=(f"What its file for {name} reads was not recorded. This is its general rule.",))
     if file.as_transformers:
@@ -208,9 +224,12 @@ def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Sc
     sections = {name: section for name in _SECTIONS if (section := _section(config, name))}
     name = next((name for name in file.scaling if name in sections), "")
     section = sections.get(name, {})
+    empty = config.values.get("rope_scaling") == {} and "rope_scaling" in file.scaling
+    if empty and name and "empty" not in file.others:
+        return section, _OTHER  # it may read the empty object in place of this one
     causes = [cause for other in ([name] if name else sections) for cause in _causes(other, sections[other])]
     if not name:  # a file that reads no scaling may reject one, or its absence
-        causes.append("null" if "rope_scaling" in config.values else "none")
+        causes.append("empty" if empty else "null" if "rope_scaling" in config.values else "none")
     outcome = next((file.others[cause] for cause in causes if cause in file.others), "" if name else "dropped")
     if outcome:
         return section, None if outcome == "dropped" else outcome
@@ -218,7 +237,8 @@ def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Sc
         return section, None
     schemes = [config.rope, *config.ropes.values()]  # a file may scale a kind of layer that the config does not scale
     own = next((rope.scaling for rope in schemes if rope is not None and rope.scaling is not None), None)
-    return section, own if own is not None and len(sections) == 1 else _scheme(section, config.longest)
+    alone = len(sections) == 1 and not config.stated_twice
+    return section, own if own is not None and alone else _scheme(section, config.longest)
 
 
 def _scheme(section: Mapping[str, Any], longest: int | None) -> Scaling | None:

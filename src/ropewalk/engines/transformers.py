@@ -9,19 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
-from ropewalk.engines._config import ConfigRope
+from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     AS_TRANSFORMERS,
     HUNYUAN,
+    NO_LENGTH,
     Answer,
     Dtype,
     Engine,
     Rounding,
     Rule,
     dynamic_by_factor,
+    longrope_magnitude,
 )
 from ropewalk.engines._override import Override, call
-from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Scaling, YaRN
 
 _FILE = "modeling_rope_utils.py"
 
@@ -126,3 +128,88 @@ TRANSFORMERS = Engine(
         deepest=1,
     ),
 )
+
+
+# Transformers 4, whose configs have the base at the top and the scaling in rope_scaling. Its models ignore
+# rope_parameters, and `models_of_transformers_4.json` has the keys that each of them reads.
+
+_FIELDS = {
+    **dict.fromkeys(("chameleon", "fuyu", "olmo", "olmo2"), frozenset({"type", "factor"})),
+    **dict.fromkeys(("phi3", "phi4_multimodal"), frozenset({"type", "short_factor", "long_factor"})),
+}
+"""The keys of rope_scaling for the model_types of which the config class accepts no others."""
+_OF_HEAD = ("dynamic", "longrope", "ntk", "yarn")
+"""The schemes whose functions take head_dim from the config even if it is None."""
+
+
+def _as_5(config: ConfigRope, scaling: Scaling) -> Answer:
+    fields = _FIELDS.get(config.model_type)
+    if fields is not None and config.section.keys() != fields:
+        said = ", ".join(sorted(fields))
+        return Answer(None, refusal=f"its class for this model accepts only the keys {said} (ValueError)")
+    if (
+        config.model_type in ("minimax", "mixtral")
+        and scaling.rope_type in _OF_HEAD
+        and not config.values.get("head_dim")
+    ):
+        return Answer(None, refusal="its class for this model leaves head_dim as None (TypeError)")
+    if isinstance(scaling, DynamicNTK) and config.model_type.startswith(HUNYUAN):
+        return Answer(None, refusal="it requires alpha for this model (KeyError: 'alpha')")
+    if isinstance(scaling, NTK):
+        return Answer(config.rope) if config.model_type.startswith(HUNYUAN) else dynamic_by_factor(config)
+    return _dynamic(config, scaling) if isinstance(scaling, DynamicNTK) else Answer(config.rope)
+
+
+def _longrope_4(config: ConfigRope, scaling: LongRoPE) -> Answer:
+    """Return the rope by the trained length at the top of the config. It reads no other, and no mscale."""
+    if (answer := _as_5(config, scaling)).refusal:
+        return answer
+    if config.longest is None:
+        return Answer(None, refusal=NO_LENGTH)
+    default = 4096.0 if config.model_type in _FIELDS else None  # that of the classes for Phi
+    trained = to_finite(config.values.get("original_max_position_embeddings"), default)
+    factor, attention = (to_finite(config.section.get(key)) for key in ("factor", "attention_factor"))
+    length = int(trained or config.longest)
+    longest = config.longest if trained is not None else None if factor is None else int(factor * length)
+    attention = longrope_magnitude(longest, length) if attention is None else attention
+    if attention is None:
+        return Answer(None, refusal="it needs factor or original_max_position_embeddings at the top (TypeError)")
+    scheme = replace(
+        scaling,
+        original_max_position_embeddings=length,
+        attention_factor=attention,
+        factor=None,
+        short_mscale=None,
+        long_mscale=None,
+    )
+    note = f"The list is chosen in each call: the long one if a position is {length:,} or more."
+    return Answer(config.with_scaling(scheme), "the call", (note,))
+
+
+def _rounding_4(config: ConfigRope) -> Rounding:
+    return replace(_rounding(config), evidence="read")
+
+
+TRANSFORMERS_4 = replace(
+    TRANSFORMERS,
+    name="transformers-4",
+    version="4.57.6",
+    rounding=_rounding_4,
+    rules={
+        **{name: Rule(_FILE, _as_5) for name in ("linear", "dynamic", "yarn", "llama3")},
+        "default": Rule(_FILE),
+        "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", _as_5, frozenset({"alpha", "factor"})),
+        "longrope": Rule(_FILE, _longrope_4, _LONGROPE_KEYS),
+    },
+    models={"modernbert-decoder": Rounding(where="CPU", source="the file of the model")},
+    files="transformers_4",
+    reads_by_transformers="",
+    precedence=True,
+    override=None,
+)
+
+
+def lost_in_4(config: ConfigRope) -> bool:
+    """Whether only a key states the rope that transformers 4 does not read, and what it computes instead is known."""
+    stated = {key for key in ("rope_parameters", "rope_scaling", "rope_theta") if config.values.get(key) is not None}
+    return stated == {"rope_parameters"} and TRANSFORMERS_4.answer(config).is_judged

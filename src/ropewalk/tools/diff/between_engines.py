@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ropewalk import _checks
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.engines import ENGINES, TRAINERS, Answer, ConfigRope, engine
+from ropewalk.engines import ENGINES, TRAINERS, TRANSFORMERS_4, Answer, ConfigRope, engine, lost_in_4
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.lengths import longest_of
@@ -80,8 +80,8 @@ def engines(
             that is compared. None means the longest of the length that the config states and that of its scaled
             context, or twice that length if the frequencies change only beyond it.
         names: the engines to compare, from `ropewalk.diff.ENGINES`, `MORE_ENGINES` and `TRAINERS`, such as "vllm". An
-            empty collection means those of `ENGINES`. The first one that was judged and runs the config is the
-            reference for the others.
+            empty collection means those of `ENGINES`, and transformers 4 if it loses the rope. The first one that was
+            judged and runs the config is the reference for the others.
         trainers: compare all trainers as well.
         pairing, base, factor, ignore, download: as in `from_config`.
 
@@ -95,16 +95,18 @@ def engines(
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     named = [engine("diff.engines", name) for name in dict.fromkeys(names)]
-    asked = [*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ())]
+    asked = (*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ()))
     chosen = list({entry.name: entry for entry in asked}.values())
     ropes, config_ropes = ropes_for_engines(
         source, *chosen, pairing=pairing, base=base, factor=factor, ignore=ignore, download=download
     )
+    if not named and config_ropes and all(lost_in_4(config) for config, _ in config_ropes):
+        chosen.append(TRANSFORMERS_4)
     setting = longest_of("diff.engines", length, ropes)
-    rows = []
-    for config, layers in config_ropes:
-        answers = {engine.name: engine.answer(config) for engine in chosen}
-        rows.append(_compare_rope(config, layers, answers, ropes, setting))
+    rows = [
+        _compare_rope(config, layers, {each.name: each.answer(config) for each in chosen}, ropes, setting)
+        for config, layers in config_ropes
+    ]
     facts = {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -154,10 +156,9 @@ def _compare_rope(
 ) -> dict[str, Any]:
     """Compare the engines for one rope of the config, and return the facts."""
     window = ropes.window(layers[0])
-    ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
-    changing = any(not rope.is_static for rope in ropes_compared)
-    short = min(ropes.trained_length or setting, setting)
-    sequences = sorted({short, setting}) if changing else [setting]
+    compared = (config.rope, *(answer.rope for answer in answers.values()))
+    changing = any(rope is not None and not rope.is_static for rope in compared)
+    sequences = sorted({min(ropes.trained_length or setting, setting), setting}) if changing else [setting]
     running = [name for name, answer in answers.items() if answer.rope is not None]
     reference = next((name for name in running if answers[name].is_judged), next(iter(running), None))
     at = {n: _compare_at_length(answers, reference, n, setting, window) for n in sequences}

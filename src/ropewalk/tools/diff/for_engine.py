@@ -151,9 +151,8 @@ def _apart(
     for config, indices in configs:
         answer, place = chosen.answer(config), layers(indices, len(own))
         if not answer.is_judged:
-            why = (
-                f"it {answer.refusal}" if answer.refusal else f"what its file for {config.model} reads was not recorded"
-            )
+            unread = f"what its file for {config.model} reads was not recorded"
+            why = f"it {answer.refusal}" if answer.refusal else unread
             (apart if answer.why == "absent" else unknown).append(f"{place}: {why}.")
             continue
         if answer.rope is None:
