@@ -53,6 +53,7 @@ SLOW = {
         "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
         "configs/test_windows.py::test_windows_are_those_of_the_masks",
     ),
+    "src/ropewalk/engines src/ropewalk/configs": ("diff/test_stated_twice.py",),
     "src/ropewalk/integrations src/ropewalk/configs": (
         "integrations/test_hub_kernel.py::TestLayers::test_compiled",
         "integrations/test_hub_kernel.py::TestModels",

@@ -617,4 +617,4 @@ def test_a_base_that_transformers_does_not_read() -> None:
     # Which of two lengths an engine takes that reads the file itself was not recorded.
     scaled = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4, **dict.fromkeys([TRAINED], 2048)}}
     states = diff.engines({"model_type": "llama", **sizes, **scaled, TRAINED: 1024}).facts["states"]
-    assert [name for name, state in states.items() if state == "unknown"] == ["mlx-lm", "exllamav3"]
+    assert [name for name, state in states.items() if state == "unknown"] == ["exllamav3"]

@@ -54,6 +54,8 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
+    if config.model_type == "hunyuan_v1_dense":
+        return Answer(None, refusal="the converter only accepts Hunyuan's published numbers (AssertionError)")
     return Answer(config.with_scaling(None), notes=("The converter silently writes no scaling for dynamic NTK.",))
 
 
@@ -189,6 +191,8 @@ LLAMA_CPP = Engine(
     },
     files="llama_cpp",
     own_format=("GGUF file", "src/llama-model.cpp"),
+    own_classes=frozenset({"laguna", "mellum", "phi3"}),  # for which the recorded choice is not that of transformers
+    own_length=lambda model_type: True,
     reads_by_transformers="conversion/base.py",
     without_length=AS_TRANSFORMERS,
     unknown="the converter knows no such rope type",

@@ -26,6 +26,14 @@ _FILE = "models/rope_utils.py"
 _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
+def _default(config: ConfigRope, scaling: None) -> Answer:
+    if config.model_type == "minicpm3":
+        return Answer(
+            None, refusal="what its class for MiniCPM3 computes without LongRoPE was not recorded", why="unknown"
+        )
+    return Answer(config.rope)
+
+
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
     if config.model_type in _HUNYUAN:
         return Answer(config.rope)
@@ -75,7 +83,7 @@ MLX_LM = Engine(
         source=f"{_FILE}, mlx/backend/metal/kernels/rope.metal",
     ),
     rules={
-        "default": Rule(_FILE),
+        "default": Rule(_FILE, _default),
         "linear": Rule(_FILE),
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
@@ -88,5 +96,7 @@ MLX_LM = Engine(
     },
     files="mlx_lm",
     without_length={"yarn": 4096, "llama3": 8192},
+    precedence=True,
+    two_types=("reads type first, and its scheme was not recorded for this config", "unknown"),
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
 )

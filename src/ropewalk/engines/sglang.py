@@ -111,6 +111,17 @@ _YARN_KEYS = frozenset(
     ["attn_factor", "beta_fast", "beta_slow", "extrapolation_factor", "factor", "mscale", "mscale_all_dim", "truncate"]
 )
 
+_LENGTH_AT_TOP = frozenset({"apertus", "arcee", "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "mistral"})
+_LENGTH_AT_TOP |= {"ministral3"}
+"""The model_types whose file takes `original_max_position_embeddings` at the top of the config, as `llama.py` does."""
+_OWN_CLASSES = (
+    "afmoe bailing_hybrid beam cohere2_moe cosmos3_edge_text deepseek_v2 exaone falcon_h1 granitemoehybrid hy_v4 "
+    "laguna longcat_flash mellum muse_glimmer_assistant muse_spark_text olmo3 qwen3_next "
+    "qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text "
+    "qwen3_vl_text qwen4_exp_text step3p5 zaya"
+)
+"""The model_types with a class in `srt/configs`, or for which the recorded choice is not that of transformers."""
+
 SGLANG = Engine(
     name="SGLang",
     version="0.5.23",
@@ -132,6 +143,8 @@ SGLANG = Engine(
     },
     files="sglang",
     lender=replace(TRANSFORMERS, models={"gemma3_text": _GEMMA_3}),
+    own_length=lambda model_type: model_type not in _LENGTH_AT_TOP,
+    own_classes=frozenset(_OWN_CLASSES.split()),
     reads_by_transformers="srt/utils/hf_transformers/config.py",
     without_length=AS_TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",

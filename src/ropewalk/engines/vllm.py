@@ -106,6 +106,9 @@ _longrope = longrope(
 )
 
 
+_OWN_CLASSES = "bailing_hybrid cosmos3_edge_text deepseek_v4 hy_v4 muse_glimmer_assistant muse_glimmer_text step3p5"
+"""The model_types with a class in `transformers_utils/configs`, of which the choice was not recorded."""
+
 VLLM = Engine(
     name="vLLM",
     version="0.32.0",
@@ -129,6 +132,8 @@ VLLM = Engine(
     },
     files="vllm",
     lender=replace(TRANSFORMERS, rounding=replace(_ROUNDING, where="CPU", source="the file of the model")),
+    own_classes=frozenset(_OWN_CLASSES.split()),
+    two_types=("its rope_type and type differ (ValueError)", "refused"),
     reads_by_transformers="transformers_utils/config.py",
     without_length=AS_TRANSFORMERS,
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",

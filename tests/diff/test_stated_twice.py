@@ -1,0 +1,106 @@
+"""Configs that state a rope parameter twice: each engine takes one by its own rule (golden files `twice_of_ENGINE`).
+
+The configs are those of stated_twice.json, which has what transformers takes.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ropewalk import RopeError, from_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STATED = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+SEQUENCE = 512
+"""The length for which the ropes were recorded."""
+
+
+def rows(path: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / path).read_text())["rows"]  # type: ignore[no-any-return]
+
+
+CASES = {
+    row["model_type"]: {case: each["keys"] for case, each in row["cases"].items()} for row in rows("stated_twice.json")
+}
+DEFAULTS = {row["model_type"]: row["config"] for row in rows("class_defaults.json") if "variant" not in row}
+COMPARED = {"mlx-lm": 1000, "llama.cpp": 1100, "vllm": 700, "sglang": 600, "transformers-4": 1300}
+"""At least so many cases were compared."""
+
+# The class default of transformers is not a config that the engine builds, or from which it builds the same head.
+OTHER_SHAPE = {
+    "mlx-lm": "deepseek_v2 dots1 exaone4 falcon_h1 granitemoehybrid lfm2 ministral3 mistral4",
+    "llama.cpp": "solar_open",
+    "vllm": "axk1 gpt_oss lfm2 minimax_m2",
+    "sglang": "deepseek_v2 deepseek_v3 deepseek_v32 exaone4 gemma2 glm_moe_dsa minimax_m2 qwen3_5_moe_text",
+}
+# What the engine's file for the model reads of a config that states nothing twice is not in its table either.
+NOT_IN_TABLE = {
+    ("llama.cpp", "base only at the top"): "nemotron phi stablelm",  # it gets the fraction of the class's default
+    ("llama.cpp", "base lost, dynamic"): "nemotron",
+    ("llama.cpp", "type replaced, dynamic"): "nemotron",
+    ("llama.cpp", "empty scaling"): "laguna mellum",
+    ("llama.cpp", "flat, base also at the top"): "laguna",
+    ("llama.cpp", "two fractions"): "phi3",
+    ("vllm", "empty scaling"): "laguna",
+    ("sglang", "base also at the top, old"): "cohere2_moe",
+    ("sglang", "base lost, dynamic"): "glm4_moe_lite",  # its file applies YaRN
+    ("sglang", "type replaced, dynamic"): "glm4_moe_lite",
+    ("sglang", "empty scaling"): "laguna mellum qwen3_next",
+    ("sglang", "flat, base also at the top"): "laguna mellum",
+    ("sglang", "fraction also at the top"): "phi3 stablelm",
+    ("sglang", "fraction also at the top, old"): "stablelm",
+}
+
+
+def numbers(rope: Any) -> list[float]:
+    """As in stated_twice.json: rotary_dim, the second, middle and last frequency, and the attention factor."""
+    static = rope.at_length(SEQUENCE)
+    inv_freq = np.sort(static.inv_freq[static.inv_freq > 0])[::-1]
+    last = len(inv_freq) - 1
+    chosen = (inv_freq[min(1, last)], inv_freq[last // 2], inv_freq[last])
+    return [2 * len(inv_freq), *map(float, chosen), static.attention_factor]
+
+
+def outcome(config: dict[str, Any], engine: str, recorded: dict[str, list[float]] | str) -> str:
+    """Compare an engine's ropes with the recorded ones. Return "same", "not judged", or what is wrong."""
+    try:
+        layers = from_config(config, engine=engine, text_only=True).layers
+    except RopeError as e:
+        if "must run the config" not in str(e):
+            return "not read"
+        if "was not recorded" in str(e):
+            return "not judged"
+        return "same" if isinstance(recorded, str) else f"said: {e}"
+    if isinstance(recorded, str):
+        return "same" if recorded == "not recorded" else f"recorded: {recorded}"
+    for layer, theirs in recorded.items():
+        rope = layers[int(layer)]
+        if rope is not None and not np.allclose(numbers(rope), theirs, rtol=3e-6, atol=0):
+            return f"layer {layer}: {numbers(rope)} instead of {theirs}"
+    return "same"
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_each_engine_takes(name: str) -> None:
+    found: dict[tuple[str, str], str] = {}
+    for row in rows(f"engine_models/twice_of_{name.replace('-', '_').replace('.', '_')}.json"):
+        model_type = row["model_type"]
+        if model_type in OTHER_SHAPE.get(name, "").split():
+            continue
+        default = {key: value for key, value in DEFAULTS[model_type].items() if key not in STATED}
+        for case, recorded in row["cases"].items():
+            if model_type in NOT_IN_TABLE.get((name, case), "").split():
+                continue
+            config = {**default, "model_type": model_type, **row.get("added", {}), **CASES[model_type][case]}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[model_type, case] = outcome(config, name, recorded)
+    wrong = {key: each for key, each in found.items() if each not in ("same", "not judged", "not read")}
+    assert not wrong
+    assert sum(each == "same" for each in found.values()) >= COMPARED[name]
