@@ -5,6 +5,7 @@ The configs are those of stated_twice.json, which has what transformers takes.
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ropewalk import RopeError, from_config
+from ropewalk import RopeError, diff, from_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STATED = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -104,3 +105,83 @@ def test_what_each_engine_takes(name: str) -> None:
     wrong = {key: each for key, each in found.items() if each not in ("same", "not judged", "not read")}
     assert not wrong
     assert sum(each == "same" for each in found.values()) >= COMPARED[name]
+
+
+def test_the_keys_that_an_engine_reads_are_named() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e6}
+    config = {**LLAMA, "max_position_embeddings": 4096, "rope_theta": 1e6, "rope_parameters": parameters}
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    text = " ".join(diff.engines(config, names=("mlx-lm",)).text().split())
+    assert "stated twice, it reads the base from rope_theta and the scaling from rope_scaling." in text
+
+
+def test_an_override_without_a_base_in_vllm() -> None:
+    """--hf-overrides replaces rope_parameters, and the file of the model then takes a base of its own."""
+    recorded = json.loads((GOLDEN / "engine_models/override_in_vllm.json").read_text())
+    wrong, compared = {}, 0
+    for row in recorded["rows"]:
+        name, theirs = row["model_type"], row["frequencies"]
+        default = {key: value for key, value in DEFAULTS[name].items() if key not in STATED}
+        parameters = {"rope_type": "default", "rope_theta": 123_456.0}
+        config = {**default, "model_type": name, "rope_parameters": parameters}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = diff.engines(config, names=("vllm",), length=SEQUENCE, override=recorded["override"]).facts
+        ours = [at["engines"]["vLLM"] for rope in found["ropes"] for at in rope["at"] if at["engines"]]
+        if isinstance(theirs, str) or not ours:
+            wrong |= {name: found["states"]} if ours else {}
+            continue
+        compared += 1
+        pairs = ours[0]["inv_freq"], theirs[min(theirs)]
+        if not np.allclose([pairs[0][1], pairs[0][-1]], [pairs[1][1], pairs[1][3]], rtol=3e-6, atol=0):
+            wrong[name] = pairs
+    assert not wrong
+    assert compared >= 25
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "stated", [{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, {"rope_theta": 5e5}]
+)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": YARN},
+        {"rope_parameters": {**YARN, "rope_theta": 7e5}},
+        {"rope_scaling": {**YARN, "rope_theta": 7e5}},
+        {"rope_theta": 7e5},
+    ],
+)
+def test_an_override_in_transformers(stated: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+    config = {**LLAMA, "intermediate_size": 8, "max_position_embeddings": 4096, **stated}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    LlamaForCausalLM(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = diff.engines(config, names=("transformers", "sglang"), override=keys)
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **copy.deepcopy(keys)).model.rotary_emb
+    except TypeError:
+        assert found.facts["states"]["transformers"] == "refused"
+        return
+    ours = found.facts["ropes"][0]["at"][0]["engines"]["transformers"]
+    np.testing.assert_allclose(ours["inv_freq"], theirs.inv_freq.numpy(), rtol=1e-6)
+    assert ours["attention_factor"] == pytest.approx(theirs.attention_scaling)
+
+
+def test_an_override_that_sglang_merges() -> None:
+    config = {**LLAMA, "max_position_embeddings": 4096, "rope_theta": 5e5}
+    found = diff.engines(config, override={"rope_scaling": YARN})
+    [row] = found.facts["ropes"]
+    assert row["at"][0]["engines"]["SGLang"]["inv_freq"][1] == pytest.approx(5e5 ** (-1 / 16))
+    assert {name for name, state in found.facts["states"].items() if state == "unknown"} == {
+        "llama.cpp",
+        "mlx-lm",
+        "exllamav3",
+    }
+    assert "llama.cpp 0c1e57098 was not judged: it has no argument that overrides keys of a config, but" in found.text()

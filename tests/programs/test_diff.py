@@ -130,6 +130,20 @@ def test_one_config_as_json(config: Path) -> None:
     assert json.loads(ran.stdout) == diff.engines(config, length=4096, names=("vllm", "mlx-lm")).facts
 
 
+def test_an_override(config: Path) -> None:
+    keys = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}
+    ran = run(config, "--override", json.dumps(keys), "--engines", "transformers,vllm")
+    assert (ran.exit_code, ran.stdout.rstrip("\n")) == (
+        0,
+        diff.engines(config, names=("transformers", "vllm"), override=keys).text(),
+    )
+    assert "Each engine is started with the override" in ran.stdout
+    for value in ("rope_theta=1", "[1]"):
+        ran = run(config, "--override", value)
+        assert (ran.exit_code, "must be a JSON object" in ran.stderr) == (2, True)
+    assert "--override is for one config" in run(config, config, "--override", json.dumps(keys)).stderr
+
+
 def test_two_configs(config: Path, tmp_path: Path) -> None:
     other = written(tmp_path, "other", rope_theta=20_000.0, rope_scaling=YARN)
     ran = run(config, other, "--length", 100)

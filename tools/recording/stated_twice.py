@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import files
+from . import commands, files, vllm_models
 from .configs import COPIED, config_of, modeling_file
+from .engines import replaced
 from .model import CannotRecordError
 from .model_files import FRACTIONS, AbsentError, BorrowedError, Engine, message, shrink
 from .parts import is_rotary, model_classes, without_towers
@@ -271,3 +272,23 @@ def _numbers(engine: Engine, config: dict[str, Any]) -> dict[str, list[float]] |
             if numbers not in found.values():
                 found[str(index)] = numbers
     return found
+
+
+OVERRIDE = {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}
+"""An override without a base."""
+
+
+def record_override(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
+    """Record what vLLM has after --hf-overrides with `OVERRIDE`, for a config that states the base A."""
+    name, loaded = row["model_type"], vllm_models.vllm()
+    config = {key: value for key, value in _defaults()[name].items() if key not in _STATED}
+    config = json.loads(json.dumps(config).replace('"inf"', "Infinity"))
+    shrink(config)
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": A}
+
+    def patch(each: Any, __before: Any = loaded.patch) -> None:
+        __before(each)
+        commands.apply_in_vllm(each, copy.deepcopy(OVERRIDE), loaded.folder)
+
+    with replaced(loaded, "patch", patch):
+        return {"model_type": name, "frequencies": _numbers(engine, config)}

@@ -206,6 +206,9 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     if rotary_dim != rope.rotary_dim:
         keys = f"It reads the channels from {' or '.join(file.fraction)}, so it" if file.fraction else "It"
         notes.append(f"{keys} rotates {rotary_dim} channels of a head and not {rope.rotary_dim}.")
+    if config.by_transformers is not None and not notes:
+        read, scaled = (" or ".join(found) or "no key" for found in (file.base, file.scaling))
+        notes.append(f"Of what is stated twice, it reads the base from {read} and the scaling from {scaled}.")
     pairing = file.pairing or rope.pairing
     if pairing != rope.pairing:
         notes.append(f"It rotates with the pairing {pairing} and not {rope.pairing}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ropewalk.engines._config import ConfigRope
@@ -25,6 +25,8 @@ class Override:
         source: the files of the engine that define the argument and apply it.
         merges: where the engine merges the new `rope_parameters` into those of the config, instead of replacing them.
         deepest: the largest depth of a nested config that the argument reaches.
+        bases: maps files of models to the base that they take if an override leaves none, or to None if they stop.
+            Other files take 10000.
         python: returns the same as a call in Python, if `write` returns a command for a shell.
     """
 
@@ -33,12 +35,30 @@ class Override:
     merges: Literal["nowhere", "at the top", "below the top"]
     deepest: int
     python: Callable[[str, Mapping[str, Any], int | None], str] | None = None
+    bases: Mapping[str, float | None] = field(default_factory=dict)
 
     def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
         """Return the `rope_parameters` that the engine has after the override, in a config at a depth."""
         if self.merges == ("below the top" if depth else "at the top"):
             return {**old, **new}
         return dict(new)
+
+    def apply(self, loaded: Mapping[str, Any], keys: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+        """Return a config, as the classes of transformers 5 load it, after an override of keys.
+
+        In these classes, `rope_scaling` is another name of `rope_parameters`.
+        """
+        found = dict(loaded)
+        for key, value in keys.items():
+            name = "rope_parameters" if key == "rope_scaling" else key
+            old = found.get(name)
+            if not isinstance(value, Mapping) or not isinstance(old, Mapping):
+                found[name] = value
+            elif name == "rope_parameters":
+                found[name] = self.applied(old, value, depth)
+            else:
+                found[name] = self.apply(old, value, depth + 1)
+        return found
 
 
 @dataclass(frozen=True)

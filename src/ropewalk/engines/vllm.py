@@ -106,6 +106,17 @@ _longrope = longrope(
 )
 
 
+_BASES: dict[str, float | None] = {
+    "ernie45_moe": 500_000.0,
+    "ernie45_vl_moe": 500_000.0,
+    "exaone4": 1_000_000.0,
+    "exaone_moe": 1_000_000.0,
+    "falcon_h1": 1e11,
+    "qwen2": 1_000_000.0,
+    "qwen3": 1_000_000.0,
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "olmo_hybrid")),
+}
+"""The bases that files pass to `set_default_rope_theta`, or None if they stop without one."""
 _OWN_CLASSES = "bailing_hybrid cosmos3_edge_text deepseek_v4 hy_v4 muse_glimmer_assistant muse_glimmer_text step3p5"
 """The model_types with a class in `transformers_utils/configs`, of which the choice was not recorded."""
 
@@ -147,5 +158,6 @@ VLLM = Engine(
         merges="below the top",
         deepest=4,
         python=call("vllm.LLM", "hf_overrides", "max_model_len"),
+        bases={f"model_executor/models/{name}.py": base for name, base in _BASES.items()},
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ factor = click.option(
     type=float,
     help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
 )
+
+
+def json_object(_ctx: click.Context, _option: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """Return the JSON object in the value of an option."""
+    try:
+        return None if value is None else dict(json.loads(value))
+    except (TypeError, ValueError) as e:
+        raise click.BadParameter(f"must be a JSON object: {e}") from None
+
+
 ignore = click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 download = click.option(
     "--download", is_flag=True, help="Download the config of a hub id that is not in the local cache."

@@ -54,6 +54,12 @@ Examples:
 @click.option(
     "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
 )
+@click.option(
+    "--override",
+    metavar="JSON",
+    callback=_options.json_object,
+    help="Start each engine with these keys, such as rope_scaling, by its own argument for them.",
+)
 @click.option("--draft", is_flag=True, help="SOURCE2 is the draft of SOURCE in speculative decoding.")
 @_options.pairing
 @_options.base
@@ -70,6 +76,7 @@ def diff(
     engine: tuple[str, ...],
     trainers: bool,
     bitwise: bool,
+    override: dict[str, Any] | None,
     draft: bool,
     as_json: bool,
     **options: Any,
@@ -90,7 +97,7 @@ def diff(
     is 0 if it runs the config. With --bitwise, engines that only differ in their rounding differ as well.
     """
     try:
-        for name, passed in (("engine", engine), ("trainers", trainers), ("bitwise", bitwise)):
+        for name, passed in (("engine", engine), ("trainers", trainers), ("bitwise", bitwise), ("override", override)):
             if source2 is not None and passed:
                 raise click.UsageError(
                     f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
@@ -101,7 +108,7 @@ def diff(
             found: Any = ropewalk.diff.draft(source, source2, **options)
             status = int(not found.alike)
         elif source2 is None:
-            found = ropewalk.diff.engines(source, names=engine, trainers=trainers, **options)
+            found = ropewalk.diff.engines(source, names=engine, trainers=trainers, override=override, **options)
             status = _STATUS[found.verdict]
             if bitwise and not found.bitwise and status == 0:
                 click.echo("Not all engines are known to rotate bitwise equally, so --bitwise exits with 1.", err=True)

@@ -14,6 +14,7 @@ from ropewalk.engines import ENGINES, TRAINERS, TRANSFORMERS_4, Answer, ConfigRo
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.lengths import longest_of
+from ropewalk.tools.diff.overridden import overridden
 from ropewalk.tools.diff.rope_difference import difference, farthest
 from ropewalk.tools.diff.verdict import judge
 
@@ -59,6 +60,7 @@ def engines(
     length: int | None = None,
     names: Collection[str] = (),
     trainers: bool = False,
+    override: Mapping[str, Any] | None = None,
     pairing: str | None = None,
     base: float | None = None,
     factor: float | None = None,
@@ -83,6 +85,8 @@ def engines(
             empty collection means those of `ENGINES`, and transformers 4 if it loses the rope. The first one that was
             judged and runs the config is the reference for the others.
         trainers: compare all trainers as well.
+        override: keys with which each engine is started, as in vLLM's --hf-overrides, SGLang's
+            --json-model-override-args and `from_pretrained`. Each engine replaces or merges them in its own way.
         pairing, base, factor, ignore, download: as in `from_config`.
 
     Returns:
@@ -102,11 +106,12 @@ def engines(
     )
     if not named and config_ropes and all(lost_in_4(config) for config, _ in config_ropes):
         chosen.append(TRANSFORMERS_4)
-    setting = longest_of("diff.engines", length, ropes)
-    rows = [
-        _compare_rope(config, layers, {each.name: each.answer(config) for each in chosen}, ropes, setting)
-        for config, layers in config_ropes
-    ]
+    changed = {each.name: overridden(each, ropes, config_ropes, override) for each in chosen if override}
+    setting = longest_of("diff.engines", length, ropes, *(one for each in changed.values() for one in each.ropes))
+    rows = []
+    for config, layers in config_ropes:
+        answers = {e.name: changed[e.name].answer(layers[0]) if override else e.answer(config) for e in chosen}
+        rows.append(_compare_rope(config, layers, answers, ropes, setting))
     facts = {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -116,6 +121,7 @@ def engines(
         "trained_length": ropes.trained_length,
         "length": setting,
         "ignored": list(ignore),
+        "override": dict(override or {}),
         "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
         "query_scale": missing_query_scale(ropes, chosen),

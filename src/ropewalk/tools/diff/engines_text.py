@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ _WIDTH = 100
 def engines_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
     head = f"{facts['source']} (model_type {facts['model_type']})"
-    lines = [head, "", *left_out(facts), *wrap(_verdict(facts), "")]
+    lines = [head, "", *left_out(facts), *_override(facts), *wrap(_verdict(facts), "")]
     if facts["not_compared"]:
         lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
@@ -41,6 +42,12 @@ def left_out(facts: Mapping[str, Any]) -> list[str]:
     of = f"the config without {'it' if len(keys) == 1 else 'them'}"
     said = f"Left out, as asked: {', '.join(keys)}. All below is about {of}, and is no verdict about the file as it is."
     return [*wrap(said, ""), ""] if keys else []
+
+
+def _override(facts: Mapping[str, Any]) -> list[str]:
+    """Return a paragraph about the override with which the engines are started; [] if there is none."""
+    said = f"Each engine is started with the override {json.dumps(facts['override'])}, which it applies in its own way."
+    return [*wrap(said, ""), ""] if facts["override"] else []
 
 
 def wrap(text: str, indent: str) -> list[str]:

@@ -19,6 +19,7 @@ from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
+from ropewalk.tools.diff.overridden import put as put
 from ropewalk.tools.diff.rope_difference import difference
 
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
@@ -292,13 +293,6 @@ def _flags(
         return [], [flags]
     apart = _difference(meant, flags[1], setting)
     return ([], [apart]) if apart else ([override.command(model, flags[0], length)], [])
-
-
-def put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config in which the object at the end of `path` is `value`."""
-    if not path:
-        return dict(value)
-    return {**config, path[0]: put(config.get(path[0], {}), path[1:], value)}
 
 
 def _text(facts: Mapping[str, Any]) -> str:
