@@ -380,7 +380,9 @@ class TestNumbersOfAnEngine:
     def test_yarn_with_several_axes(self) -> None:
         """vLLM computes the ends of the ramp from four times the length."""
         config = {**yarn(mrope_section=[16, 24, 24]), "model_type": "qwen2_vl_text"}
-        rope = from_config(config, engine="vllm", text_only=True).rope
+        with pytest.raises(RopeError, match="no model qwen2_vl_text by itself: pass the whole config of qwen2_vl"):
+            from_config(config, engine="vllm", text_only=True)
+        rope = from_config({"model_type": "qwen2_vl", "text_config": config}, engine="vllm", text_only=True).rope
         assert rope.scaling == YaRN(32.0, 4 * 4096)
 
     def test_a_query_scale_that_vllm_does_not_read(self) -> None:

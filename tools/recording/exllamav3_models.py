@@ -18,9 +18,9 @@ import torch
 
 from .mlx_models import rope_of
 from .model import CannotRecordError
-from .model_files import TOKENS, AbsentError, Engine, Rope
-from .sglang_models import architectures
+from .model_files import TOKENS, Engine, Rope
 from .stubbed import CALLS, stubs
+from .transformers_models import class_of
 
 
 class _Model:
@@ -48,14 +48,7 @@ def _classes() -> dict[str, Any]:
 
 def architecture(config: dict[str, Any]) -> str:
     """Return the class that a config names, else the class of transformers for its model_type."""
-    named = [*(config.get("architectures") or []), architectures().get(config["model_type"])]
-    names = [name for name in named if name]
-    if not names:
-        raise CannotRecordError("no class is known for this model_type")
-    found = next((name for name in names if name in _classes()), None)
-    if found is None:
-        raise AbsentError(f"there is no class {names[0]}")
-    return found
+    return class_of(config, _classes())
 
 
 def file(config: dict[str, Any]) -> str:

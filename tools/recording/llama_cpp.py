@@ -75,7 +75,9 @@ def convert(source: Path, config: dict[str, Any], name: str = "") -> tuple[str, 
         (Path(folder) / "config.json").write_text(json.dumps(given))
         out = Path(folder) / "model.gguf"
         kind = gguf.LlamaFileType.ALL_F32
-        model = conversion.get_model_class(name)(Path(folder), kind, out, hparams=given, dry_run=True)
+        model_class = conversion.get_model_class(name)
+        model_class.no_mtp = True  # as with --no-mtp: layers that predict further tokens are left out
+        model = model_class(Path(folder), kind, out, hparams=given, dry_run=True)
         model = getattr(model, "impl", model)  # the class for Mistral selects one of two
         model.set_gguf_parameters()
         tensors = {name: tensor.tolist() for name, tensor in model.generate_extra_tensors()}

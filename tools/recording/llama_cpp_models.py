@@ -13,27 +13,26 @@ from typing import Any
 
 from .llama_cpp import convert, converter, loader, table
 from .mlx_models import rope_of
-from .model import CannotRecordError
-from .model_files import TOKENS, AbsentError, Engine, Rope
-from .sglang_models import architectures
+from .model_files import TOKENS, Engine, Rope, filled
+from .sglang_models import MIMO
+from .transformers_models import class_of
 
-FILLED = {
+_STEP = ("moe_num_experts", "moe_top_k", "num_attention_groups", "share_expert_dim")
+FILLED: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"head_dim": 64},
     "hrm_text": {"num_attention_heads": 8},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [64], "moe_topk": [1], "num_shared_expert": [1]},
+    "mimo_v2_flash": MIMO,
     "minimax_m2": {"rotary_dim": 64},
-    "step3p7": {"num_attention_groups": 8},
+    "minimax_m3_vl": {"text_config.n_shared_experts": 1},
+    "step3p7": {f"text_config.{key}": 8 for key in _STEP},
 }
+"""Values of keys that a file of the converter reads and that the class of transformers does not have."""
 
 
 def architecture(source: Path, config: dict[str, Any]) -> str:
     """Return the class that a config names, else the class of transformers for its model_type."""
-    named = [*(config.get("architectures") or []), architectures().get(config["model_type"])]
-    names = [name for name in named if name]
-    if not names:
-        raise CannotRecordError("no class is known for this model_type")
-    found = next((name for name in names if name in converter(source).TEXT_MODEL_MAP), None)
-    if found is None:
-        raise AbsentError(f"there is no class {names[0]}")
-    return found
+    return class_of(config, converter(source).TEXT_MODEL_MAP)
 
 
 def file(source: Path, config: dict[str, Any]) -> str:
@@ -44,9 +43,7 @@ def file(source: Path, config: dict[str, Any]) -> str:
 def layers(source: Path, config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     """Convert a config, and return the rope of each layer."""
     written = convert(source, config, architecture(source, config))
-    name, keys, _ = written
-    if "rope.dimension_sections" in keys:
-        raise CannotRecordError("tokens have several positions")
+    name, keys, _ = written  # for tokens with several positions, `ggml_mrope_cache_init` has the frequencies of one
     count = keys["block_count"]
     head = int(keys.get("attention.key_length") or keys["embedding_length"] // keys["attention.head_count"])
     sizes = {False: int(keys.get("rope.dimension_count", head))}
@@ -75,7 +72,8 @@ def engine(source: Path) -> Engine:
         "torch",
         lambda config: file(source, config),
         lambda config: layers(source, config),
-        lambda config: ({**config, **FILLED.get(config["model_type"], {})}, []),
+        lambda config: filled(config, FILLED.get(config["model_type"], {})),
+        {"cohere2": {"rotary_pct": 1.0}},
         loaded=lambda config: loaded(source, config),
     )
 

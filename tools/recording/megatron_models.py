@@ -23,8 +23,8 @@ from .engines import replaced
 from .mlx_models import rope_of
 from .model import CannotRecordError
 from .model_files import TOKENS, AbsentError, Engine, Rope
-from .sglang_models import architectures
 from .stubbed import Stub, stubs
+from .transformers_models import class_of
 
 
 class Megatron:
@@ -63,14 +63,7 @@ def megatron() -> Megatron:
 
 def bridge(config: dict[str, Any]) -> Any:
     """Return the bridge of a config."""
-    named = [*(config.get("architectures") or []), architectures().get(config["model_type"])]
-    known = megatron().bridge.list_supported_models()
-    names = [name for name in named if name]
-    if not names:
-        raise CannotRecordError("no class is known for this model_type")
-    found = next((name for name in names if name in known), None)
-    if found is None:
-        raise AbsentError(f"there is no bridge for {names[0]}")
+    found = class_of(config, megatron().bridge.list_supported_models())
     try:
         values = megatron().config(**json.loads(json.dumps(config)))
     except ValueError as error:

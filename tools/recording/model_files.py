@@ -8,6 +8,7 @@ same is done for the objects that hold the scaling, and for the rotated fraction
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -82,9 +83,7 @@ class Engine:
             except BorrowedError as error:
                 return {"model_type": name, "file": str(error), "borrowed": "transformers"}
             try:
-                filled, needs = self.fill(config)
-                reference = Reference(filled, self.always.get(name.partition("/")[0]), self.extra)
-                found = Trace(self, reference).row()
+                found, needs = self._trace(config)
             except Exception as error:
                 errors.append(message(error))
                 continue
@@ -94,6 +93,15 @@ class Engine:
             found |= {"by_transformers": True} if name.partition("/")[0] in self.by_transformers else {}
             return {"model_type": name, "file": file, **({"needs": needs} if needs else {}), **found}
         raise CannotRecordError("; ".join(dict.fromkeys(errors)) or "there is no config")
+
+    def _trace(self, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the row of a config, and the keys that had to be added because the engine does not load it."""
+        always = self.always.get(config["model_type"])
+        filled, needs = self.fill(config)
+        if filled != config and not {*FRACTIONS} & filled.keys():  # those are needed to see which of them it reads
+            with contextlib.suppress(Exception):
+                return Trace(self, Reference(config, always, self.extra)).row(), []
+        return Trace(self, Reference(filled, always, self.extra)).row(), needs
 
 
 def _without_other(row: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +121,8 @@ class BorrowedError(Exception):
 
 
 @functools.cache
-def _configs() -> dict[str, list[dict[str, Any]]]:
+def configs() -> dict[str, list[dict[str, Any]]]:
+    """Return the golden configs of each model_type."""
     found: dict[str, list[dict[str, Any]]] = {}
     for file in ("class_defaults", "text_models", "released"):
         for row in files.load(files.FOLDER / f"{file}.json")["rows"]:
@@ -185,8 +194,8 @@ OWN: dict[str, list[dict[str, Any]]] = {
 def references(model_type: str, text: str = "") -> list[dict[str, Any]]:
     """Return configs of a model_type: its class defaults in transformers, and published ones.
 
-    Configs with more kinds of layers come first. If there is no config, return one that contains the text model of the
-    same name. If there is no such text model, the config has no other key, and an engine can still say whether it has
+    Configs with more kinds of layers come first. Also return one that contains the text model, by default that of the
+    same name. If there is no such config, the config has no other key, and an engine can still say whether it has
     the model.
 
     Args:
@@ -194,19 +203,29 @@ def references(model_type: str, text: str = "") -> list[dict[str, Any]]:
         text: the model_type of the text model inside, "" for any.
     """
     own = [{"model_type": model_type, **each} for each in OWN.get(model_type, [])]
-    inner = [{"model_type": model_type, "text_config": each} for each in _configs().get(f"{model_type}_text", ())[:1]]
-    found = [*own, *_configs().get(model_type, ()), *inner]
+    name = text or f"{model_type}_text"
+    inner = [{"model_type": model_type, "text_config": each} for each in configs().get(name, ())[:1]]
+    if model_type in ("qwen2_5_omni", "qwen3_omni_moe"):
+        inner = [{"model_type": model_type, "thinker_config": each} for each in inner]
+    found = [*own, *configs().get(model_type, ()), *inner]
     found.sort(key=lambda config: -len(set(config.get("layer_types") or ())))
     return [each for each in found if text in ("", inner_type(each))] or [{"model_type": model_type}]
 
 
-TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+TEXT = ("text_config", "llm_config", "language_config", "thinker_config", "vlm_config")
 """Keys of the text model in the config of a model that contains one."""
+
+
+def inside_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the keys that lead to the text model inside a config, or () if there is none."""
+    key = next((key for key in TEXT if isinstance(config.get(key), dict)), "")
+    return (key, *inside_of(config[key])) if key else ()
 
 
 def inner_type(config: dict[str, Any]) -> str:
     """Return the model_type of the text model inside a config, or "" if there is none."""
-    return next((str(config[key].get("model_type", "")) for key in TEXT if isinstance(config.get(key), dict)), "")
+    inside = inside_of(config)
+    return str(functools.reduce(dict.__getitem__, inside, config).get("model_type", "")) if inside else ""
 
 
 BASES = (
@@ -219,9 +238,11 @@ BASES = (
     "compress_rope_theta",
     "attn_config.rope_theta",
 )
+OF_LAYERS = "layer_rope_theta"
+"""A key with the base of each layer, or 0 for a layer that does not rotate."""
 FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim")
 SECTIONS = ("rope_scaling", "rope_parameters")
-_PRIMES = (20011.0, 30011.0, 40009.0, 50021.0, 60013.0, 70001.0, 80021.0, 90001.0, 110017.0, 120011.0)
+_PRIMES = (20011.0, 30011.0, 40009.0, 50021.0, 60013.0, 70001.0, 80021.0, 90001.0, 110017.0, 120011.0, 130003.0)
 MISSING = object()
 _LONG, _TRAINED, _BASE = 256, 64, 20011.0
 TOKENS = 2 * _LONG
@@ -283,11 +304,24 @@ def shrink(config: dict[str, Any]) -> None:
         kept = min(depth, 12 if lists else 8)
         if all({*map(str, value[:kept])} == {*map(str, value)} for value in lists.values()):
             config.update({key: kept, **{name: value[:kept] for name, value in lists.items()}})
+            if layers := config.get("per_layer_config"):
+                config["per_layer_config"] = {index: own for index, own in layers.items() if int(index) < kept}
+
+
+def filled(config: dict[str, Any], values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config with values under paths such as "text_config.head_dim", and the paths that it did not have."""
+    whole, added = copy.deepcopy(config), []
+    for path, value in values.items():
+        *folders, key = path.split(".")
+        place = functools.reduce(lambda inside, folder: inside.setdefault(folder, {}), folders, whole)
+        added += [] if key in place else [path]
+        place[key] = copy.deepcopy(value)
+    return whole, added
 
 
 def _nested_parameters(model_type: str) -> dict[str, Any]:
     """Return nested `rope_parameters` of a text model, or {} if no config of it has them."""
-    known = (config.get("rope_parameters") or {} for config in _configs().get(model_type, ()))
+    known = (config.get("rope_parameters") or {} for config in configs().get(model_type, ()))
     return next((each for each in known if any(isinstance(value, dict) for value in each.values())), {})
 
 
@@ -305,12 +339,10 @@ class Reference:
     ) -> None:
         self.always = always or {}
         self.whole = copy.deepcopy(config)
-        self.inside = next((key for key in TEXT if isinstance(config.get(key), dict)), "")
+        self.inside = inside_of(config)
         text = self.text(self.whole)
         self.extra = {**(extra or {}), **EXTRA.get(str(config["model_type"]), {})}
         text.update({key: value for key, value in self.always.items() if key in FRACTIONS})
-        if "layer_rope_theta" in text:
-            raise CannotRecordError("each layer has a base of its own")
         parameters = text.get("rope_parameters") or _nested_parameters(str(text.get("model_type")))
         self.sections = [name for name, value in parameters.items() if isinstance(value, dict)]
         mla = text.get("qk_rope_head_dim")  # a slice of the head, which rotates as a whole
@@ -323,17 +355,20 @@ class Reference:
         if isinstance(attention, dict):
             attention.pop("rope_theta", None)
         shrink(text)
+        self.of_layers = text.pop(OF_LAYERS, None)
         if text.get("max_position_embeddings"):
             text["max_position_embeddings"] = _LONG
 
     def text(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the config of the text model inside a config."""
-        return config[self.inside] if self.inside else config  # type: ignore[no-any-return]
+        return functools.reduce(dict.__getitem__, self.inside, config)
 
     def with_keys(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the config with further keys, and without those that are `MISSING`. "a.b" is the key b inside a."""
         whole = copy.deepcopy(self.whole)
         for path, value in values.items():
+            if path == OF_LAYERS:
+                value = [value if base else 0 for base in self.of_layers or ()]
             place = self.text(whole)
             *folders, key = path.split(".")
             for folder in folders:
@@ -414,7 +449,8 @@ class Trace:
         return int(self.head * fraction) if path == "rotary_dim" else fraction
 
     def _bases(self) -> list[str]:
-        return [*BASES, *(f"{section}.rope_theta" for section in self._sections())]
+        of_layers = [OF_LAYERS] if self.reference.of_layers else []
+        return [*of_layers, *BASES, *(f"{section}.rope_theta" for section in self._sections())]
 
     def row(self) -> dict[str, Any]:
         """Record the row."""
@@ -429,11 +465,15 @@ class Trace:
         self.everywhere = everywhere
         layers = self.probe(self.reference.with_keys(self._values(everywhere)))
         kinds = self.reference.kinds(layers)
+        if not kinds and self.reference.inside:
+            raise CannotRecordError("no layer of its text model has a rope")
         if not kinds:
             return {"rotates": False}
         self.same_pairs = len({len(layers[index]["inv_freq"]) for index in kinds.values()}) == 1
         rows = {kind: self._kind(kind, index) for kind, index in kinds.items()}
         first = next(iter(rows.values()))
+        if self.reference.inside and not first["base"]:
+            raise CannotRecordError("it reads the text model from another place, or no key of its base")
         needs = self._needed_base(first)
         alike = not self.nested and all(row == first for row in rows.values())
         return {**needs, **(first if alike else {"kinds": rows}), **(self._pattern() if self.runs else {})}
@@ -448,8 +488,7 @@ class Trace:
                 self.probe(self.reference.with_keys(self._values(dict.fromkeys((*paths, *more), _BASE))))
             except Exception:
                 continue
-            inside = f"{self.reference.inside}." if self.reference.inside else ""
-            return {"needs": [inside + path for path in more]} if more else {}
+            return {"needs": [".".join((*self.reference.inside, path)) for path in more]} if more else {}
         return {}
 
     def _pattern(self) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from . import files
 from .engines import record, replaced
 from .model import CannotRecordError
 from .peers import package
-from .sglang_models import architectures
 from .stubbed import package_folder, stubs
+from .transformers_models import classes
 
 
 def _read(config: dict[str, Any]) -> Any:
@@ -31,7 +31,7 @@ def onnxruntime_genai(config: dict[str, Any], sequence: int, setting: int) -> tu
     """Build the class of the model builder, and its tables of cos and sin."""
     folder = Path(package_folder("onnxruntime_genai")) / "models"
     text = (folder / "builder.py").read_text()
-    name = architectures().get(config["model_type"])
+    name = classes()[config["model_type"]][0]
     lines = re.findall(rf'architectures\[0\] == "{name}"(.*?):\n.*?onnx_model = (\w+)\(', text, re.DOTALL)
     read = _read(config)
     read.architectures, read._name_or_path = [name], ""

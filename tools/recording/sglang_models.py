@@ -18,34 +18,60 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import torch
 from torch import nn
 
+from .commands import functions
 from .engines import replaced
 from .measure import pairs_of
 from .mlx_models import rope_of
 from .model import CannotRecordError
-from .model_files import TOKENS, AbsentError, BorrowedError, Engine, Rope
-from .stubbed import Plain, make_layers, package_folder, stubs
+from .model_files import TOKENS, AbsentError, Engine, Rope, filled
+from .stubbed import FEED_FORWARD, TOWERS, Nothing, Plain, Stub, make_layers, package_folder, stub_parts, stubs
+from .transformers_models import class_of, classes
 
+MIMO = {
+    "hybrid_layer_pattern": [0, 1] * 24,
+    "layernorm_epsilon": 1e-6,
+    "moe_layer_freq": [0] * 48,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_v_head_dim": 128,
+}
+"""Keys of published configs of MiMo V2, which the class of transformers does not have."""
+_QWEN = {"text_config.full_attention_interval": 4}
 FILLED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1},
     "deepseek_v3": {"moe_layer_freq": 1},
     "deepseek_v32": {"moe_layer_freq": 1},
+    "ernie4_5_vl_moe": {"moe_layer_start_index": [1], "moe_layer_end_index": [27], "moe_layer_interval": 1},
     "exaone4": {"sliding_window_pattern": "LLLG"},
     "exaone_moe": {"is_moe_layer": [False] * 64},
     "falcon_h1": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "glm_moe_dsa": {"moe_layer_freq": 1},
     "hy_v3": {"route_norm": True},
+    "diffusion_gemma": {"vision_config": {}},
+    "mimo_v2_flash": MIMO,
+    "minimax_m3_vl": {"vision_config": {}},
+    "step3p7": {"text_config.moe_layers_enum": "4,5"},
+    "minicpmv4_6": _QWEN,
+    "minicpmv4_7": _QWEN,
+    "qwen3_5": _QWEN,
     "qwen3_5_text": {"full_attention_interval": 4},
     "qwen3_next": {"full_attention_interval": 4},
+    "qwen4_exp": _QWEN,
 }
 """Values of keys that a file of SGLang reads and that the class of transformers does not have."""
 
 _ROTARY = "srt.layers.rotary_embedding"
 _COMMON = "utils/hf_transformers/common.py"
+_GEMMA4 = ("_GEMMA4_MODEL_TYPES", "_GEMMA4_FLATTENED_PER_LAYER_ATTRS", "_gemma4_attention_shapes")
+_GEMMA4 += ("_apply_gemma4_attention_overrides",)
 
 
 class Recorded(nn.Module):
@@ -62,6 +88,10 @@ class Recorded(nn.Module):
             if name.startswith("__"):
                 raise
             return None
+
+    def enabled(self) -> bool:
+        """Say that no kernel is used."""
+        return False
 
     @property
     def later(self) -> dict[str, Any]:
@@ -98,6 +128,7 @@ class SGLang:
             "append_stages": lambda *stages: [None] * len(stages),
             "declare_ffn": lambda **facts: SimpleNamespace(**facts),
             "get_device": _Device,
+            "get_device_capability": lambda *_: (9, 0),
             "get_pp_indices": lambda count, *_: (0, count),
             "get_rope_config": function(self.folder / _COMMON, "get_rope_config"),
             "init_expert_location": "trivial",
@@ -105,8 +136,11 @@ class SGLang:
             "is_last_rank": True,
             "make_layers": make_layers,
             "make_pp_layers": functools.partial(make_layers, pp_rank=0),
+            "moe_dense_tp_size": None,
+            "output_size_per_partition": ANY,
             "rl_on_policy_target": None,
             "resolve_linear_parallel_group": lambda *_: (0, 1),
+            "tie_weights": lambda *_: Stub(),
         }
         stack.enter_context(stubs("sglang", "srt.models", "srt.configs", _ROTARY, values=values))
         rotary = importlib.import_module(f"sglang.{_ROTARY}")
@@ -114,15 +148,38 @@ class SGLang:
         for module in (rotary, importlib.import_module(f"sglang.{_ROTARY}.factory")):
             for name in {"get_rope", "get_rope_wrapper", "get_rope_cpu"} & {*vars(module)}:
                 stack.enter_context(replaced(module, name, Recorded))
+        stack.enter_context(replaced(torch.cuda, "Stream", Stub))
+        own = importlib.import_module("sglang.srt.configs.model_config")
+        stack.enter_context(replaced(own, "load_joint_head_config", lambda *_: None))
         self.classes: dict[str, Any] = {}
         models = importlib.import_module("sglang.srt.models")
         for _, name, _ in pkgutil.iter_modules(models.__path__, "sglang.srt.models."):
-            entries = getattr(importlib.import_module(name), "EntryClass", [])
+            module = importlib.import_module(name)
+            stub_parts(module, TOWERS, FEED_FORWARD)
+            entries = getattr(module, "EntryClass", [])
             self.classes |= {each.__name__: each for each in (entries if isinstance(entries, list) else [entries])}
         registry = re.search(r"_CONFIG_REGISTRY.*?in \[(.*?)\]", (self.folder / _COMMON).read_text(), re.DOTALL)
         configs = importlib.import_module("sglang.srt.configs")
         known = [getattr(configs, name, None) for name in re.findall(r"\w+", registry[1] if registry else "")]
         self.configs = {each.model_type: each for each in known if each is not None}
+        library = importlib.import_module("transformers")
+        names = {"torch": torch, "PretrainedConfig": library.PretrainedConfig}
+        folder = self.folder / "utils"
+        names = functions(f"{folder}/hf_transformers_patches.py", ("normalize_rope_scaling_compat",), **names)
+        names = functions(f"{self.folder}/{_COMMON}", ("_patch_text_config", "get_hf_text_config"), **names)
+        self.readers = functions(f"{folder}/hf_transformers/config.py", _GEMMA4, **names)
+
+    def complete(self, config: Any) -> Any:
+        """Return a config with the values that SGLang adds after it was read."""
+        text = self.readers["get_hf_text_config"](config)
+        if config.model_type not in self.configs:
+            for key, value in vars(text).items():
+                if value is not None and not hasattr(config, key):
+                    setattr(config, key, value)
+        if config.model_type in self.readers["_GEMMA4_MODEL_TYPES"]:
+            self.readers["_apply_gemma4_attention_overrides"](config)
+        config.encoder_only = config.language_only = config.language_model_only = False
+        return open_towers(config, text)
 
 
 @functools.cache
@@ -131,57 +188,72 @@ def sglang() -> SGLang:
     return SGLang()
 
 
-@functools.cache
-def architectures() -> dict[str, str]:
-    """Return the class of transformers for each model_type: the one for images and text, else the one for text."""
-    auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    found = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    return {name: each if isinstance(each, str) else each[0] for name, each in found.items()}
+def architecture(config: dict[str, Any], known: Any, own: dict[str, Any]) -> str:
+    """Return the class of an engine that runs a config, as `class_of` with what the engine borrows from transformers.
 
-
-def architecture(config: dict[str, Any], known: Any) -> str:
-    """Return the class that a config names, if an engine has it, else the class of transformers for its model_type.
-
-    Raises:
-        BorrowedError: only transformers has the class, and other programs can use its attention.
-        AbsentError: there is no such class.
-        CannotRecordError: the config names no class, and transformers has none for its model_type.
+    Args:
+        config: the config.
+        known: the classes of the engine.
+        own: maps model_types to the classes of configs that the engine has itself.
     """
-    named = [*(config.get("architectures") or []), architectures().get(config["model_type"])]
-    names = [name for name in named if name]
-    found = next((name for name in names if name in known), None)
-    if found is not None:
-        return found
-    if not names:
-        raise CannotRecordError("no class is known for this model_type")
     transformers = importlib.import_module("transformers")
-    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    if cls is not None and cls.is_backend_compatible():
-        raise BorrowedError(names[0])
-    raise AbsentError(f"there is no class {names[0]}")
+
+    def lent(name: str) -> bool:
+        cls = getattr(transformers, name, None)
+        return cls is not None and not cls.config_class.is_encoder_decoder and bool(cls.is_backend_compatible())
+
+    found = class_of(config, known, lent)
+    name = config["model_type"]
+    if name in classes() and name not in {**transformers.CONFIG_MAPPING, **own}:
+        raise AbsentError(f"its transformers {transformers.__version__} has no config of this model_type")
+    return found
 
 
 def file(config: dict[str, Any]) -> str:
     """Return the file of the model."""
-    name = architecture(config, sglang().classes)
+    name = architecture(config, sglang().classes, sglang().configs)
     return f"srt/models/{sglang().classes[name].__module__.rpartition('.')[2]}.py"
 
 
-def config_object(config: dict[str, Any], own: dict[str, Any]) -> Any:
-    """Return the object that an engine reads from a config: one of its own classes, or that of transformers."""
-    values = json.loads(json.dumps(config))
+def config_object(config: dict[str, Any], own: dict[str, Any], name: str) -> Any:
+    """Return the object that an engine reads from a config: one of its own classes, or that of transformers.
+
+    Args:
+        config: the config.
+        own: as in `architecture`.
+        name: the class of the model, which the object names.
+    """
+    values = {**json.loads(json.dumps(config)), "architectures": [name]}
     if config["model_type"] in own:
-        return own[config["model_type"]].from_dict({"architectures": [], **values})
+        return own[config["model_type"]].from_dict(values)
     return importlib.import_module("transformers").AutoConfig.for_model(**values)
+
+
+def open_towers(config: Any, text: Any) -> Any:
+    """Let the parts of a config for images and sound have every attribute, because their layers are not recorded."""
+    for part in vars(config).values():
+        if hasattr(part, "to_dict") and text in vars(part).values():
+            open_towers(part, text)
+        elif hasattr(part, "to_dict") and part is not text:
+            cls = type(part)
+            part.__class__ = type(cls.__name__, (cls,), {"__getattr__": _any_attribute})
+    return config
+
+
+def _any_attribute(_: Any, name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return Nothing()
 
 
 def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     """Build the model of a config, and return the rope that each layer builds."""
     engine = sglang()
-    values = config_object(config, engine.configs)
+    name = architecture(config, engine.classes, engine.configs)
+    values = engine.complete(config_object(config, engine.configs, name))
     dtype = replaced(torch, "get_default_dtype", lambda: getattr(torch, config.get("torch_dtype", "float32")))
     with torch.device("meta"), dtype:
-        model = engine.classes[architecture(config, engine.classes)](config=values)
+        model = engine.classes[name](config=values)
     if text := _with_own_rotary(model):
         rotated = [_rotated_in_forward(text, layer, tokens) for layer in list(text.layers)]
         distinct = {q.numpy().tobytes(): q for q in rotated}
@@ -310,8 +382,7 @@ def _one_axis() -> list[torch.Tensor]:
 
 def fill(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Add the keys in `FILLED`."""
-    values = FILLED.get(config["model_type"], {})
-    return {**config, **values}, [key for key in values if key not in config]
+    return filled(config, FILLED.get(config["model_type"], {}))
 
 
 ENGINE = Engine(

@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
@@ -158,6 +158,9 @@ class Stub(nn.Module):
     def register_parameter(self, name: str, param: Any) -> None:
         self._parameters[name] = param
 
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
+
     def __delattr__(self, name: str) -> None:
         with contextlib.suppress(AttributeError):
             super().__delattr__(name)
@@ -273,9 +276,21 @@ def stubs(package: str, *real: str, values: dict[str, Any] | None = None) -> Ite
         sys.modules.update(before)
 
 
-def make_layers(count: int, layer: Callable[..., nn.Module], *others: Any, prefix: str = "", **named: Any) -> Any:
+TOWERS = "Vision|Visual|Audio|PerceptionEncoder|QFormer|ViT"
+FEED_FORWARD = "(MLP|Mlp|MoE|Moe|MoeBlock|MoEBlock|Experts|FFN)$"
+
+
+def stub_parts(module: types.ModuleType, *names: str) -> None:
+    """Replace the classes of a model's file with such names, which have no rope of its text model."""
+    for name, value in vars(module).items():
+        is_module = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_module and re.search("|".join(names), name) and not re.search("For|Attention|Rotary", name):
+            setattr(module, name, Stub)
+
+
+def make_layers(count: int, layer: Any = None, *others: Any, prefix: str = "", **named: Any) -> Any:
     """Build the layers of a model, as the functions of this name in SGLang do in one process."""
-    modules = []
+    modules, layer = [], layer or named["layer_fn"]
     for index in range(count):
         try:
             modules.append(layer(idx=index, prefix=f"{prefix}.{index}"))

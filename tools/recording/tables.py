@@ -1,7 +1,8 @@
 """The tables of models that ropewalk ships, written from the golden files in engine_models/ and trainers/.
 
-python tools/recording/tables.py           compare the tables with the golden files
-python tools/recording/tables.py --write   write them
+python tools/recording/tables.py            compare the tables with the golden files
+python tools/recording/tables.py --write    write them
+python tools/recording/tables.py --judged   count the model_types of transformers that `diff` judges in each engine
 """
 
 from __future__ import annotations
@@ -89,7 +90,38 @@ def text(values: dict[str, Any]) -> str:
     return f'{{{others}"models": {{\n{models}\n }}}}\n'
 
 
+_COUNTED = ("vllm", "sglang", "llama.cpp", "mlx-lm")
+
+
+def judged() -> list[str]:
+    """Return lines that say which model_types of transformers an engine has, but `diff` does not judge.
+
+    Each model_type stands for the config with its class defaults, if ropewalk reads it and a layer rotates.
+    """
+    sys.path.insert(0, str(ROOT / "tools"))
+    from recording import configs, files
+    from ropewalk import diff
+
+    files.quiet()
+    has: dict[str, dict[str, str]] = {}
+    for name in configs.model_types():
+        try:
+            found = diff.engines(configs.plain(configs.config_of(name)), names=_COUNTED, length=4096).facts
+        except Exception:  # transformers builds no config, or ropewalk does not read it
+            continue
+        for engine, state in found["states"].items():
+            if found["ropes"] and state != "absent":
+                has.setdefault(engine, {})[name] = state
+    unknown = {engine: [name for name, state in states.items() if state == "unknown"] for engine, states in has.items()}
+    lines = [f"{engine}: {len(unknown[engine])} of {len(has[engine])}: {' '.join(unknown[engine])}" for engine in has]
+    share = sum(map(len, unknown.values())) / sum(map(len, has.values()))
+    return [*lines, f"not judged: {share:.1%}"]
+
+
 def main(arguments: list[str]) -> int:
+    if "--judged" in arguments:
+        print("\n".join(judged()))
+        return 0
     changed = False
     for path in sorted(GOLDEN.glob("*/models_of_*.json")):
         target = PACKAGE / f"{path.stem.removeprefix('models_of_')}.json"

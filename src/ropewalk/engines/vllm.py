@@ -122,7 +122,7 @@ _OWN_CLASSES = "bailing_hybrid cosmos3_edge_text deepseek_v4 hy_v4 muse_glimmer_
 
 VLLM = Engine(
     name="vLLM",
-    version="0.32.0",
+    version="0.33.0",
     rounding=_ROUNDING,
     rules={
         "default": Rule(f"{_FOLDER}/base.py"),
