@@ -28,7 +28,7 @@ from .engines import replaced
 from .measure import pairs_of
 from .mlx_models import rope_of
 from .model import CannotRecordError
-from .model_files import TOKENS, AbsentError, Engine, Rope, filled
+from .model_files import TEXT, TOKENS, AbsentError, Engine, Rope, filled
 from .stubbed import FEED_FORWARD, TOWERS, Nothing, Plain, Stub, make_layers, package_folder, stub_parts, stubs
 from .transformers_models import class_of, classes
 
@@ -231,17 +231,17 @@ def config_object(config: dict[str, Any], own: dict[str, Any], name: str) -> Any
 
 def open_towers(config: Any, text: Any) -> Any:
     """Let the parts of a config for images and sound have every attribute, because their layers are not recorded."""
-    for part in vars(config).values():
+    for key, part in vars(config).items():
         if hasattr(part, "to_dict") and text in vars(part).values():
             open_towers(part, text)
-        elif hasattr(part, "to_dict") and part is not text:
+        elif hasattr(part, "to_dict") and re.search("vision|visual|vit|image|audio", key):
             cls = type(part)
             part.__class__ = type(cls.__name__, (cls,), {"__getattr__": _any_attribute})
     return config
 
 
 def _any_attribute(_: Any, name: str) -> Any:
-    if name.startswith("_"):
+    if name.startswith("_") or name in (*TEXT, "text_encoder", "decoder", "generator"):  # transformers looks for these
         raise AttributeError(name)
     return Nothing()
 

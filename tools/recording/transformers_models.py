@@ -43,7 +43,9 @@ def classes(kind: str = "classes") -> dict[str, list[str]]:
 
 
 def class_of(config: dict[str, Any], known: Container[str], lent: Callable[[str], bool] = lambda name: False) -> str:
-    """Return the first class that an engine knows: of those that the config names, then those of its model_type.
+    """Return the first class that an engine knows.
+
+    The config may name it. Otherwise it is that of transformers for the model_type, or one of a published config.
 
     Args:
         config: the config.
@@ -56,9 +58,9 @@ def class_of(config: dict[str, Any], known: Container[str], lent: Callable[[str]
         CannotRecordError: transformers does not have the model_type, and the config names no class.
     """
     name = config["model_type"]
-    published = [one for each in (config, *configs().get(name, ())) for one in each.get("architectures") or ()]
+    published = [one for each in configs().get(name, ()) for one in each.get("architectures") or ()]
     text, others = classes().get(name, []), classes("others").get(name, [])
-    names = [*published, *text, *others]
+    names = [*(config.get("architectures") or ()), *text, *published, *others]
     if not names and name not in classes():
         raise CannotRecordError("no class is known for this model_type")
     found = next((each for each in names if each in known), None)

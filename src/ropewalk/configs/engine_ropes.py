@@ -98,7 +98,7 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
 def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine) -> list[tuple[ConfigRope, list[int]]]:
     """Return each distinct rope with the config keys for it and the indices of its layers. Omit unrotated layers.
 
-    Layers with other windows or to which an engine assigns other kinds are apart, even if their ropes are equal.
+    Layers with other windows, listed bases, or kinds that an engine assigns are apart, even if their ropes are equal.
 
     Args:
         ropes: the ropes of a config.
@@ -110,9 +110,9 @@ def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine
     shared = _whole(ropes, values)
     for index, (rope, kind) in enumerate(zip(ropes.layers, kinds, strict=True)):
         if rope is not None:
-            config_rope = _config_rope(shared, ropes, rope, kind, index)
-            key = (rope, kind, ropes.window(index), *(entry.kind_of_layer(config_rope, index) for entry in chosen))
-            found.setdefault(key, (config_rope, []))[1].append(index)
+            one = _config_rope(shared, ropes, rope, kind, index)
+            key = (rope, kind, one.window, one.listed_base, *(entry.kind_of_layer(one, index) for entry in chosen))
+            found.setdefault(key, (one, []))[1].append(index)
     return list(found.values())
 
 

@@ -74,6 +74,12 @@ class ConfigRope:
         section = {**by.section, key: self.read_section()[key]}
         return replace(by, section=section, values={**by.values, "rope_parameters": section})
 
+    @property
+    def listed_base(self) -> object:
+        """The base of the layer in `layer_rope_theta`, which lists one for each layer; None without it."""
+        bases = self.values.get("layer_rope_theta")
+        return bases[self.layer] if isinstance(bases, list) and self.layer < len(bases) else None
+
     def with_scaling(self, scaling: Scaling | None) -> Rope:
         """Return the rope with `scaling` as its scheme, or the rope itself if it already has this scheme."""
         return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)

@@ -184,7 +184,7 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     if isinstance(parameters, Mapping) and nested != any(isinstance(v, Mapping) for v in parameters.values()):
         return Reading(None, file, stop="how it reads rope_parameters of this form was not recorded", why="unknown")
     rope = config.rope
-    base = _first(_of_layer(config), file.base, file.otherwise)
+    base = _first({**config.values, "layer_rope_theta": config.listed_base}, file.base, file.otherwise)
     section, scaling = _scaling(file, config)
     rotary_dim = _rotary_dim(file, config)
     for found in (base, scaling, rotary_dim):
@@ -287,14 +287,6 @@ def _rotary_dim(file: ModelFile, config: ConfigRope) -> int | str:
     if isinstance(value, str) or value is None:
         return value or f"{path} is not a number"
     return int(value) if path == "rotary_dim" else int(rope.head_dim * value)
-
-
-def _of_layer(config: ConfigRope) -> Mapping[str, Any]:
-    """Return the config of the text model, with the base of this layer under the key that lists one for each layer."""
-    bases = config.values.get("layer_rope_theta")
-    if not isinstance(bases, list) or config.layer >= len(bases):
-        return config.values
-    return {**config.values, "layer_rope_theta": bases[config.layer]}
 
 
 def _first(values: Mapping[str, Any], paths: tuple[str, ...], otherwise: float | str | None) -> float | str | None:
