@@ -330,11 +330,11 @@ BUDGET = {
     "rotation": 1941,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 6676,
-    "tools/commands": 1156,
+    "tools/check": 6681,
+    "tools/commands": 1174,
     "tools/convert": 1950,
-    "tools/diff": 1527,
-    "tools/extend": 1369,
+    "tools/diff": 1634,
+    "tools/extend": 1402,
     "tools/plots": 1250,
 }
 
