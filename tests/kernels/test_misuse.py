@@ -70,7 +70,7 @@ for call in (
     lambda: QKNorm(freed(8), one, eps=1e-6).rotate(rotation, q, k, layout='bshd'),
     lambda: attend(q, k, z), lambda: attend(q, z, k), lambda: attend(freed(1, 3, 4, 8), k, k),
     lambda: attend(q, k, z, window=2), lambda: attend(q, k, z, capacity=9, store='int8'),
-    lambda: layer()[0].append(k, z), lambda: layer()[0].write(z, k),
+    lambda: layer()[0].append(k, z), lambda: layer()[0].append(z, k),
     lambda: layer()[0].attend(q, k, k, mask=seen),
     lambda: masks.padding(freed(1, 3, dtype=torch.int64)),
     lambda: KVCache(1, 1, 2, 8, capacity=9).step(3, attention_mask=freed(1, 3, dtype=torch.bool)),

@@ -43,6 +43,7 @@ class Plan:
         slots: row and slot of each new token, for `Store.write`.
         flat_slots: row · slots of a row + slot of each token, int64 `[batch, seq]`, for `Store.rotate_and_write`.
         concatenates: whether the new keys are concatenated to the cached ones for attention, which they overwrite.
+        can_be_undone: whether no key is overwritten that the cache needs if layers have stored, but others fail.
         evicts_nothing: whether all tokens, the new ones included, are known to fit in the slots.
         lengths: the smallest and largest number of tokens in the slots that are read. None if reading them is not free.
         keys: number of keys of the mask.
@@ -60,6 +61,7 @@ class Plan:
         # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
         # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
         self.concatenates = ring.evicts and seq > 1
+        self.can_be_undone = not self.concatenates
         self.lengths = lengths = read_range(length if self.concatenates else new.length)
         longest = None if lengths is None else lengths[1] + (seq if self.concatenates else 0)
         self.evicts_nothing = longest is not None and longest <= ring.count
@@ -79,11 +81,6 @@ class Plan:
     def without_padding(self, numbers: Tensor) -> Tensor:
         """Return numbers of the new tokens, `[batch, seq]`, with `EMPTY` for padding."""
         return numbers if self._padding is None else numbers.masked_fill(self._padding, EMPTY)
-
-    @property
-    def can_be_undone(self) -> bool:
-        """Whether the cache can be as before after layers have stored: no key that it needs then is overwritten."""
-        return not self.concatenates
 
     @property
     def key_order(self) -> Tensor:
@@ -109,7 +106,7 @@ class Plan:
             keys are sinks, bool `[batch or 1, keys]`.
         """
         ring = self.ring
-        if not ring.sinks or self.evicts_nothing:  # or no query moves back
+        if not ring.sinks or self.evicts_nothing:  # no query moves back
             return None
         excess = (self.order - (ring.sinks + ring.ring - 1)).clamp(min=0)
         slot = torch.arange(self.keys, device=self.order.device)[None]
@@ -155,7 +152,7 @@ class Plan:
         extended = rotation is not None and rotation.passes == 2 and (not sinks or rotation.sinks != sinks)
         if mask is not None or extended:
             return None
-        count = self.ring.count if self.reads_all else self.filled.stop
+        count = self.ring.count if torch.compiler.is_compiling() else self.filled.stop  # as `reads_all`
         if not self.ring.evicts:
             return VisibleKeys(self.order, count, window=window)
         if self.concatenates or window != self.ring.window:

@@ -168,8 +168,8 @@ class CacheStep:
                 "an outdated one",
                 "Call it on the step of this forward pass.",
             )
-        near = rope.at(on_axes(rope, self.positions), dtype=dtype)
-        sinks = self._plan.find_sinks()
+        near = rope.at(self.positions if rope.axes is None else on_axes(rope, self.positions), dtype=dtype)
+        sinks = self._plan.find_sinks() if self._plan.ring.sinks else None
         if sinks is None:
             return near
         excess, is_sink = sinks

@@ -111,7 +111,8 @@ def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     """Return the row for a config, and the model_type that the engine does not have; None and "" if there is none."""
     rows, absent, inside = _table(table)
     names = [config.model, *([config.model_type] if inside else [])]
-    lacking = next((name for name in (config.model.partition("/")[0], *names[1:]) if name in absent), "")
+    whole = config.model.partition("/")[0]  # of its parts, an engine may have one without a name of its own
+    lacking = whole if whole in absent else ""
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
 
 
