@@ -303,6 +303,12 @@ class TestTransformers4:
         llava = {"model_type": "llava", "text_config": LLAMA_5}
         assert diff.engines(llava).facts["states"]["transformers-4"] == "differs"
 
+    def test_a_part_without_a_name_of_its_own(self) -> None:
+        """Transformers 4 has mllama (`MllamaTextConfig`), but no entry of CONFIG_MAPPING for its text model."""
+        mllama = {"model_type": "mllama", "text_config": {**LLAMA_5, "model_type": "mllama_text_model"}}
+        states = diff.engines(mllama, names=["transformers", "transformers-4"]).facts["states"]
+        assert states["transformers-4"] == "unknown"
+
 
 class TestVerdict:
     @pytest.mark.parametrize(
