@@ -333,7 +333,7 @@ BUDGET = {
     "tools/check": 6681,
     "tools/commands": 1174,
     "tools/convert": 1950,
-    "tools/diff": 1634,
+    "tools/diff": 1629,
     "tools/extend": 1402,
     "tools/plots": 1250,
 }

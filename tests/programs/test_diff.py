@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ropewalk import diff
+from ropewalk import RopeError, diff
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
 from ropewalk.tools import cli
 
@@ -138,9 +138,11 @@ def test_an_override(config: Path) -> None:
         diff.engines(config, names=("transformers", "vllm"), override=keys).text(),
     )
     assert "Each engine is started with the override" in ran.stdout
-    for value in ("rope_theta=1", "[1]"):
+    for value in ("rope_theta=1", "[1]", "[]", "null"):
         ran = run(config, "--override", value)
         assert (ran.exit_code, "must be a JSON object" in ran.stderr) == (2, True)
+    with pytest.raises(RopeError, match="override must have at least one key"):
+        diff.engines(config, override={})
     assert "--override is for one config" in run(config, config, "--override", json.dumps(keys)).stderr
 
 

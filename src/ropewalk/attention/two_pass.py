@@ -106,10 +106,10 @@ class TwoPass:
     def attend_few(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float
     ) -> Tensor:
-        """Compute the softmax of the merged near and far scores, times v, for few tokens: all scores are in memory.
+        """Attend with few tokens: it keeps all scores in memory, and copies no keys, unlike `join`.
 
-        It copies no keys, unlike `join`, whose result has the same arguments and meaning. The softmax is computed in
-        float32, or in float64 for float64 tensors.
+        The arguments are those of `join`, and the scale. The softmax is computed in float32, or for float64 tensors in
+        float64.
         """
         near, far = q.chunk(2, dim=1)
         seq = near.shape[1]

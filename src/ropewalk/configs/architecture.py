@@ -21,6 +21,8 @@ from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
 
+KindRule = Pattern | Callable[[Reader, int], list[str]] | None  # the kinds of a number of layers
+
 
 @dataclass(frozen=True)
 class QueryScale:
@@ -158,7 +160,7 @@ class Architecture:
     dim_key: str = ""
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
     length_key: str = ""
-    pattern: Pattern | Callable[[Reader, int], list[str]] | None = None
+    pattern: KindRule = None
     flat: bool = False
     sections: str = "rope_scaling"
     listed: bool = False

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.architecture import Architecture, KindRule
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.families.latent import Latent
-from ropewalk.configs.layers import ALL, Kind, Pattern
+from ropewalk.configs.layers import ALL, Kind
 
 
 def source(folder: str) -> str:
@@ -56,7 +56,7 @@ def latent(
     return Latent(source=source(folder), pairing=pairing, output_order=output_order, **fields)
 
 
-def hybrid(folder: str, attention: str, unrotated: tuple[str, ...], pattern: Any, **fields: Any) -> Architecture:
+def hybrid(folder: str, attention: str, unrotated: tuple[str, ...], pattern: KindRule, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model in which only one kind of layer rotates.
 
     Args:
@@ -70,7 +70,7 @@ def hybrid(folder: str, attention: str, unrotated: tuple[str, ...], pattern: Any
     return row(folder, kinds=kinds, pattern=pattern, **fields)
 
 
-def local_only(folder: str, pattern: Pattern | None, **fields: Any) -> Architecture:
+def local_only(folder: str, pattern: KindRule, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model that rotates in layers with a sliding window, but not with full attention."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **fields)

@@ -18,6 +18,7 @@ from ropewalk.engines._engine import Engine as Engine
 from ropewalk.engines._engine import Rounding as Rounding
 from ropewalk.engines._override import Flags as Flags
 from ropewalk.engines._override import Override as Override
+from ropewalk.engines._override import put as put
 from ropewalk.engines._override import spellings as spellings
 from ropewalk.engines.automodel import AUTOMODEL
 from ropewalk.engines.exllamav3 import EXLLAMAV3

@@ -145,3 +145,10 @@ def _changed(parameters: Mapping[str, Any], rope_type: str, keys: Mapping[str, f
         key: _changed(value, rope_type, keys) if isinstance(value, Mapping) else value
         for key, value in parameters.items()
     }
+
+
+def put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config in which the object at the end of `path` is `value`."""
+    if not path:
+        return dict(value)
+    return {**config, path[0]: put(config.get(path[0], {}), path[1:], value)}

@@ -142,8 +142,7 @@ def _kinds_of_layers(c: Keys) -> list[str]:
         return [layers.pattern] * count
     kinds = layers.pattern.kinds(c, count)
     if kinds is None:
-        key = min(layers.pattern.keys())
-        raise c.error(key, "must be given, since the layers differ", "none", c.missing_list_fix)
+        raise c.error(min(layers.pattern.keys()), "must be given, since the layers differ", "none", c.missing_list_fix)
     if layers.ignores_list and isinstance(layers.pattern, LayerFlags) and isinstance(layers.pattern.otherwise, Every):
         origin = c.origins["layer_types"]
         if kinds != replace(layers.pattern.otherwise, key="").kinds(c, count):

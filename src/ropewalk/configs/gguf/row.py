@@ -148,9 +148,8 @@ class GgufRow:
 
     def kinds(self) -> dict[str, Kind | None]:
         """Return a dict from the name of each kind of layer to its `Kind`, or to None if such layers do not rotate."""
-        return {ALL: MODEL_KIND, NO_ROPE: None, LEADING: MODEL_KIND} | dict(
-            self.layers.kinds if self.layers is not None else {}
-        )
+        own = {} if self.layers is None else self.layers.kinds
+        return {ALL: MODEL_KIND, NO_ROPE: None, LEADING: MODEL_KIND, **own}
 
     def specific_keys(self) -> frozenset[str]:
         """Return the keys that llama.cpp reads for this architecture but not for every architecture."""

@@ -58,7 +58,7 @@ factor = click.option(
 def json_object(_ctx: click.Context, _option: click.Parameter, value: str | None) -> dict[str, Any] | None:
     """Return the JSON object in the value of an option."""
     try:
-        return None if value is None else dict(json.loads(value))
+        return None if value is None else dict(**json.loads(value))
     except (TypeError, ValueError) as e:
         raise click.BadParameter(f"must be a JSON object: {e}") from None
 

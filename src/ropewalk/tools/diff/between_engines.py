@@ -98,6 +98,9 @@ def engines(
     if isinstance(names, str) or not isinstance(names, Collection):
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
+    if override is not None and not (isinstance(override, Mapping) and override):
+        fix = "Pass the keys and values that the engine is started with, or omit it."
+        raise _checks.error("diff.engines", "override must have at least one key", _checks.shown(override), fix)
     named = [engine("diff.engines", name) for name in dict.fromkeys(names)]
     asked = (*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ()))
     chosen = list({entry.name: entry for entry in asked}.values())

@@ -14,12 +14,11 @@ from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.configs.reader import LENGTHS as _LENGTHS
-from ropewalk.engines import ConfigRope, Engine, Flags, engine, spellings
+from ropewalk.engines import ConfigRope, Engine, Flags, engine, put, spellings
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
-from ropewalk.tools.diff.overridden import put as put
 from ropewalk.tools.diff.rope_difference import difference
 
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")

@@ -10,7 +10,7 @@ from ropewalk._checks import RopeError, without_fix
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.engines import Answer, ConfigRope, Engine, Flags, Override
+from ropewalk.engines import Answer, ConfigRope, Engine, Flags, Override, put
 
 _LOST = "its override leaves rope_parameters without rope_theta, which it needs (TypeError or KeyError)"
 
@@ -86,10 +86,3 @@ def overridden(
 
 def _is_nested(parameters: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping) for value in parameters.values())
-
-
-def put(config: Mapping[str, Any], path: list[str], value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config in which the object at the end of `path` is `value`."""
-    if not path:
-        return dict(value)
-    return {**config, path[0]: put(config.get(path[0], {}), path[1:], value)}

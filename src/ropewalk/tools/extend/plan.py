@@ -14,10 +14,10 @@ from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
-from ropewalk.engines import ConfigRope
+from ropewalk.engines import ConfigRope, put
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, Scaling, YaRN
-from ropewalk.tools.diff.for_engine import LENGTHS, put
+from ropewalk.tools.diff.for_engine import LENGTHS
 from ropewalk.tools.diff.lengths import stated_length
 
 METHODS: dict[str, Callable[[float, int], Scaling] | None] = {
