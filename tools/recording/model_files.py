@@ -345,7 +345,7 @@ class Reference:
         text.update({key: value for key, value in self.always.items() if key in FRACTIONS})
         parameters = text.get("rope_parameters") or _nested_parameters(str(text.get("model_type")))
         self.sections = [name for name, value in parameters.items() if isinstance(value, dict)]
-        mla = text.get("qk_rope_head_dim")  # a slice of the head, which rotates as a whole
+        self.mla = mla = text.get("qk_rope_head_dim")  # a slice of the head, which rotates as a whole
         stated = any(key in text for key in FRACTIONS) or "partial_rotary_factor" in json.dumps(parameters)
         self.has_fraction = stated and not mla
         self.fraction_keys = [key for key in FRACTIONS if text.get(key) is not None]
@@ -414,6 +414,7 @@ class Trace:
 
     def __init__(self, engine: Engine, reference: Reference) -> None:
         self.probe, self.runs, self.reference = engine.ropes, engine.runs, reference
+        self.loaded = engine.loaded
         # In nested rope_parameters, a file reads the object of the kind of layer.
         self.nested = bool(reference.sections)
 
@@ -461,6 +462,7 @@ class Trace:
             first_of(text, *names)
             for names in (("hidden_size", "n_embd", "d_model"), ("num_attention_heads", "n_head", "n_heads"))
         )
+        self.head_is_stated = "head_dim" in text
         self.head = int(text.get("head_dim") or text.get("qk_rope_head_dim") or width // heads)
         self.everywhere = everywhere
         layers = self.probe(self.reference.with_keys(self._values(everywhere)))
@@ -474,7 +476,7 @@ class Trace:
         first = next(iter(rows.values()))
         if self.reference.inside and not first["base"]:
             raise CannotRecordError("it reads the text model from another place, or no key of its base")
-        needs = self._needed_base(first)
+        needs = {**self._needed_base(first), **self._needed_in_section()}
         alike = not self.nested and all(row == first for row in rows.values())
         return {**needs, **(first if alike else {"kinds": rows}), **(self._pattern() if self.runs else {})}
 
@@ -490,6 +492,16 @@ class Trace:
                 continue
             return {"needs": [".".join((*self.reference.inside, path)) for path in more]} if more else {}
         return {}
+
+    def _needed_in_section(self) -> dict[str, Any]:
+        """Return the keys of `EXTRA` without which the file does not load a config."""
+        needed, values = [], self._values(self.everywhere)
+        for key in EXTRA.get(str(self.reference.whole["model_type"]), {}):
+            try:
+                self.probe(self.reference.with_keys({k: v for k, v in values.items() if not k.endswith(f".{key}")}))
+            except Exception:
+                needed.append(key)
+        return {"section_needs": needed} if needed else {}
 
     def _pattern(self) -> dict[str, Any]:
         """Record which key assigns the kinds of layers, if it is not `layer_types`."""
@@ -525,6 +537,9 @@ class Trace:
         rope = self._rope(self._values(self.everywhere), index)
         row: dict[str, Any] = {"base": keys, "otherwise": otherwise, "pairing": rope["pairing"]}
         row |= self._read_scaling(kind, index, rope)
+        known = self.head_is_stated or rope["head_dim"] == self.head
+        if known and rope["rotary_dim"] < self.head and not self.reference.mla:
+            self.reference.has_fraction = True  # it rotates a part by its own default
         if self.reference.has_fraction:
             row |= self._read_fraction(index)
         return row
@@ -574,13 +589,21 @@ class Trace:
             except (CannotRecordError, AbsentError):
                 raise
             except Exception as error:
-                return {"fraction": found, "otherwise_fraction": message(error)}
+                return {"fraction": found, "otherwise_fraction": self._loaded_fraction(index) or message(error)}
             share = rope["rotary_dim"] / max(rope["head_dim"], self.head)
             read = next((path for path in left if shares[path] == share), None)
             if read is None:
                 return {"fraction": found, "otherwise_fraction": share}
             found.append(read)
             left.remove(read)
+
+    def _loaded_fraction(self, index: int) -> float | None:
+        """Return the fraction that an engine adds when it loads a config without one, or None if it adds none."""
+        config = self.loaded(self.reference.with_keys(self._values(self.everywhere, {})))
+        with contextlib.suppress(Exception):
+            rope = self.probe(config)[index]
+            return None if rope is None else float(rope["rotary_dim"] / max(rope["head_dim"], self.head))
+        return None
 
     def _read_scaling(self, kind: str, index: int, plain: Rope) -> dict[str, Any]:
         """Find the objects whose scaling the file applies, and the schemes that it treats in another way."""
@@ -643,7 +666,7 @@ class Trace:
         short = None if states else {round(1 / _lists(1, 8.0)["short_factor"][0], 4)}
         for section in SECTIONS:
             same: dict[str, list[str]] = {}
-            for scheme in ("linear", "llama3", "yarn", "longrope"):
+            for scheme in ("linear", "dynamic", "llama3", "yarn", "longrope"):
                 if outcomes.get((section, scheme)) == "applied":
                     values, unscaled = self._form(section, index, plain)
                     rope = self._rope(values | self._scaled(section, kind, scheme, pairs, 8.0, _NAMES), index)

@@ -57,6 +57,7 @@ FILLED: dict[str, dict[str, Any]] = {
     "hy_v3": {"route_norm": True},
     "diffusion_gemma": {"vision_config": {}},
     "mimo_v2_flash": MIMO,
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
     "minimax_m3_vl": {"vision_config": {}},
     "step3p7": {"text_config.moe_layers_enum": "4,5"},
     "minicpmv4_6": _QWEN,
@@ -381,8 +382,9 @@ def _one_axis() -> list[torch.Tensor]:
 
 
 def fill(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Add the keys in `FILLED`."""
-    return filled(config, FILLED.get(config["model_type"], {}))
+    """Add the keys in `FILLED`. Return the config and these keys, without those that every published config has."""
+    whole, added = filled(config, FILLED.get(config["model_type"], {}))
+    return whole, [key for key in added if key not in ("moe_layer_freq", "scoring_func")]
 
 
 ENGINE = Engine(

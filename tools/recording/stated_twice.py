@@ -233,6 +233,37 @@ def _frequencies(modules: list[tuple[type, dict[str, Any]]], config: Any) -> dic
 GOLDEN = files.Golden("stated_twice.json", lambda row: row["model_type"], record)
 
 
+_DEEPSEEK = {"moe_layer_freq": 1, "num_experts_per_tok": 2, "scoring_func": "softmax", "topk_method": "greedy"}
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "axk1": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": {**_DEEPSEEK, "topk_method": "noaux_tc"},
+    "deepseek_v32": {**_DEEPSEEK, "topk_method": "noaux_tc"},
+    "dots1": {"num_experts_per_tok": 2},
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "falcon_h1": {"head_dim": 128},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "glm_moe_dsa": {**_DEEPSEEK, "topk_method": "noaux_tc"},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 4,
+        "num_hidden_layers": 4,
+        "position_embedding_type": "rope",
+    },
+    "lfm2": {
+        "block_dim": 2560,
+        "conv_dim": 2560,
+        "conv_dim_out": 2560,
+        "full_attn_idxs": [0],
+        "layer_types": ["full_attention", "conv"],
+        "num_hidden_layers": 2,
+    },
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "qwen3_5_moe_text": {"full_attention_interval": 4},
+    "solar_open": {"head_dim": 128},
+}
+"""Keys of published configs without which an engine does not build the model, or builds it with other heads."""
+
+
 def record_in(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
     """Record the same cases of a model type in another engine: case → the first layer with a rope → its numbers.
 
@@ -243,7 +274,9 @@ def record_in(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
     config = {key: value for key, value in _defaults()[name].items() if key not in _STATED}
     config = json.loads(json.dumps(config).replace('"inf"', "Infinity"))
     shrink(config)
-    added = {key: value for key, value in engine.fill(config)[0].items() if key not in (*config, *FRACTIONS, "_bare")}
+    published = _PUBLISHED.get(name, {})
+    filled = engine.fill({**config, **published})[0]
+    added = {key: value for key, value in filled.items() if key not in (*config, *FRACTIONS, "_bare")} | published
     cases = {case: _numbers(engine, {**config, **added, **keys}) for case, keys in _keys(name)}
     return {"model_type": name, **({"added": added} if added else {}), "cases": cases}
 

@@ -138,9 +138,9 @@ def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind:
     section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
     place: Any = {"kind": kind, "section_name": name, "layer": layer, "window": ropes.window(layer)}
     found = ConfigRope(rope, section=section, nested=nested, **place, **shared)
-    if not ropes.stated_twice:
+    if not ropes.stated_twice or getattr(ARCHITECTURES.get(ropes.model_type), "sections", "") == "rope_parameters":
         return found
-    values = find_text(ropes.to_hf_config(version=5))[1]
+    values = found.as_transformers(find_text(ropes.to_hf_config(version=5))[1])
     section, nested = ({}, False) if rope.scaling is None else _section_keys(values, name)
     return replace(found, by_transformers=replace(found, values=values, section=section, nested=nested))
 

@@ -189,9 +189,9 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         output_order=row.output_order if pairing == "interleaved" else None,
         axis_names=row.axis_names(ropes),
         origins=c.origins,
-        stated_twice=frozenset(
-            () if row.sections == "rope_parameters" else c.stated_twice
-        ),  # which keeps both sections
+        stated_twice=frozenset(  # a class that keeps both sections has one base
+            c.stated_twice & {"rope_theta"} if row.sections == "rope_parameters" else c.stated_twice
+        ),
     )
 
 

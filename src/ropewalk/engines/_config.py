@@ -74,6 +74,21 @@ class ConfigRope:
         section = {**by.section, key: self.read_section()[key]}
         return replace(by, section=section, values={**by.values, "rope_parameters": section})
 
+    def as_transformers(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a written config of this one with the keys that transformers has after it read this one.
+
+        Transformers keeps the rotated fraction at the top level, and adds no fraction of 1 and no key of a scheme.
+        """
+        fraction = "partial_rotary_factor"
+        values = {**written, **{key: value for key, value in self.values.items() if key == fraction}}
+        sections = (self.values.get(section) or {} for section in ("rope_scaling", "rope_parameters"))
+        known = {"rope_type", "rope_theta"}.union(self.values, *sections)
+        parameters = values.get("rope_parameters") or {}
+        kept = {k: v for k, v in parameters.items() if k in known or isinstance(v, Mapping)}
+        if parameters.get(fraction, 1.0) != 1.0:
+            kept[fraction] = parameters[fraction]
+        return {**values, "rope_parameters": kept} if parameters else values
+
     @property
     def listed_base(self) -> object:
         """The base of the layer in `layer_rope_theta`, which lists one for each layer; None without it."""

@@ -241,17 +241,19 @@ class Engine:
         if self.other_class and config.values.get(self.other_class):
             why = f"rotates with {self.other_class} by another class, which is not described here"
             return Answer(None, refusal=why, why="unknown")
-        if self.reads_by_transformers and config.values.get("rope_scaling") == {}:  # which transformers leaves out
+        own_class = config.model_type in self.own_classes
+        empty = config.values.get("rope_scaling") == {}
+        if self.reads_by_transformers and empty and not own_class:  # transformers leaves it out
             config = replace(config, values={k: v for k, v in config.values.items() if k != "rope_scaling"})
         if self.two_types is not None and self.reads_by_transformers and _differ(config.read_section()):
             return Answer(None, refusal=self.two_types[0], why=self.two_types[1], source=self.reads_by_transformers)
-        own_class = config.model_type in self.own_classes
         if self.reads_by_transformers and config.by_transformers is not None and not own_class:
             own_length = self.own_length(config.model_type)
             answer = self.answer(config.with_own_length() if own_length else config.by_transformers)
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."
             return replace(answer, notes=(said, *answer.notes))
         twice = sorted(config.stated_twice if own_class else config.stated_twice - {"rope_theta"})
+        twice += ["the scaling"] * (own_class and empty and bool(config.values.get("rope_parameters")))
         if twice and (own_class or not (self.reads_by_transformers or self.built_in or self.precedence)):
             said = f"which value it reads of {', '.join(twice)}, which the file states twice, was not recorded"
             return Answer(None, refusal=said, why="unknown", evidence="not recorded")

@@ -45,6 +45,7 @@ class ModelFile:
         otherwise_fraction: the fraction for a config without these keys, or the error.
         attention_factor: the attention factor that replaces that of a scheme, dimensionless, or None.
         needs: further keys without which the engine does not load the config.
+        section_needs: keys without which it does not load the config, in the object from which it reads the scaling.
         every: the key of a number n, its default, and the error for an n above the number of layers ("" for none). The
             last of every n layers is of the kind "full_attention", and the others are of the kind "sliding_attention".
             None if the engine uses the kinds of the config.
@@ -65,6 +66,7 @@ class ModelFile:
     otherwise_fraction: float | str = 1.0
     attention_factor: float | None = None
     needs: tuple[str, ...] = ()
+    section_needs: tuple[str, ...] = ()
     every: tuple[str, int, str] | None = None
     kinds: Mapping[str, ModelFile] = field(default_factory=dict)
 
@@ -91,7 +93,7 @@ class Reading:
 
 _OTHER = "another scheme"
 _ALL = "all"  # the kind of the layers of a config in which all are alike
-_LISTS = ("base", "scaling", "fraction", "needs", "every")
+_LISTS = ("base", "scaling", "fraction", "needs", "section_needs", "every")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 
 
@@ -187,6 +189,9 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     rope = config.rope
     base = _first({**config.values, "layer_rope_theta": config.listed_base}, file.base, file.otherwise)
     section, scaling = _scaling(file, config)
+    if missing := [key for key in file.section_needs if section.get(key) is None]:
+        stop = f"it needs the keys {', '.join(missing)} in {' or '.join(file.scaling)}"
+        return Reading(None, file, stop=stop, why="refused")
     rotary_dim = _rotary_dim(file, config)
     for found in (base, scaling, rotary_dim):
         if found == _OTHER:

@@ -117,8 +117,9 @@ _BASES: dict[str, float | None] = {
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "olmo_hybrid")),
 }
 """The bases that files pass to `set_default_rope_theta`, or None if they stop without one."""
-_OWN_CLASSES = "bailing_hybrid cosmos3_edge_text deepseek_v4 hy_v4 muse_glimmer_assistant muse_glimmer_text step3p5"
-"""The model_types with a class in `transformers_utils/configs`, of which the choice was not recorded."""
+_OWN_CLASSES = "bailing_hybrid cosmos3_edge_text deepseek_v4 hy_v4 laguna muse_glimmer_assistant muse_glimmer_text "
+_OWN_CLASSES += "step3p5"
+"""The model_types with a class in `transformers_utils/configs`, or for which the choice is not that of transformers."""
 
 VLLM = Engine(
     name="vLLM",
