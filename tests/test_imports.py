@@ -331,7 +331,7 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/check": 6681,
-    "tools/commands": 1174,
+    "tools/commands": 1151,
     "tools/convert": 1950,
     "tools/diff": 1629,
     "tools/extend": 1402,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
-import io
 import json
 import os
 import signal
+import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-import ropewalk
+from ropewalk import _checks
 from ropewalk.tools.commands import _options
+
+_TO_START = 60.0
+"""The time in which a new process imports torch, in seconds."""
+_OUT_OF_TIME = -getattr(signal, "SIGXCPU", 10**6)
+"""The status of a process that has used the CPU time that the system allows it."""
 
 
 @click.command(
@@ -81,7 +84,7 @@ Examples:
     default=300,
     show_default=True,
     metavar="SECONDS",
-    help="Stop with status 2 after this time, for example if TARGET never returns.",
+    help="Stop with status 2 after this CPU time, or, if TARGET waits, after a minute and twice this time.",
 )
 @click.option(
     "--device",
@@ -113,137 +116,43 @@ def check(
     The exit status is 0 if the code is right, 1 if it is wrong (or, with --strict, if there are cautions), and 2 if it
     cannot be judged.
     """
-    paths = [*sys.path]
-    sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
-    _watch()
+    options["config"] = options["config"] and str(options["config"])
+    asked = {"target": target, "arguments": {"arguments": _values(arguments), **options}, "seconds": time_limit}
     try:
-        click.echo(ropewalk.conformance.says_what_runs(target), err=True)
-        with _limit_time(time_limit), _keep_running(), _redirect_stdout():
-            report = ropewalk.conformance.check(target, arguments=_values(arguments), **options)
-    except (ropewalk.RopeError, OSError, KeyboardInterrupt) as e:
-        click.echo(f"Error: {str(e) or 'check was interrupted.'}", err=True)
+        answer = _run({**asked, "options": dict(_checks.OPTIONS.get() or {})})
+    except KeyboardInterrupt:
+        answer = {"error": "check was interrupted."}
+    if "error" in answer:
+        click.echo(f"Error: {answer['error']}", err=True)
         ctx.exit(2)
-    finally:
-        sys.path[:] = paths
-    click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
-    ctx.exit(int(report.verdict == "wrong" or (strict and bool(report.counted))))
+    facts = answer["facts"]
+    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else answer["text"])
+    counted = any(not finding["ignored"] for finding in facts["findings"])
+    ctx.exit(int(facts["verdict"] == "wrong" or (strict and counted)))
 
 
-def _watch() -> None:
-    """Go on in a child process, so that this one can report a signal that ends it, such as a segmentation fault.
-
-    Nothing is done if torch is already imported, since its threads would be missing in the child.
-    """
-    if "torch" in sys.modules or not hasattr(os, "fork") or (child := os.fork()) == 0:
-        return
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
-    while True:
-        try:
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            break
-        except KeyboardInterrupt:  # which the child reports
-            os.kill(child, signal.SIGINT)
-    if status < 0:
-        name = signal.Signals(-status).name
-        os.write(2, f"Error: check: TARGET must return from each call, got a process ended by {name}.\n".encode())
-    os._exit(status if status >= 0 else 2)
-
-
-@contextlib.contextmanager
-def _limit_time(seconds: float) -> Iterator[None]:
-    """End the process with status 2 if the block takes longer.
-
-    A signal would not interrupt a call of compiled code, and TARGET could catch the exception.
-    """
-
-    leave, children = os._exit, _children()
-
-    def stop() -> None:
-        os.write(2, f"Error: check was stopped after {seconds:g} s (--time-limit).\n".encode())
-        _end(_children() - children)
-        leave(2)
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-@contextlib.contextmanager
-def _keep_running() -> Iterator[None]:
-    """Raise an error instead of `os._exit` in the block, and end the processes that the block has started.
-
-    They would keep stdout open. A copy of this process, which TARGET has forked, ends where the block ends.
-    """
-    leave, me, children = os._exit, os.getpid(), _children()
-
-    def refuse(status: int) -> None:
-        if os.getpid() != me:
-            leave(status)
-        raise SystemExit(f"os._exit({status})")
-
-    os._exit = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = leave
-        if os.getpid() != me:
-            leave(0)
-        _end(_children() - children)
-
-
-def _children() -> set[int]:
-    """Return the processes that this one has started and that still run, on Linux. Elsewhere, return none."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {int(process) for path in lists for process in path.read_text().split()}
-
-
-def _end(processes: set[int]) -> None:
-    for process in processes:
-        with contextlib.suppress(OSError):  # it has ended
-            os.kill(process, signal.SIGKILL)
-
-
-class _Limited(io.TextIOBase):
-    """Writes text to a stream up to a limit, and drops the rest."""
-
-    def __init__(self, stream: Any, limit: int) -> None:
-        self.stream, self.left = stream, limit
-
-    def write(self, text: str) -> int:
-        """Write the part of the text that is within the limit."""
-        if self.left > 0:
-            self.stream.write(text[: self.left])
-            self.left -= len(text)
-            if self.left <= 0:
-                self.stream.write("\nThe rest of what TARGET prints is not shown.\n")
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self.stream.flush()
-
-
-@contextlib.contextmanager
-def _redirect_stdout() -> Iterator[None]:
-    """Send to stderr what Python code, compiled code and other processes write to stdout, which is for the report."""
-    sys.stdout.flush()
-    stdout, stderr = os.dup(1), os.dup(2)
-    os.dup2(2, 1)
-    try:
-        printed = _Limited(sys.stderr, 100_000)
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            yield
-    finally:
-        with contextlib.suppress(OSError, AttributeError, TypeError):  # no such function on this system
-            ctypes.CDLL(None).fflush(None)  # what compiled code has written
-        for kept, number in ((stdout, 1), (stderr, 2)):  # TARGET may have closed them
-            os.dup2(kept, number)
-            os.close(kept)
+def _run(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a check in another process, which TARGET may end or fill with text, and return what it answers."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the other process ends, too
+    # Threads that wait for work must not use up the CPU time.
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "asked.json").write_text(json.dumps(asked))
+        command = [sys.executable, "-m", "ropewalk.tools.commands._check_process", folder]
+        with subprocess.Popen(command, stdout=2, env=environment, start_new_session=True) as process:
+            try:
+                status = process.wait(2 * asked["seconds"] + _TO_START)
+            except subprocess.TimeoutExpired:
+                status = _OUT_OF_TIME
+            finally:
+                with contextlib.suppress(OSError):  # all that TARGET has started has ended
+                    os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+        if (report := Path(folder, "report.json")).exists():
+            return dict(json.loads(report.read_text()))
+    if status == _OUT_OF_TIME:
+        return {"error": f"check was stopped after {asked['seconds']:g} s (--time-limit)."}
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    return {"error": f"check: TARGET must return from each call, got a process that ended {how}."}
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
