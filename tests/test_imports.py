@@ -330,7 +330,7 @@ BUDGET = {
     "rotation": 1941,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 6681,
+    "tools/check": 6676,
     "tools/commands": 1151,
     "tools/convert": 1950,
     "tools/diff": 1629,

@@ -372,10 +372,9 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_transformers(model: str) -> None:
     report = conformance.check(f"transformers:{model}", config=GLM if model == "glm4v_text" else None)
-    assert report.verdict == "right", str(report)
+    assert report.codes == [], str(report)
     assert report.found["axes"] == TRANSFORMERS[model]
     assert "note on the config" not in report.found
-    assert {*report.codes} <= {"lost-by-half", "lost-on-meta"}
 
 
 def test_transformers_with_another_config() -> None:

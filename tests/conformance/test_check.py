@@ -605,6 +605,31 @@ class TestReport:
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
 
+    def test_what_casting_and_loading_do_to_a_table_is_a_grade(self) -> None:
+        """They do it to every module with a buffer, also to those of transformers."""
+
+        class InABuffer(torch.nn.Module):
+            inv_freq: Tensor
+
+            def __init__(self, dim: int) -> None:
+                super().__init__()
+                self.register_buffer("inv_freq", 10_000.0 ** (-torch.arange(0, dim, 2) / dim), persistent=False)
+
+            def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+                return turned(x, positions[..., None, None] * self.inv_freq.float())
+
+        class Computed(InABuffer):
+            def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+                return turned(x, positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / 64))
+
+        for target, right in ((InABuffer, None), (Computed, True)):
+            report = conformance.check(target)
+            grades = {grade.name: grade for grade in report.grades}
+            assert report.codes == []
+            assert {grades[name].right for name in ("after .bfloat16()", "meta device")} == {right}
+            rounded = grades["after .bfloat16()"].says.startswith("the angles are rounded: cos and sin at position ")
+            assert rounded == (right is None)
+
     def test_the_smallest_case(self) -> None:
         report = conformance.Report("mine")
         report.add("size-dependent", "The last head is not rotated.", "3 heads of 80 channels, 1 token")

@@ -69,6 +69,27 @@ def test_an_accepted_finding_is_no_wrong_grade() -> None:
     assert all(grade.right is not False for grade in report.grades)
 
 
+def test_the_gradient_of_a_wrong_result_is_no_second_bug() -> None:
+    """The forward pass counts positions from 1, and the backward pass as it should."""
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None] * 10_000.0 ** (-torch.arange(0, 64, 2) / 64)
+        return turn(x, angles.cos(), angles.sin()).type_as(x)
+
+    class Rotate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
+            ctx.positions = positions
+            return rotate(x, positions + 1)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return rotate(grad, -ctx.positions), None
+
+    apply: Any = Rotate.apply
+    assert conformance.check(lambda x, positions: apply(x, positions)).codes == ["positions-off-by-one"]
+
+
 def test_an_odd_size() -> None:
     class Rotate(torch.autograd.Function):
         @staticmethod

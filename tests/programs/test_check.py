@@ -34,6 +34,7 @@ def run(*arguments: object) -> Result:
         ((WRONG,), 1),
         ((CAUTION,), 0),
         ((CAUTION, "--strict"), 1),
+        (("transformers:llama", "--strict"), 0),
         (("no/such/file.py:f",), 2),
         ((RIGHT, "--config", "no/such/config.json"), 2),
         ((RIGHT, "--arg", "nothing"), 2),

@@ -254,19 +254,9 @@ BUGS: dict[str, Bug] = {
         "Write each pair where it was read (stack, not cat). Scores are right only if q and k share the order.",
         "caution",
     ),
-    "lost-by-half": Bug(
-        ".bfloat16() or .half() on the module rounds its angles",
-        "Keep inv_freq out of the buffers, or recompute it in float32 in forward.",
-        "caution",
-    ),
     "lost-by-autocast": Bug(
         "the angles are rounded under torch.autocast",
         "Multiply positions and inv_freq elementwise, or disable autocast around it. Autocast rounds matrix products.",
-        "caution",
-    ),
-    "lost-on-meta": Bug(
-        "a module created on the meta device has no angles after the checkpoint is loaded",
-        "Compute the table in forward, or fill the buffer again after loading.",
         "caution",
     ),
 }

@@ -38,7 +38,7 @@ class Held:
         names: the names of the tensors, such as "model.rotary_emb.inv_freq"; several if layers hold equal ones.
         verdict: "right", "wrong" or "not judged".
         says: which rope it is, or how it differs, in words.
-        code: the code of the bug, as `check` reports it, or None.
+        code: the code of the bug, as `check` reports it, "lost-on-meta" if there are no values, or None.
         layers: the layers of the config whose rope it was compared with.
     """
 

@@ -14,6 +14,7 @@ from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
 from ropewalk.tools.check.measure.fused import norm_weights, normed
+from ropewalk.tools.check.report import Report
 
 _TIMES = 4
 
@@ -32,7 +33,7 @@ def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUA
     Raises:
         CallError: the call with the usual sizes fails.
     """
-    if {"wrong-norm", "no-gradient"} & {*baseline.report.codes}:
+    if not are_judged(baseline.report):
         return False
     cases = [
         usual(baseline.subject, rows=1 if baseline.subject.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
@@ -46,6 +47,11 @@ def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUA
     elif raised and sizes == _USUAL:
         raise CallError("raises", raised)
     return True
+
+
+def are_judged(report: Report) -> bool:
+    """Return whether gradients are judged. That of a wrong result is wrong, too."""
+    return report.verdict == "right" and "no-gradient" not in report.codes
 
 
 def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) -> tuple[str, str] | None:

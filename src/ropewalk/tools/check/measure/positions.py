@@ -196,7 +196,9 @@ def judge_16_bits(baseline: Baseline) -> None:
         report.grade(f"{name} tensors", says, right)
     if report.verdict == "right" and subject.way.given is None:
         with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
-            _judge_caution(baseline, subject, "lost-by-autocast", "under autocast")
+            lost = _grade_angles(baseline, subject, "under autocast")
+        if lost and report.verdict == "right":
+            report.add("lost-by-autocast", f"Under autocast, {lost}.")
 
 
 def judge_cast(baseline: Baseline) -> None:
@@ -204,21 +206,21 @@ def judge_cast(baseline: Baseline) -> None:
     if baseline.subject.rebuild is None or (subject := baseline.subject.rebuild()).module is None:
         return
     subject.module.to(torch.bfloat16)
-    _judge_caution(baseline, subject, "lost-by-half", "after .bfloat16()")
+    _grade_angles(baseline, subject, "after .bfloat16()")
 
 
-def _judge_caution(baseline: Baseline, subject: Subject, code: str, when: str) -> None:
-    """Report a caution if the angles have a larger error than rounding q and k to bfloat16 explains."""
+def _grade_angles(baseline: Baseline, subject: Subject, when: str) -> str:
+    """Return how the angles have a larger error than rounding q and k to bfloat16 explains. If not so, return ""."""
     report, law = baseline.report, baseline.law
     try:
         worst, (z, positions, token) = _find_largest_error(baseline, subject, torch.bfloat16)
     except CallError as e:
         report.grade(when, f"{e}")
-        return
-    if worst > 1 and report.verdict == "right":
-        p, far = int(positions[token]), float((z - law.at(positions))[token].abs().max()) / law.factor
-        report.add(code, f"{when.capitalize()}, cos and sin at position {p:,} are off by {far:.2g}.")
-    report.grade(when, "the angles are rounded" if worst > 1 else "as expected", worst <= 1 or None)
+        return ""
+    p, far = int(positions[token]), float((z - law.at(positions))[token].abs().max()) / law.factor
+    lost = f"cos and sin at position {p:,} are off by {far:.2g}" if worst > 1 else ""
+    report.grade(when, f"the angles are rounded: {lost}" if lost else "as expected", None if lost else True)
+    return lost
 
 
 def _relative_rms(a: Tensor, b: Tensor) -> float:

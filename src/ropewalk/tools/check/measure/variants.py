@@ -94,10 +94,8 @@ def check_options(baseline: Baseline) -> bool:
 
 
 def check_gradients(baseline: Baseline) -> bool:
-    """Test the gradients of the other calls, unless those of the plain call are wrong already."""
-    of_gradients = {"wrong-gradient", "no-gradient", "in-place-gradient"}
-    of_calls = {"segments-ignored", "offset-ignored", "first-row-positions"}
-    if (of_gradients | of_calls) & {*baseline.report.codes}:
+    """Test the gradients of the other calls, unless something is wrong already."""
+    if not gradients.are_judged(baseline.report):
         return False
     others = [replace(baseline, subject=call) for call in baseline.subject.others]
     others += [found for option in _options(baseline) if (found := _judge_option(baseline, option)[0]) is not None]
