@@ -331,9 +331,9 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/check": 6676,
-    "tools/commands": 1151,
+    "tools/commands": 1141,
     "tools/convert": 1950,
-    "tools/diff": 1629,
+    "tools/diff": 1624,
     "tools/extend": 1402,
     "tools/plots": 1250,
 }

@@ -212,7 +212,7 @@ class TestSentences:
         assert set(found.facts["states"].values()) == {"unknown"}
         assert found.verdict == "not judged"
         assert "What its file for mine reads was not recorded." in " ".join(found.text().split())
-        assert "run)" not in found.text()
+        assert "run)" not in found.text(verbose=True)
         warned = from_config(mine, pairing="half", engine="sglang").warnings
         assert any(warning.startswith("SGLang 0.5.23 (not recorded for this model): What its") for warning in warned)
 
@@ -263,8 +263,8 @@ def test_deepseek_v4() -> None:
     for row in found.facts["ropes"]:
         assert row["at"][-1]["engines"]["SGLang"]["attention_factor"] == 1.0
         assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == {"SGLang"}
-    assert "SGLang 0.5.23 (srt/models/deepseek_v4.py, " in found.text()
-    assert "; read, not run)" in found.text()
+    assert "SGLang 0.5.23 (srt/models/deepseek_v4.py, " in found.text(verbose=True)
+    assert "; read, not run)" in found.text(verbose=True)
 
 
 def test_a_published_gpt_oss() -> None:

@@ -152,6 +152,15 @@ def test_another_attention_factor_differs_from_position_0_on() -> None:
     assert "SGLang: different from position 0 on by 1.296 times." in found.text()
 
 
+def test_reasons_are_shown_only_for_what_differs() -> None:
+    """They are those of the engines that differ and of the one that they are compared with."""
+    config = {**LLAMA, "rope_scaling": YARN}
+    for names, first in ((("transformers", "vllm", "sglang"), "SGLang"), (("mlx-lm", "vllm"), "mlx-lm")):
+        assert diff.engines(config, names=names).text().endswith(f"\n  why:\n    {first}: It ignores attention_factor.")
+    for text in (diff.engines(LLAMA).text(), diff.engines(config, names=("sglang", "mlx-lm")).text()):
+        assert not any(words in text for words in ("why:", "what each engine does", "how the engines round"))
+
+
 def test_no_pair_of_engines_with_different_roundings_is_bitwise_equal() -> None:
     found = diff.engines(LLAMA, names=("transformers", "vllm"))
     assert found.verdict == "agree"

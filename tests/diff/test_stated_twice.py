@@ -82,7 +82,7 @@ def test_the_keys_that_an_engine_reads_are_named() -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e6}
     config = {**LLAMA, "max_position_embeddings": 4096, "rope_theta": 1e6, "rope_parameters": parameters}
     config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
-    text = " ".join(diff.engines(config, names=("mlx-lm",)).text().split())
+    text = " ".join(diff.engines(config, names=("mlx-lm",)).text(verbose=True).split())
     assert "stated twice, it reads the base from rope_theta and the scaling from rope_scaling." in text
 
 

@@ -55,6 +55,7 @@ def test_says_first_what_runs(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_target_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef f(x):\n    time.sleep(600)\n")
     monkeypatch.setattr(check, "_TO_START", 5)
+    monkeypatch.delattr("os.killpg")  # as on Windows
     ran = run(f"{tmp_path / 'mine.py'}:f", "--time-limit", "0.5")
     assert (ran.exit_code, ran.stderr) == (2, "Error: check was stopped after 0.5 s (--time-limit).\n")
 

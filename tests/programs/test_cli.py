@@ -344,7 +344,7 @@ class TestMessagesNameOptions:
 
     def test_engines(self, config: Path) -> None:
         for arguments in (("diff", config, "--engines", "vlm"), ("explain", config, "--for", "vlm")):
-            option = "--engine" if arguments[0] == "diff" else "--for"
+            option = "--engines" if arguments[0] == "diff" else "--for"
             message = fails(*arguments)
             assert f"{option} must be one of 'transformers', 'vllm'" in message
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message

@@ -48,23 +48,25 @@ def test_one_config(config: Path) -> None:
     ran = run(config)
     assert ran.exit_code == 1  # mlx-lm reads mscale alone
     assert ran.stdout.rstrip("\n") == diff.engines(config).text()
+    assert run(config, "--verbose").stdout.rstrip("\n") == diff.engines(config).text(verbose=True)
+    assert "--verbose is for one config" in run(config, config, "--verbose").stderr
 
 
 def test_the_exit_status(config: Path, tmp_path: Path) -> None:
     """0: identical, 1: different or rejected, 2: not judged."""
     arcee = written(tmp_path, "arcee", model_type="arcee")
-    assert run(config, "--engine", "vllm", "--engine", "sglang").exit_code == 0
-    assert run(config, "--engine", "vllm", "--engine", "mlx-lm").exit_code == 1
+    assert run(config, "--engines", "vllm,sglang").exit_code == 0
+    assert run(config, "--engines", "vllm,mlx-lm").exit_code == 1
     assert run(arcee).exit_code == 0  # mlx-lm does not have the model, and others do
-    assert run(arcee, "--engine", "vllm", "--engine", "mlx-lm").exit_code == 2
+    assert run(arcee, "--engines", "vllm,mlx-lm").exit_code == 2
     linear = written(tmp_path, "linear", rope_scaling={"rope_type": "linear", "factor": 4})
-    assert run(linear, "--engine", "vllm").exit_code == 1  # a factor must be a float there
+    assert run(linear, "--engines", "vllm").exit_code == 1  # a factor must be a float there
     assert run(config, config).exit_code == 0
     assert run(config, arcee).exit_code == 1
     assert run(tmp_path / "missing.json").exit_code == 2
 
 
-@pytest.mark.parametrize("more", [(), ("--engine", "vllm"), ("itself",), ("itself", "--draft")])
+@pytest.mark.parametrize("more", [(), ("--engines", "vllm"), ("itself",), ("itself", "--draft")])
 def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Without the key all engines agree, and both configs are the same."""
     path = written(tmp_path, "twice", rope_parameters={"rope_theta": 10_000.0, "my_rope_key": 1})
@@ -87,7 +89,7 @@ def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more
 
 
 def test_a_list_of_engines_with_commas(config: Path) -> None:
-    said = run(config, "--engines", "vllm, SGLang", "--engine", "mlx-lm", "--json").stdout
+    said = run(config, "--engines", "vllm, SGLang", "--engines", "mlx-lm", "--json").stdout
     assert [entry["name"] for entry in json.loads(said)["engines"]] == ["vLLM", "SGLang", "mlx-lm"]
     assert run(config, "--engines", "vllm,nothing").exit_code == 2
     assert "a name is missing before or after a comma" in run(config, "--engines", "vllm,").stderr
@@ -101,21 +103,10 @@ def test_the_factor_of_a_params_json(tmp_path: Path) -> None:
     assert run(path, path, "--factor", 32).exit_code == 0
 
 
-def test_bitwise(config: Path, tmp_path: Path) -> None:
-    """Engines that round differently have the status 1, and what could not be judged keeps the status 2."""
-    assert run(config, "--engines", "transformers,vllm").exit_code == 0
-    rounded = run(config, "--engines", "transformers,vllm", "--bitwise")
-    assert (rounded.exit_code, "so --bitwise exits with 1" in rounded.stderr) == (1, True)
-    assert run(config, "--engine", "transformers", "--bitwise").exit_code == 0
-    arcee = written(tmp_path, "arcee", model_type="arcee")
-    assert run(arcee, "--engines", "vllm,mlx-lm", "--bitwise").exit_code == 2
-    assert "--bitwise is for one config" in run(config, config, "--bitwise").stderr
-
-
 def test_trainers_are_compared_if_they_are_asked_for(config: Path) -> None:
     names = [engine.name for engine in (*ENGINES.values(), *TRAINERS.values())]
     assert [entry["name"] for entry in json.loads(run(config, "--trainers", "--json").stdout)["engines"]] == names
-    named = json.loads(run(config, "--trainers", "--engine", "vllm", "--json").stdout)["engines"]
+    named = json.loads(run(config, "--trainers", "--engines", "vllm", "--json").stdout)["engines"]
     assert [entry["name"] for entry in named] == ["vLLM", *names[len(ENGINES) :]]
 
 
@@ -126,7 +117,7 @@ def test_the_help_lists_the_engines_and_the_exit_status() -> None:
 
 
 def test_one_config_as_json(config: Path) -> None:
-    ran = run(config, "--json", "--length", 4096, "--engine", "vllm", "--engine", "mlx-lm")
+    ran = run(config, "--json", "--length", 4096, "--engines", "vllm,mlx-lm")
     assert json.loads(ran.stdout) == diff.engines(config, length=4096, names=("vllm", "mlx-lm")).facts
 
 
@@ -157,7 +148,7 @@ def test_two_configs(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--engine", "tgi"), "engine must be one of 'transformers', 'vllm', 'sglang', 'llama.cpp'"),
+        (("--engines", "tgi"), "--engines must be one of 'transformers', 'vllm', 'sglang', 'llama.cpp'"),
         (("--ignore", "nothing"), "every key in --ignore must be in the config"),
     ],
 )
@@ -170,9 +161,9 @@ def test_errors_are_one_line(config: Path, arguments: tuple[str, ...], message: 
 
 
 def test_what_cannot_be_combined(config: Path) -> None:
-    ran = run(config, config, "--engine", "vllm")
+    ran = run(config, config, "--engines", "vllm")
     assert ran.exit_code == 2
-    assert "--engine is for one config, so it cannot be combined with SOURCE2" in ran.stderr
+    assert "--engines is for one config, so it cannot be combined with SOURCE2" in ran.stderr
 
 
 def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
@@ -187,7 +178,7 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
 
 def test_an_engine_that_runs_no_rope_has_no_row_of_roundings(tmp_path: Path) -> None:
     path = written(tmp_path, "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    out = run(path, "--engines", "exllamav3").stdout
+    out = run(path, "--engines", "exllamav3", "--verbose").stdout
     assert "exllamav3 1.6.5 does not run it" in out
     assert "how the engines round" not in out
 

@@ -58,10 +58,6 @@ class _Limited(io.TextIOBase):
                 self.stream.write("\nThe rest of what TARGET prints is not shown.\n")
         return len(text)
 
-    def flush(self) -> None:
-        """Flush the stream."""
-        self.stream.flush()
-
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))

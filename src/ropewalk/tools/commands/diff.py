@@ -28,7 +28,7 @@ class _Engines(click.Option):
     epilog="""\b
 Examples:
   ropewalk diff path/to/config.json
-  ropewalk diff path/to/config.json --length 32768 --engine vllm --engine sglang
+  ropewalk diff path/to/config.json --length 32768 --engines vllm,sglang
   ropewalk diff path/to/base path/to/fine-tune
   ropewalk diff path/to/target path/to/draft --draft
 """,
@@ -41,19 +41,16 @@ Examples:
     help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
 )
 @click.option(
-    "--engine",
     "--engines",
     "engine",
     multiple=True,
     metavar="NAME",
     callback=_options.names,
     cls=_Engines,
-    help="Compare only this engine. May be repeated, or a list with commas; the first one is the reference.",
+    help="Compare only these engines, in a list with commas; the first one is the reference. May be repeated.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
-@click.option(
-    "--bitwise", is_flag=True, help="Exit with status 1 unless all engines are known to rotate bitwise equally."
-)
+@click.option("--verbose", is_flag=True, help="Also show what each engine does, in which file, and how it rounds.")
 @click.option(
     "--override",
     metavar="JSON",
@@ -75,7 +72,7 @@ def diff(
     source2: Path | None,
     engine: tuple[str, ...],
     trainers: bool,
-    bitwise: bool,
+    verbose: bool,
     override: dict[str, Any] | None,
     draft: bool,
     as_json: bool,
@@ -92,16 +89,16 @@ def diff(
 
     The exit status is 0 if the engines that were judged, or the configs, rotate identically, 1 if they differ or an
     engine rejects the config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were
-    judged, an engine that --engine names was not judged, because it does not have the model or was not recorded for
-    it, or --ignore left out a key, so that another config was compared. If --engine names a single engine, the status
-    is 0 if it runs the config. With --bitwise, engines that only differ in their rounding differ as well.
+    judged, an engine that --engines names was not judged, because it does not have the model or was not recorded for
+    it, or --ignore left out a key, so that another config was compared. If --engines names a single engine, the status
+    is 0 if it runs the config.
     """
     try:
-        for name, passed in (("engine", engine), ("trainers", trainers), ("bitwise", bitwise), ("override", override)):
-            if source2 is not None and passed:
-                raise click.UsageError(
-                    f"--{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
-                )
+        of_one = {"--engines": engine, "--trainers": trainers, "--verbose": verbose, "--override": override}
+        for name in (name for name, passed in of_one.items() if passed and source2 is not None):
+            raise click.UsageError(
+                f"{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
+            )
         if draft and source2 is None:
             raise click.UsageError("--draft needs SOURCE2.")
         if source2 is not None and draft:
@@ -110,14 +107,12 @@ def diff(
         elif source2 is None:
             found = ropewalk.diff.engines(source, names=engine, trainers=trainers, override=override, **options)
             status = _STATUS[found.verdict]
-            if bitwise and not found.bitwise and status == 0:
-                click.echo("Not all engines are known to rotate bitwise equally, so --bitwise exits with 1.", err=True)
-                status = 1
         else:
             found = ropewalk.diff.configs(source, source2, **options)
             status = int(not found.same)
         status = 2 if options["ignore"] else status
-        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
+        text = found.text(verbose=True) if verbose else found.text()
+        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else text)
     except BrokenPipeError:  # the reader closed the pipe, which is no failure of the comparison
         raise
     except (ropewalk.RopeError, OSError) as e:

@@ -13,9 +13,9 @@ from ropewalk.configs import meta, source
 from ropewalk.configs.model_ropes import ModelRopes, indices_of
 from ropewalk.configs.read import read_config
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.configs_text import configs_text
 from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.rope_difference import FLOAT32, LAST_BITS, compare_ropes, farthest
+from ropewalk.tools.diff.text import configs_text
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 

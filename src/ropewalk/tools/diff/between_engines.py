@@ -12,10 +12,10 @@ from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.engines import ENGINES, TRAINERS, TRANSFORMERS_4, Answer, ConfigRope, engine, lost_in_4
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.engines_text import engines_text
 from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.overridden import overridden
 from ropewalk.tools.diff.rope_difference import difference, farthest
+from ropewalk.tools.diff.text import engines_text
 from ropewalk.tools.diff.verdict import judge
 
 
@@ -49,9 +49,13 @@ class EngineDiff:
             verdict is None or verdict["word"] == "bitwise equal" for verdict in found
         )
 
-    def text(self) -> str:
-        """Return the comparison as text for a terminal."""
-        return engines_text(self.facts)
+    def text(self, *, verbose: bool = False) -> str:
+        """Return the comparison as text for a terminal.
+
+        Args:
+            verbose: whether to show also what each engine does, in which of its files, and how it rounds.
+        """
+        return engines_text(self.facts, verbose=verbose)
 
 
 def engines(

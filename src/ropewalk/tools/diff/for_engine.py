@@ -17,9 +17,9 @@ from ropewalk.configs.reader import LENGTHS as _LENGTHS
 from ropewalk.engines import ConfigRope, Engine, Flags, engine, put, spellings
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
-from ropewalk.tools.diff.engines_text import bullets, frequencies, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
+from ropewalk.tools.diff.text import bullets, frequencies, layers, left_out, section, wrap
 
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
 """The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
@@ -314,6 +314,5 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines += ["", *wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")]
     defined = f", and the command is defined in {facts['command_source']}" if facts["command"] is not None else ""
     lines += ["", *wrap(f"This was checked with ropewalk's rules for {name}{defined}. No engine was run.", "")]
-    if facts["warnings"]:
-        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
+    lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))
     return "\n".join(map(_checks.printable, lines))

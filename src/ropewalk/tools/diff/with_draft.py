@@ -10,10 +10,9 @@ from typing import Any
 from ropewalk._checks import printable
 from ropewalk.configs.model_ropes import indices_of
 from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
-from ropewalk.tools.diff.configs_text import describe_change, describe_difference, describe_source
-from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import LAST_BITS
+from ropewalk.tools.diff.text import describe_layers, describe_source, left_out, section, wrap
 
 _OWN_CACHE = (
     "A draft with a KV cache of its own (a smaller model, an EAGLE or MTP head) may rotate differently, if it was "
@@ -113,12 +112,9 @@ def _text(facts: Mapping[str, Any]) -> str:
     lines = [f"target: {describe_source(facts['target'])}", f"draft:  {describe_source(facts['draft'])}", ""]
     lines += left_out(facts)
     lines += wrap(f"The draft {alike}{ends or up_to}.", "")
-    for row in facts["layers"]:
-        lines += ["", f"{layers(row['layers'], facts['layer_counts'][1])} of the draft"]
-        lines += [f"  {describe_change(change)}" for change in row["changed"]]
-        lines += [describe_difference(found) for found in row["at"]]
+    lines += describe_layers(facts["layers"], facts["layer_counts"][1], " of the draft")
     meaning = [_OWN_CACHE, _SHARED_CACHE] if facts["layers"] else []
     meaning += [_SHORT] if facts["too_short"] else []
-    lines += ["", "what this means", *bullets(meaning)] if meaning else []
+    lines += section("what this means", meaning)
     lines += [f"  ! {name}: {warning}" for name in ("target", "draft") for warning in facts[name]["warnings"]]
     return "\n".join(map(printable, lines))

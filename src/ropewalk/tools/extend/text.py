@@ -8,7 +8,7 @@ from typing import Any
 
 from ropewalk._checks import printable
 from ropewalk.configs.explain import ranges
-from ropewalk.tools.diff.engines_text import bullets, layers, left_out, wrap
+from ropewalk.tools.diff.text import bullets, layers, left_out, wrap
 from ropewalk.tools.extend.plan import MARGIN
 
 

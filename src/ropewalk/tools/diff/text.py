@@ -1,4 +1,4 @@
-"""Format the facts of a comparison of engines as text."""
+"""Format the facts of comparisons of engines and of configs as text."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from ropewalk.engines import TRAINERS
 _WIDTH = 100
 
 
-def engines_text(facts: Mapping[str, Any]) -> str:
+def engines_text(facts: Mapping[str, Any], *, verbose: bool) -> str:
     """Format the facts of a comparison of engines for a terminal. Sentences are wrapped, and tables are not."""
     head = f"{facts['source']} (model_type {facts['model_type']})"
     lines = [head, "", *left_out(facts), *_override(facts), *wrap(_verdict(facts), "")]
+    versions = {entry["name"]: f"{entry['name']} {entry['version']}" for entry in facts["engines"]}
     if facts["not_compared"]:
         lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
         window = "" if row["window"] is None else f", window of {row['window']:,} tokens"
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}{window}"]
-        lines += [line for at in row["at"] for line in _table(at, row, facts)]
-        lines += _refusals(row, facts)
-        lines += _notes(row, facts)
-    if facts["query_scale"]:
-        lines += ["", "the query scale (llama_4_scaling_beta)"]
-        lines += bullets(f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
-    if roundings := _roundings(facts):
+        lines += [line for at in row["at"] for line in _table(at, row, versions)]
+        lines += _refusals(row, versions)
+        lines += _notes(row, versions) if verbose else _reasons(row)
+    scale = (f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
+    lines += section("the query scale (llama_4_scaling_beta)", scale)
+    if verbose and (roundings := _roundings(facts, versions)):
         lines += ["", "how the engines round", *roundings]
-    if facts["warnings"]:
-        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
+    lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))
     return "\n".join(map(printable, lines))
 
 
@@ -62,13 +61,15 @@ def bullets(items: Iterable[str], indent: str = "  ") -> list[str]:
     return [line for item in items for line in wrap(item, indent)]
 
 
+def section(title: str, sentences: Iterable[str], indent: str = "  ") -> list[str]:
+    """Return an empty line, a title, and sentences as indented, wrapped lines; [] if there are no sentences."""
+    lines = bullets(sentences, indent)
+    return ["", title, *lines] if lines else []
+
+
 def layers(numbers: list[int], count: int) -> str:
     """Format the indices of some of the layers, such as "layers 0-31 of 32"."""
     return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
-
-
-def _name_and_version(entry: Mapping[str, Any]) -> str:
-    return f"{entry['name']} {entry['version']}"
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
@@ -93,38 +94,32 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if len(same) > 1 and not by_state.keys() & {"differs", "refused"}:
         sentences.append(f"{_join_names(same)} rotate identically, {up_to}.")
     elif others := [name for name in same if name != first]:
-        sentences.append(f"{_join_names(others)} agree{_s(others)} with {first}.")
-    if differ := by_state.get("differs"):
-        sentences.append(f"{_join_names(differ)} differ{_s(differ)} from {first}.")
-    if refuse := by_state.get("refused"):
-        sentences.append(f"{_join_names(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config.")
-    if absent := by_state.get("absent"):
-        sentences.append(f"{_join_names(absent)} {'has' if len(absent) == 1 else 'have'} no model {facts['model']}.")
-    if unknown := by_state.get("unknown"):
-        sentences.append(f"{_join_names(unknown)} {'was' if len(unknown) == 1 else 'were'} not judged.")
+        sentences.append(f"{_join_names(others)} agree{'s' if len(others) == 1 else ''} with {first}.")
+    words = {
+        "differs": (f"differs from {first}", f"differ from {first}"),
+        "refused": ("does not run this config", "do not run this config"),
+        "absent": (f"has no model {facts['model']}", f"have no model {facts['model']}"),
+        "unknown": ("was not judged", "were not judged"),
+    }
+    found = [(by_state[state], forms) for state, forms in words.items() if state in by_state]
+    sentences += [f"{_join_names(names)} {forms[len(names) > 1]}." for names, forms in found]
     return f"{' '.join(sentences)} The engines are configured for {facts['length']:,} tokens."
-
-
-def _s(names: list[str]) -> str:
-    return "s" if len(names) == 1 else ""
 
 
 def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
+def _table(at: Mapping[str, Any], row: Mapping[str, Any], versions: Mapping[str, str]) -> Iterable[str]:
     if not at["engines"]:
         return []
     cells = [("engine", "attention factor", "frequencies")]
     judged = {entry["name"]: "" if entry["judged"] else " (not judged)" for entry in row["engines"]}
-    version = {entry["name"]: f"{_name_and_version(entry)}{judged[entry['name']]}" for entry in facts["engines"]}
     by_verdict: dict[str, list[str]] = {}
     for name, entry in at["engines"].items():
         compared = entry["verdict"] is not None
-        cells.append(
-            (version[name], f"{entry['attention_factor']:.6g}", frequencies(entry["apart"]) if compared else "")
-        )
+        factor, pairs = f"{entry['attention_factor']:.6g}", frequencies(entry["apart"]) if compared else ""
+        cells.append((versions[name] + judged[name], factor, pairs))
         if compared:
             by_verdict.setdefault(_describe(entry, at["sequence"]), []).append(f"{name}{judged[name]}")
     verdicts = [f"{_join_names(names)}: {verdict}." for verdict, names in by_verdict.items()]
@@ -180,30 +175,27 @@ def scores(apart: Mapping[str, Any]) -> str:
     return f"{found['largest_change']:.3g} at distance {found['at_distance']:,}"
 
 
-def _roundings(facts: Mapping[str, Any]) -> list[str]:
+def _roundings(facts: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
     """Return a table with the dtype of each step in each engine, for the first ropes that the engine runs.
 
     The list is empty if no engine runs a rope.
     """
     steps = ("angle", "table", "rotation")
     cells, notes = [("engine", "inv_freq", "angles", "cos and sin", "rotation", "known")], []
-    for entry in facts["engines"]:
-        of_rows = (found for row in facts["ropes"] for found in row["engines"] if found["name"] == entry["name"])
+    for name, version in versions.items():
+        of_rows = (found for row in facts["ropes"] for found in row["engines"] if found["name"] == name)
         found = next((one["rounding"] for one in of_rows if one["rounding"] is not None), None)
         if found is not None:
             inv_freq = f"{found['computed']} ({found['where']})"
-            cells.append(
-                (_name_and_version(entry), inv_freq, *(found[step] for step in steps), _SEEN[found["evidence"]])
-            )
-            notes += [f"{entry['name']}: {found['notes']}"] if found["notes"] else []
+            cells.append((version, inv_freq, *(found[step] for step in steps), _SEEN[found["evidence"]]))
+            notes += [f"{name}: {found['notes']}"] if found["notes"] else []
     return [*_columns(cells), *bullets(notes)] if len(cells) > 1 else []
 
 
-def _refusals(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
+def _refusals(row: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
     words = {"refused": "does not run it:", "absent": "", "unknown": "was not judged:"}
     stopped = [entry for entry in row["engines"] if entry["refused"]]
-    lines = (f"{version[entry['name']]} {words[entry['why']]} {entry['refused']}." for entry in stopped)
+    lines = (f"{versions[entry['name']]} {words[entry['why']]} {entry['refused']}." for entry in stopped)
     return bullets(" ".join(line.split()) for line in lines)
 
 
@@ -215,13 +207,110 @@ _DECIDED = {
 }
 
 
-def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
+def _does(entry: Mapping[str, Any]) -> str:
+    return (" ".join(entry["notes"]) + _DECIDED[entry["decided_by"]]).strip()
+
+
+def _reasons(row: Mapping[str, Any]) -> list[str]:
+    """Return what engines do that the config does not say: those that differ or were not judged, and the first one."""
+    named = {name for at in row["at"] for name, found in at["engines"].items() if not found["apart"]["same"]}
+    named |= {entry["name"] for entry in row["engines"] if not (entry["judged"] or entry["refused"])}
+    named |= {row["compared_with"]} if named else set()
+    found = (entry for entry in row["engines"] if entry["name"] in named and _does(entry))
+    return section("  why:", (f"{entry['name']}: {_does(entry)}" for entry in found), "    ")
+
+
+def _notes(row: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+    running = [entry for entry in row["engines"] if not entry["refused"]]
+    where = (f"{versions[entry['name']]} ({entry['source']}; {_SEEN[entry['seen']]})" for entry in running)
+    does = (_does(entry) or "It follows the config." for entry in running)
+    return section("  what each engine does", map(": ".join, zip(where, does, strict=True)))
+
+
+def configs_text(facts: Mapping[str, Any]) -> str:
+    """Format the facts of a comparison of two configs for a terminal."""
+    first, second = facts["first"], facts["second"]
+    lines = [f"first:  {describe_source(first)}", f"second: {describe_source(second)}", ""]
+    lines += [*left_out(facts), _verdict_of_configs(facts)]
+    lines += describe_layers(facts["layers"], min(facts["layer_counts"]))
+    if facts["beside"]:
+        lines += ["", "other differences", *map(_change, facts["beside"])]
+    lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
+    for name in ("first", "second"):
+        lines += [f"  ! {name}: {warning}" for warning in facts[name]["warnings"]]
+    return "\n".join(map(printable, lines))
+
+
+def describe_layers(rows: Iterable[Mapping[str, Any]], count: int, of: str = "") -> list[str]:
+    """Describe how the ropes of layers differ, of `count` layers."""
     lines = []
-    for entry in row["engines"]:
-        if entry["refused"]:
-            continue
-        notes = " ".join(entry["notes"]) + _DECIDED[entry["decided_by"]]
-        where = f"{version[entry['name']]} ({entry['source']}; {_SEEN[entry['seen']]})"
-        lines.append(f"{where}: {notes.strip() or 'It follows the config.'}")
-    return ["", "  what each engine does", *bullets(lines)] if lines else []
+    for row in rows:
+        lines += ["", layers(row["layers"], count) + of, *map(_change, row["changed"]), *map(_difference, row["at"])]
+    return lines
+
+
+def describe_source(about: Mapping[str, Any]) -> str:
+    """Return the name of a config, its model_type and its length."""
+    length = about["max_position_embeddings"]
+    positions = "" if length is None else f", {length:,} positions"
+    return f"{about['source']} (model_type {about['model_type']}{positions})"
+
+
+def _verdict_of_configs(facts: Mapping[str, Any]) -> str:
+    parts = []
+    first_count, second_count = facts["layer_counts"]
+    if first_count != second_count:
+        parts.append(f"{second_count} layers instead of {first_count}")
+    if facts["layers"]:
+        count = sum(len(row["layers"]) for row in facts["layers"])
+        parts.append(f"{count} of {min(first_count, second_count)} layers rotate differently")
+    if facts["beside"]:
+        parts.append("other properties of the attention differ")
+    if not parts:
+        return f"The same: all layers rotate identically, up to {facts['length']:,} tokens and beyond."
+    return f"Different: {', '.join(parts)}."
+
+
+def _change(change: Mapping[str, Any]) -> str:
+    """Describe a property that two configs state differently."""
+    name, first, second = change["what"], change["first"], change["second"]
+    if name == "rotates":
+        return "  rotated in the first config only" if first else "  rotated in the second config only"
+    if name == "scaling":
+        return f"  scaling: {_scheme(first)} → {_scheme(second)}"
+    return f"  {name}: {_plain(first)} → {_plain(second)}"
+
+
+def _scheme(facts: Mapping[str, Any]) -> str:
+    parameters = ", ".join(f"{key} {_plain(v)}" for key, v in facts.items() if key != "rope_type" and v is not None)
+    return f"{facts['rope_type']} ({parameters})" if parameters else str(facts["rope_type"])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, list | tuple) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return "none" if value is None else str(value)
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    """Describe how two ropes differ at one length."""
+    ratio = difference["attention_factor_ratio"]
+    factor = "same" if abs(ratio - 1) < 1e-9 else f"{ratio:.6g} times"
+    return (
+        f"  at {difference['sequence']:,} tokens: frequencies {frequencies(difference)}; attention factor {factor}; "
+        f"scores {'' if difference['same'] else 'up to '}{scores(difference)}"
+    )
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    if facts["permute"]:
+        return f"must be permuted (q and k): {facts['why']}."
+    return f"{'fit unchanged' if facts['fit'] else 'do not fit'}: {facts['why']}."
+
+
+def _kv_cache(facts: Mapping[str, Any]) -> str:
+    if facts["rescale"] is not None:
+        return f"fits after the rotated channels of its keys are multiplied by {facts['rescale']:.6g}: {facts['why']}."
+    return f"{'fits unchanged' if facts['fit'] else 'does not fit'}: {facts['why']}."
