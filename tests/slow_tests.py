@@ -65,7 +65,7 @@ SLOW = {
         "integrations/test_transformers_table.py::test_tower",
         "integrations/test_transformers_vision.py::test_compiled",
     ),
-    "src/ropewalk/tools/check src/ropewalk/tools/commands/check.py": (
+    "src/ropewalk/tools/check src/ropewalk/tools/commands/check.py src/ropewalk/tools/commands/_check_process.py": (
         "conformance/test_right.py::test_forms",
         "conformance/test_right.py::test_transformers",
         "conformance/test_wrong.py",
