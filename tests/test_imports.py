@@ -333,7 +333,7 @@ BUDGET = {
     "tools/check": 6676,
     "tools/commands": 1141,
     "tools/convert": 1950,
-    "tools/diff": 1624,
+    "tools/diff": 1600,
     "tools/extend": 1402,
     "tools/plots": 1250,
 }

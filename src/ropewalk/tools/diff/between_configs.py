@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ropewalk import _checks
@@ -15,20 +14,13 @@ from ropewalk.configs.read import read_config
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.rope_difference import FLOAT32, LAST_BITS, compare_ropes, farthest
-from ropewalk.tools.diff.text import configs_text
+from ropewalk.tools.diff.text import Result, configs_text
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
 
-@dataclass(frozen=True)
-class ConfigDiff:
-    """The differences between the rotations of two configs.
-
-    Args:
-        facts: the whole comparison as a dict of JSON values.
-    """
-
-    facts: Mapping[str, Any]
+class ConfigDiff(Result):
+    """The differences between the rotations of two configs. `facts` is all of it as a dict of JSON values."""
 
     @property
     def same(self) -> bool:

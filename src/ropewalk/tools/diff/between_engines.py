@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ropewalk import _checks
@@ -15,19 +14,12 @@ from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.lengths import longest_of
 from ropewalk.tools.diff.overridden import overridden
 from ropewalk.tools.diff.rope_difference import difference, farthest
-from ropewalk.tools.diff.text import engines_text
+from ropewalk.tools.diff.text import Result, engines_text
 from ropewalk.tools.diff.verdict import judge
 
 
-@dataclass(frozen=True)
-class EngineDiff:
-    """A comparison of the rotations of inference engines for one config.
-
-    Args:
-        facts: the whole comparison as a dict of JSON values.
-    """
-
-    facts: Mapping[str, Any]
+class EngineDiff(Result):
+    """A comparison of the rotations of engines for one config. `facts` is all of it as a dict of JSON values."""
 
     @property
     def verdict(self) -> Literal["agree", "differ", "not judged"]:

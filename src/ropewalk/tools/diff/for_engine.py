@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ropewalk import _checks
@@ -19,21 +18,14 @@ from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
-from ropewalk.tools.diff.text import bullets, frequencies, layers, left_out, section, wrap
+from ropewalk.tools.diff.text import Result, bullets, frequencies, layers, left_out, section, wrap
 
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
 """The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
 
 
-@dataclass(frozen=True)
-class ForEngine:
-    """What an engine needs to rotate as a config says.
-
-    Args:
-        facts: the whole result as a dict of JSON values.
-    """
-
-    facts: Mapping[str, Any]
+class ForEngine(Result):
+    """What an engine needs to rotate as a config says. `facts` is all of it as a dict of JSON values."""
 
     @property
     def verdict(self) -> Literal["nothing needed", "not trained", "command", "cannot", "not judged"]:

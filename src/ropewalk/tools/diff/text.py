@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import printable
@@ -12,6 +13,13 @@ from ropewalk.configs.explain import ranges
 from ropewalk.engines import TRAINERS
 
 _WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a comparison. `facts` is all of it as a dict of JSON values."""
+
+    facts: Mapping[str, Any]
 
 
 def engines_text(facts: Mapping[str, Any], *, verbose: bool) -> str:

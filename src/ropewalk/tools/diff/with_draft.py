@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import printable
@@ -12,7 +11,7 @@ from ropewalk.configs.model_ropes import indices_of
 from ropewalk.tools.diff.between_configs import compare_layers, read_both, summary
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import LAST_BITS
-from ropewalk.tools.diff.text import describe_layers, describe_source, left_out, section, wrap
+from ropewalk.tools.diff.text import Result, describe_layers, describe_source, left_out, section, wrap
 
 _OWN_CACHE = (
     "A draft with a KV cache of its own (a smaller model, an EAGLE or MTP head) may rotate differently, if it was "
@@ -25,15 +24,8 @@ _SHORT = (
 )
 
 
-@dataclass(frozen=True)
-class DraftDiff:
-    """A comparison of the rotation of a model with that of its draft.
-
-    Args:
-        facts: the whole comparison as a dict of JSON values.
-    """
-
-    facts: Mapping[str, Any]
+class DraftDiff(Result):
+    """A comparison of the rotation of a model with that of its draft. `facts` is all of it as a dict of JSON values."""
 
     @property
     def alike(self) -> bool:
