@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk import CacheStep, LayerCache, TwoPass
+from ropewalk import CacheStep, LayerCache, TwoPass, engines
 from ropewalk.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +26,7 @@ INDEX, START, TOUR, SPEED = (
     (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour", "speed")
 )
 REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
-PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
 # The front page.
@@ -92,6 +93,43 @@ def test_the_drift_of_the_front_page() -> None:
 
 
 # The other pages.
+
+
+def recorded_versions() -> dict[str, str]:
+    """Return the version of each project whose code ropewalk was compared with, from where it is recorded."""
+    groups = (engines.ENGINES, engines.MORE_ENGINES, engines.TRAINERS)
+    pins = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    golden = [
+        json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text("utf-8"))["peer"]
+        for name in ("positions/diffusers_positions", "positions/timm_positions", "peers/rotary_embedding_torch")
+    ]
+    return (
+        {engine.name: engine.version for group in groups for engine in group.values()}
+        | {"PyTorch": pins["torch"], "Triton": pins["triton"]}
+        | {peer["package"]: peer["version"] for peer in golden}
+    )
+
+
+def test_the_page_of_versions_has_those_that_were_recorded() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text("utf-8")
+    assert dict(re.findall(r"^\| ([\w.-]+) \| (\w*\d[\w.]*)", page, re.MULTILINE)) == recorded_versions()
+
+
+def test_no_two_pages_and_docstrings_name_different_versions() -> None:
+    """A page names one only in what a command prints. The oldest versions that can be used are not meant."""
+    versions = recorded_versions()
+    names = "|".join(map(re.escape, versions))
+    version = r"(\d+\.(?>[\w.]*\w))(?! (?:or|and) (?:newer|later)| on\b)"
+    named = re.compile(rf"(?<!before )\b({names})[`\])]*(?:\(http[^)]*\))? {version}")
+    wrong = []
+    for path in (*PAGES, *SOURCE):
+        text = path.read_text("utf-8")
+        wrong += [(path.name, *it) for it in named.findall(text) if not f"{versions[it[0]]}.".startswith(f"{it[1]}.")]
+        if path.suffix == ".md" and path.name not in ("model-types.md", "versions.md"):
+            shown = r"^```(?:console|text)\n.*?^```$|^<!-- .*?-->$"
+            prose = re.sub(shown, "", text, flags=re.DOTALL | re.MULTILINE)
+            wrong += [(path.name, *it) for it in named.findall(prose)]
+    assert wrong == []
 
 
 def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> None:

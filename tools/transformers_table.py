@@ -34,7 +34,7 @@ _HEAD = """# Which models of transformers are supported?
 
 <!-- Written by tools/transformers_table.py -->
 
-{count} model types of transformers 5.24 and the [vision towers](#vision-towers) below were measured before and after
+{count} model types of transformers and the [vision towers](#vision-towers) below were measured before and after
 [`accelerate`](transformers.md), as small models with random weights in float32. Other model types can work too:
 `accelerate` compares each model with its config before it changes anything, and raises an error if they do not match.
 

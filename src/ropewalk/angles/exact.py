@@ -202,7 +202,7 @@ def cos_sin_as_deployed(
 
     The angle is the product of position and frequency. Its cos and sin are multiplied by `factor`.
 
-    Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
+    Source: `LlamaRotaryEmbedding.forward` in transformers.
 
     Args:
         positions: as in `cos_sin`; they are rounded to float32.

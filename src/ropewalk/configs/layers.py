@@ -205,7 +205,7 @@ def check_kinds(c: Fields, key: str, names: Sequence[object], known: Collection[
     return [str(kind) for kind in names]
 
 
-# The rules of the masks of transformers 5.24, which the tests record.
+# The rules of the masks of transformers, which the tests record.
 _SLIDING = ("sliding_window", "attention_window_size", "local_attention")
 _KEYS = {"sliding_attention": _SLIDING, "hybrid_sliding": _SLIDING, "chunked_attention": ("attention_chunk_size",)}
 """Maps the kind of a layer to the keys of its window. The first one with a number counts."""

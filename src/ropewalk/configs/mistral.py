@@ -1,6 +1,6 @@
 """Read Mistral's params.json as the config.json of the same model. Pairs of its own weights are interleaved.
 
-Source: vLLM 0.32.0, vllm/transformers_utils/configs/mistral.py, which reads these files with --config-format mistral.
+Source: transformers_utils/configs/mistral.py of vLLM, which reads these files with --config-format mistral.
 """
 
 from __future__ import annotations

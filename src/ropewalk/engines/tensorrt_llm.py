@@ -2,7 +2,7 @@
 
 All was read and not run, and the files are of several commits, because they could not be had at one:
 `RopeParams.from_config` and `create_rope_const_params` at 51ea5c963, `RopeEmbeddingUtils` and `RotaryScalingType` at
-0071496dc, `LlamaAttention` (with `fuse_pos_embd`) at 012cf9099, and requirements.txt (transformers 4.57.1) at
+0071496dc, `LlamaAttention` (with `fuse_pos_embd`) at 012cf9099, and requirements.txt (transformers==4.57.1) at
 000867d9b. Not looked up: models other than Llama, several axes, the list of LongRoPE, and the kernels that rotate.
 """
 

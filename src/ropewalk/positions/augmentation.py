@@ -42,7 +42,7 @@ def augment(
             out of range.
 
     Source:
-        Siméoni et al. 2025 (DINOv3), arXiv:2508.10104; `augment_patches_center_coordinates` of transformers 5.23.
+        Siméoni et al. 2025 (DINOv3), arXiv:2508.10104; `augment_patches_center_coordinates` of transformers.
 
     Examples:
         >>> centres = torch.tensor([[-0.5, 0.5]])

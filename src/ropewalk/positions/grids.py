@@ -45,7 +45,7 @@ def grid(
             length of start differs from that of order.
 
     Source:
-        `get_vision_position_ids` of transformers 5.23 (vision_utils.py). Other projects call the result `pos_ids`.
+        `get_vision_position_ids` of transformers (vision_utils.py). Other projects call the result `pos_ids`.
 
     Examples:
         >>> grid(2, 3)

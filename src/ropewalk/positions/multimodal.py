@@ -94,7 +94,7 @@ def mrope(
         which could change the integer to which a time is truncated.
 
     Source:
-        `get_rope_index` of each model in transformers 5.23; Wang et al. 2024 (Qwen2-VL), arXiv:2409.12191.
+        `get_rope_index` of each model in transformers; Wang et al. 2024 (Qwen2-VL), arXiv:2409.12191.
 
     Examples:
         >>> mrope([Text(2), Image(2, 2), Text(1)]).positions
@@ -145,7 +145,7 @@ def xdrope(
         segments: `Text` and `Image`, in order and without padding. The width of an image includes the token that ends
             each of its rows: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
         axes: at least 3, the number of sections of the rope (`mrope_section`, `xdrope_section`).
-        images_before: the number of the first image of the row. transformers 5.23 continues counting images over the
+        images_before: the number of the first image of the row. transformers continues counting images over the
             rows of a batch. To match transformers, pass the number of images in the preceding rows.
         device: device of the result; the CPU when None.
 
@@ -156,7 +156,7 @@ def xdrope(
         RopeError: segments are not such a list, or a number is out of range.
 
     Source:
-        `get_rope_index` of hunyuan_vl in transformers 5.23.
+        `get_rope_index` of hunyuan_vl in transformers.
 
     Examples:
         >>> xdrope([Text(1), Image(2, 2), Text(1)]).positions

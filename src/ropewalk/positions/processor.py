@@ -62,7 +62,7 @@ _FAMILIES = {
 
 
 def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.device | str | None = None) -> Placed:
-    """Return the positions of a batch of a processor, equal to `get_rope_index` of the model in transformers 5.24.
+    """Return the positions of a batch of a processor, equal to `get_rope_index` of the model in transformers.
 
     Call it where the batch is made, such as in a collator: then everything is computed on the host. Tensors of another
     device are read back, once each.
@@ -88,7 +88,7 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             tokens of images and videos are not those of the grids.
 
     Source:
-        `get_rope_index` of each model in transformers 5.24.
+        `get_rope_index` of each model in transformers.
 
     Examples:
         >>> config = {"model_type": "qwen2_vl", "vision_config": {"spatial_merge_size": 2}}

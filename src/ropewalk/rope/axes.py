@@ -83,7 +83,7 @@ class Axes:
 
         One progression runs over all pairs. Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1
         (`mrope_section` [16, 24, 24] for time, height, width). GLM-4V, PaddleOCR-VL, llama.cpp's mode MROPE, and
-        Hunyuan (`xdrope_section`) in vLLM use this pattern as well. In transformers 5.23, the two channels of a pair of
+        Hunyuan (`xdrope_section`) in vLLM use this pattern as well. In transformers, the two channels of a pair of
         Hunyuan use different axes. That is not a rotation, and no `Axes` describes it.
 
         Args:
@@ -109,7 +109,7 @@ class Axes:
         [24, 20, 20], pairs 61 and 62 use t here, and the fourth axis in llama.cpp. To describe llama.cpp's rule, pass
         the axis of each pair to `Axes`.
 
-        Source: `recomposition_frequencies` of Qwen3-VL in transformers 5.23 (`mrope_section` [24, 20, 20]; [11, 11, 10]
+        Source: `recomposition_frequencies` of Qwen3-VL in transformers (`mrope_section` [24, 20, 20]; [11, 11, 10]
         in Qwen3.5). Cohere Compass, Cosmos 3 and, with two axes, NeoMME use this pattern as well.
 
         Args:
@@ -127,7 +127,7 @@ class Axes:
     def time_last(cls, sections: Sequence[int]) -> Axes:
         """Create M-RoPE with time at the lowest frequencies: the pairs use h, w, h, w, ..., and the last ones use t.
 
-        One progression runs over all pairs. Source: Ernie 4.5 VL in transformers 5.23, whose `mrope_section` [22, 22,
+        One progression runs over all pairs. Source: Ernie 4.5 VL in transformers, whose `mrope_section` [22, 22,
         20] is in the order h, w, t. Bailing (Ling-omni) in vLLM uses this pattern with sections in the order t, h, w.
 
         Args:
@@ -170,7 +170,7 @@ class Axes:
     def alternating(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
         """Create an axial rope with alternating axes: pair 0 uses the first axis, pair 1 the second, cyclically.
 
-        Each axis has its own progression, as in `axial`. Source: the vision encoder of Kimi K2.5 in transformers 5.23,
+        Each axis has its own progression, as in `axial`. Source: the vision encoder of Kimi K2.5 in transformers,
         which begins with the width: `Axes.alternating((36, 36), order=(1, 0))` for positions (height, width).
 
         Args:
@@ -190,7 +190,7 @@ class Axes:
 
         With n axes, each block has every n-th frequency of a progression over all pairs. With two axes, the first block
         has the frequencies with even indices, and the second block those with odd indices. Source: the vision encoder
-        of Pixtral in transformers 5.23 (`Axes.strided((32, 32))`), which Devstral Small 2 uses as well.
+        of Pixtral in transformers (`Axes.strided((32, 32))`), which Devstral Small 2 uses as well.
 
         Args:
             channels: number of rotated channels of each axis, even and equal.

@@ -1,7 +1,7 @@
 """The default frequencies: the geometric progression that every scheme starts from.
 
 Source: Su et al. 2021, "RoFormer", arXiv:2104.09864, section 3.2.2: θ_i = 10000^(−2(i−1)/d), i from 1. Deployed as
-`compute_default_rope_parameters` in transformers 5.23 (`rope_type` "default").
+`compute_default_rope_parameters` in transformers (`rope_type` "default").
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
 
 
 def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
-    """Return the frequencies as transformers 5.23 and Meta's code compute them, with each operation in float32.
+    """Return the frequencies as transformers and Meta's code compute them, with each operation in float32.
 
     Examples:
         >>> inv_freq_float32(10_000.0, 4)

@@ -5,7 +5,7 @@ of this call, the length of the longest call so far, or the configured maximum. 
 rotation of an earlier length. In ropewalk the caller fixes the length once, with `rope.at_length(n)`.
 
 Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.3. Deployed as
-`_compute_dynamic_ntk_parameters` in transformers 5.23.
+`_compute_dynamic_ntk_parameters` in transformers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The factors are not in the config but in the checkpoint. `from_config` reads them from there.
 
-Source: arXiv:2607.10134. Deployed in transformers 5.23 models/mistral_large4 (Mistral Large 4, on top of YaRN).
+Source: arXiv:2607.10134. Deployed in transformers models/mistral_large4 (Mistral Large 4, on top of YaRN).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LeRoPE(OnTop):
         return tuple(w * math.exp(a) for w, a in zip(self.before.inv_freq(base, rotary_dim), self.alpha, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return inv_freq · exp(alpha) in float32, as transformers 5.23 computes it."""
+        """Return inv_freq · exp(alpha) in float32, as transformers computes it."""
         import torch
 
         check_one_per_pair("LeRoPE", "alpha", self.alpha, rotary_dim)

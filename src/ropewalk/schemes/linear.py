@@ -1,7 +1,7 @@
 """Position interpolation: divide every frequency by `factor`, so that every wavelength is `factor` times as long.
 
 Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation",
-arXiv:2306.15595, section 3.2. Deployed as `_compute_linear_scaling_rope_parameters` in transformers 5.23.
+arXiv:2306.15595, section 3.2. Deployed as `_compute_linear_scaling_rope_parameters` in transformers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Linear(Scheme):
         return tuple(w / self.factor for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies of transformers 5.23: the default ones divided by factor, computed in float32."""
+        """Return the frequencies of transformers: the default ones divided by factor, computed in float32."""
         return default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
 
     @classmethod

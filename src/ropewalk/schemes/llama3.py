@@ -3,7 +3,7 @@
 This is NTK-by-parts with α = low_freq_factor and β = high_freq_factor, without an attention factor.
 
 Source: the Llama 3.1 release (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py at a9c89c47). Deployed
-as `_compute_llama3_parameters` in transformers 5.23.
+as `_compute_llama3_parameters` in transformers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Llama3(Scheme):
         return tuple(self._scale_frequency(w) for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies as transformers 5.23 and Meta's code compute them, in float32."""
+        """Return the frequencies as transformers and Meta's code compute them, in float32."""
         import torch
 
         length, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor

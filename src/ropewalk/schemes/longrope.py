@@ -5,7 +5,7 @@ configured length. One engine always uses the long list. In ropewalk the caller 
 the long list if n exceeds the trained length.
 
 Source: Ding et al. 2024, arXiv:2402.13753, section 3; Phi-3's released code. Deployed as
-`_compute_longrope_parameters` in transformers 5.23; short_mscale and long_mscale as in its models/phimoe.
+`_compute_longrope_parameters` in transformers; short_mscale and long_mscale as in its models/phimoe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NTK-aware scaling: a larger base that keeps the fastest frequency and divides the slowest by alpha.
 
 Source: bloc97, "NTK-Aware Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.1, equation 15 there with
-s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 (Hunyuan) and as `alpha` of vLLM's
+s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers (Hunyuan) and as `alpha` of vLLM's
 "dynamic".
 """
 
@@ -50,7 +50,7 @@ class NTK(Scheme):
         return default.inv_freq(self.as_base(base, rotary_dim), rotary_dim)
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies of transformers 5.23 for Hunyuan: the larger base is in float64, the rest in float32.
+        """Return the frequencies of transformers for Hunyuan: the larger base is in float64, the rest in float32.
 
         For dynamic NTK, transformers computes the larger base in float32 if the length is a tensor. At a quarter of
         1,659 measured lengths, its frequencies then differ from these in the last bits.

@@ -50,7 +50,7 @@ class PerPair(Scheme):
         return tuple(w / f for w, f in zip(default.inv_freq(base, rotary_dim), self.factors, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return 1 / (factor · base^(2i / rotary_dim)) in float32, as transformers 5.23 does for LongRoPE.
+        """Return 1 / (factor · base^(2i / rotary_dim)) in float32, as transformers does for LongRoPE.
 
         llama.cpp divides the angle instead. This method does not reproduce its rounding.
         """

@@ -4,7 +4,7 @@ This is not partial rotation. The exponent and the pairs are those of the whole 
 i + head_dim/2). Partial rotation of the same number of pairs has other frequencies, and rotates other channels.
 
 Source: Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205, section 6.1. Deployed as
-`_compute_proportional_rope_parameters` in transformers 5.23 (Gemma 4).
+`_compute_proportional_rope_parameters` in transformers (Gemma 4).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Proportional(Scheme):
         return tuple(w / self.factor if i < rotated else 0.0 for i, w in enumerate(inv_freq))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the same frequencies as `inv_freq`, but computed in float32 as in transformers 5.23."""
+        """Return the same frequencies as `inv_freq`, but computed in float32 as in transformers."""
         rotated = self._rotated_pairs(rotary_dim)
         slowed = default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
         return slowed[:rotated] + (0.0,) * (rotary_dim // 2 - rotated)

@@ -1,6 +1,6 @@
 """Rotation in the opposite direction: each pair rotates by minus its angle (nanochat and Talkie).
 
-Source: transformers 5.23 models/nanochat (`rotate_half` returns (x2, −x1)); mlx-lm 0.32.2 models/talkie.py, which
+Source: transformers models/nanochat (`rotate_half` returns (x2, −x1)); mlx-lm models/talkie.py, which
 negates the frequencies.
 """
 

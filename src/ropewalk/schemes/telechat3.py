@@ -1,7 +1,7 @@
 """TeleChat 3's YaRN, whose attention factor grows by 0.07 instead of 0.1 with the logarithm of the factor.
 
-Source: vLLM 0.32 transformers_utils/config.py, and before at d5a17e0 layers/rotary_embedding/telechat3_scaling_rope.py.
-mlx-lm 0.32.2 treats the scheme as YaRN.
+Source: vLLM transformers_utils/config.py, and before at d5a17e0 layers/rotary_embedding/telechat3_scaling_rope.py.
+mlx-lm treats the scheme as YaRN.
 """
 
 from __future__ import annotations

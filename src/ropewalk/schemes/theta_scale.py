@@ -2,7 +2,7 @@
 
 With L the trained length, the base is raised to the power ln(L · factor / 2π) / ln(L / 2π).
 
-Source: `ScalingRotaryEmbedding` with the rope_type "theta_scale" in SGLang 0.5.23 models/grok.py; the same class was in
+Source: `ScalingRotaryEmbedding` with the rope_type "theta_scale" in SGLang models/grok.py; the same class was in
 vLLM at e443db5, layers/rotary_embedding/grok1_scaling_rope.py.
 """
 
@@ -46,7 +46,7 @@ class ThetaScale(Scheme):
         return default.inv_freq(self.as_base(base, rotary_dim), rotary_dim)
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies that SGLang 0.5.23 computes: the larger base is in float64, the rest in float32."""
+        """Return the frequencies that SGLang computes: the larger base is in float64, the rest in float32."""
         return default.inv_freq_float32(self.as_base(base, rotary_dim), rotary_dim)
 
     def as_base(self, base: float, rotary_dim: int) -> float:

@@ -6,7 +6,7 @@ The authors' code and every runtime define the ramp in this way. The paper's tex
 instead, which changes single frequencies by a factor of up to 3.3.
 
 Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, sections 3.2 to 3.4; jquesnelle/yarn at 995db5b
-(LlamaYaRNScaledRotaryEmbedding). Deployed as `_compute_yarn_parameters` in transformers 5.23. mscale and
+(LlamaYaRNScaledRotaryEmbedding). Deployed as `_compute_yarn_parameters` in transformers. mscale and
 mscale_all_dim: DeepSeek-V2, arXiv:2405.04434, section 3.1.4, and its released code.
 """
 
@@ -130,7 +130,7 @@ class YaRN(Scheme):
         )
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies that transformers 5.23 and the authors' code compute.
+        """Return the frequencies that transformers and the authors' code compute.
 
         The ends of the ramp are computed in float64, everything else in float32.
         """

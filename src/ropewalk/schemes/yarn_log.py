@@ -1,6 +1,6 @@
 """YaRN in logarithms: the ramp of YaRN, which blends the logarithms of kept and divided frequencies (Grok).
 
-Source: `ScalingRotaryEmbedding` with the rope_type "yarn_log" in SGLang 0.5.23 models/grok.py; the same class was in
+Source: `ScalingRotaryEmbedding` with the rope_type "yarn_log" in SGLang models/grok.py; the same class was in
 vLLM at e443db5, layers/rotary_embedding/grok1_scaling_rope.py. It computes YaRN's attention factor and does not use it.
 """
 
@@ -47,7 +47,7 @@ class YarnLog(Scheme):
         return tuple(w / self.factor**s for w, s in zip(default.inv_freq(base, rotary_dim), slowed, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies that SGLang 0.5.23 computes. The ends of the ramp are in float64, the rest float32.
+        """Return the frequencies that SGLang computes. The ends of the ramp are in float64, the rest float32.
 
         The last bit of a float32 log depends on the processor, and with it a frequency f by about |ln f| · 2⁻²³ of f.
         """

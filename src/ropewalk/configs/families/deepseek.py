@@ -1,6 +1,6 @@
 """DeepSeek-V4: the last channels of q, k and v rotate, and layers with compressed attention have their own base.
 
-Source: transformers 5.23 models/deepseek_v4; configs of its quantised copies ("deepseek_ref", llm-compressor's).
+Source: transformers models/deepseek_v4; configs of its quantised copies ("deepseek_ref", llm-compressor's).
 """
 
 from __future__ import annotations

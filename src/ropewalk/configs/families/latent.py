@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA), in which only the last channels of a head rotate.
 
-Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; transformers 5.23 models/deepseek_v2, deepseek_v3 and deepseek_v32.
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; transformers models/deepseek_v2, deepseek_v3 and deepseek_v32.
 """
 
 from __future__ import annotations

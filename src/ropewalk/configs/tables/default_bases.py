@@ -1,6 +1,6 @@
 """`DEFAULT_BASES`, `DEFAULT_SECTIONS`: what classes of transformers take if a file states nothing where they read it.
 
-Source: `default_theta` and `__post_init__` of the classes of transformers 5.24. A class that is not listed has the base
+Source: `default_theta` and `__post_init__` of the classes of transformers. A class that is not listed has the base
 10000, and reads the base and the fraction of a file without a section from its top level.
 """
 

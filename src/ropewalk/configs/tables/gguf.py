@@ -156,7 +156,7 @@ ROWS: dict[str, GgufRow] = {
         latent=True,
         indexer=Indexer("interleaved", tail=True, optional=True),
         warning="llama.cpp rotates adjacent channels as pairs, and its converter does not permute the weights. "
-        "transformers 5.24 pairs the two halves instead.",
+        "transformers pairs the two halves instead.",
     ),
     "bailingmoe3": GgufRow(
         "interleaved", _in("bailingmoe3"), latent=True, layers=_kv_heads(_LINEAR), axes="mrope if sections"

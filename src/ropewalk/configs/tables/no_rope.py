@@ -42,7 +42,7 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
         "['Grok1ForCausalLM']",
     ),
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
-    "interns1_pro": replace(refused("", FOPE), source="vLLM 0.32 models/interns1_pro.py", in_transformers=False),
+    "interns1_pro": replace(refused("", FOPE), source="vLLM models/interns1_pro.py", in_transformers=False),
     "qwen2_5_omni_token2wav": refused("qwen2_5_omni", "Its diffusion transformer rotates one head only."),
     "lightglue": refused(
         "lightglue",

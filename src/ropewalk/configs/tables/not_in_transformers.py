@@ -12,9 +12,9 @@ from ropewalk.configs.rows import remote
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _IMPLIED_BASE = {"kinds": {ALL: Kind(implied_base=10_000.0)}}
-_MLX = "mlx-lm 0.32.2 models"
-_SGLANG = "SGLang 0.5.23 srt/models"
-_VLLM = "vLLM 0.32.0 model_executor/models"
+_MLX = "mlx-lm models"
+_SGLANG = "SGLang srt/models"
+_VLLM = "vLLM model_executor/models"
 
 
 def _latent(code: str, **fields: Any) -> Architecture:
@@ -43,7 +43,7 @@ REMOTE: dict[str, Architecture] = {
             ("minicpm", "modeling_minicpm.py of MiniCPM-2B-sft-bf16", _IMPLIED_BASE),
             ("minicpmv", "modeling_minicpm.py of MiniCPM-V; vLLM model_executor/models/minicpmv.py", {}),
             ("orion", "modeling_orion.py of Orion-14B-Base; vLLM model_executor/models/orion.py", {}),
-            ("telechat3", "vLLM 0.32 transformers_utils/config.py, models/llama.py; mlx-lm models/telechat3.py", {}),
+            ("telechat3", "vLLM transformers_utils/config.py, models/llama.py; mlx-lm models/telechat3.py", {}),
             ("xverse", "modeling_xverse.py of XVERSE-7B", _IMPLIED_BASE),
             ("Yi", "modeling_yi.py of Yi-34B", {}),
             ("yuan", "yuan_hf_model.py of Yuan2-2B-hf", {"kinds": {ALL: Kind(bases=(), implied_base=10_000.0)}}),
@@ -313,7 +313,7 @@ REMOTE: dict[str, Architecture] = {
     ),
     # Grok 1 and 2.
     "grok-1": remote(
-        "SGLang 0.5.23 models/grok.py; model.py of xai-org/grok-1",
+        "SGLang models/grok.py; model.py of xai-org/grok-1",
         partial=1.0,
         partial_keys=(),
         more_keys=functions.add_grok_scaling,
@@ -330,7 +330,7 @@ REMOTE: dict[str, Architecture] = {
         heads=("n_heads", "num_attention_heads"),
         layers=("n_layers", "num_hidden_layers"),
     ),
-    "talkie": remote("mlx-lm 0.32.2 models/talkie.py", backwards=True, kinds={ALL: Kind(implied_base=1_000_000.0)}),
+    "talkie": remote("mlx-lm models/talkie.py", backwards=True, kinds={ALL: Kind(implied_base=1_000_000.0)}),
     "nemotron-nas": remote(
         "modeling_decilm.py of Llama-3_1-Nemotron-51B-Instruct; vLLM model_executor/models/nemotron_nas.py",
         pattern=functions.nemotron_nas_kinds,

@@ -26,7 +26,7 @@ _HUNYUAN = AxesRule(
     names=("sequence", "width", "height", "image"),
     min_sections=3,
     keys=("mrope_section", "xdrope_section"),
-    warning="transformers 5.23 uses positions of different axes for the two channels of a pair, which is a rotation "
+    warning="transformers uses positions of different axes for the two channels of a pair, which is a rotation "
     "for text only. These axes are those of vLLM, where each pair has one axis.",
 )
 
@@ -68,20 +68,20 @@ SEVERAL_AXES: dict[str, Architecture] = {
             axes=_BAILING,
             own_config=True,
         ),
-        source="vLLM 0.32 layers/rotary_embedding/bailing_mrope.py and models/bailing_moe_v3.py",
+        source="vLLM layers/rotary_embedding/bailing_mrope.py and models/bailing_moe_v3.py",
         in_transformers=False,
     ),
     "interns2_mobius_text": replace(
-        _qwen3_5("qwen3_5_moe"), source="vLLM 0.32 models/interns2_mobius.py", in_transformers=False
+        _qwen3_5("qwen3_5_moe"), source="vLLM models/interns2_mobius.py", in_transformers=False
     ),
     # Qwen 3 with positions of its own: half of the pairs are of time.
-    "isaac_text": remote("vLLM 0.32 models/isaac.py", axes=AxesRule((32, 16, 16)), own_config=True),
+    "isaac_text": remote("vLLM models/isaac.py", axes=AxesRule((32, 16, 16)), own_config=True),
     **{
-        name: remote(f"vLLM 0.32 models/{file}.py: Qwen 3 with flat keys", axes=AxesRule(None))
+        name: remote(f"vLLM models/{file}.py: Qwen 3 with flat keys", axes=AxesRule(None))
         for name, file in (("KeyeVL", "keye"), ("KeyeVL1_5", "keye_vl1_5"))
     },
     "openpangu_vl_text": remote(
-        "vLLM 0.32 layers/rotary_embedding/mrope_interleaved.py and models/openpangu.py",
+        "vLLM layers/rotary_embedding/mrope_interleaved.py and models/openpangu.py",
         axes=_OPENPANGU,
         check=functions.require_interleaved,
     ),

@@ -419,7 +419,7 @@ TEXT: dict[str, Architecture] = {
     "deepseek_v4": _DEEPSEEK_V4,
     "deepseek_v41_text": replace(
         _DEEPSEEK_V4,
-        source="mlx-lm 0.32.2 models/deepseek_v41.py",
+        source="mlx-lm models/deepseek_v41.py",
         pattern=LayerCodes("compress_ratios", {0: _SLIDING, 1: _SPARSE, 2: _SPARSE}),
         in_transformers=False,
     ),

@@ -1,6 +1,6 @@
 """Vision towers: `TOWERS` maps the model_type of a tower to its row, a `Tower`.
 
-Each row was checked by running the rotary class and the rotation of the tower in transformers 5.24.
+Each row was checked by running the rotary class and the rotation of the tower in transformers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ropewalk.configs.rows import source
 from ropewalk.configs.tower import GRID, Tower, axial, gemma4, minimax
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
@@ -22,8 +23,7 @@ _MEMORY = "integers: column and row of each cell of the feature map, from 0; tok
 
 def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes: int, **more: Any) -> Tower:
     width, heads, *own = sizes
-    source = f"transformers 5.24 models/{folder}"
-    return Tower(source, ropes, sizes=(width, heads, own[0] if own else None), **more)
+    return Tower(source(folder), ropes, sizes=(width, heads, own[0] if own else None), **more)
 
 
 def _memory(folder: str, *position_keys: str) -> Tower:
@@ -87,10 +87,10 @@ TOWERS: dict[str, Tower] = {
         heads=("num_attention_heads", "vt_num_attention_heads"),
     ),
     "moonvit": Tower(
-        "vLLM 0.32.0 model_executor/models/moonvit.py", axial("interleaved", order=(1, 0), layout=Axes.alternating)
+        "vLLM model_executor/models/moonvit.py", axial("interleaved", order=(1, 0), layout=Axes.alternating)
     ),
     "dots_vit": Tower(
-        "vLLM 0.32.0 model_executor/models/dots_ocr.py",
+        "vLLM model_executor/models/dots_ocr.py",
         axial(),
         positions=_MERGED,
         width=("embed_dim", "hidden_size"),

@@ -1,7 +1,7 @@
 """Models that contain a text model, and the defaults of text models whose configs omit them.
 
-Source: the config classes of transformers 5.24, and for models that it does not have those of vLLM 0.32.0
-(transformers_utils/configs, model_executor/models) and SGLang 0.5.23 (srt/configs).
+Source: the config classes of transformers, and for models that it does not have those of vLLM
+(transformers_utils/configs, model_executor/models) and SGLang (srt/configs).
 """
 
 from __future__ import annotations

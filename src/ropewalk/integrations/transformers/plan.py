@@ -341,7 +341,7 @@ def _call_tower(name: str, module: nn.Module, kind: type[Angles]) -> tuple[Any, 
         with torch.no_grad():
             return copy.deepcopy(module).eval()(*arguments), positions
     except Exception as e:  # the code of another version may raise anything
-        must = f"{name} must take the same arguments as in transformers 5.23"
+        must = f"{name} must take the arguments that ropewalk knows"
         raise error(WHO, must, f"{type(e).__name__}: {e}", "This tower is not supported.") from e
 
 

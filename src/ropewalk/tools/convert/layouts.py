@@ -154,7 +154,7 @@ FUSED: dict[str, tuple[str, _Fusion]] = {
     "falcon": ("query_key_value", _starts_of_falcon),
     "codegen": ("qkv_proj", lambda config: _starts_of_codegen),
 }
-"""Maps a model_type to the tensor that holds q, k and v, and to their order in it, as transformers 5.23 splits it."""
+"""Maps a model_type to the tensor that holds q, k and v, and to their order in it, as transformers splits it."""
 _GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Models whose q_proj contains a gate after each head."""
 
@@ -186,7 +186,7 @@ _TESTED = (
     "starcoder2 ultrabert vaultgemma youtu "
 )
 PROVEN = frozenset(_TESTED.split())
-"""The model_types for which tests compare the logits of converted weights, with the code of transformers 5.24."""
+"""The model_types for which tests compare the logits of converted weights, with the code of transformers."""
 
 
 def locate(name: str) -> Location | None:

@@ -23,7 +23,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _READ_BY_MODEL = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", "youtu"})
-"""Models of transformers 5.24 whose code reads the pairing from the key `rope_interleave` of the config."""
+"""Models of transformers whose code reads the pairing from the key `rope_interleave` of the config."""
 _HEAD = "lm_head.weight"
 _MAX_SHARD_BYTES = 5 * 10**9
 """The largest size of a file in bytes, the same as Hugging Face's limit."""
