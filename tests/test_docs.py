@@ -181,6 +181,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(entries) == sorted(ropewalk.__all__)
 
 
+@pytest.mark.parametrize("module", ["diff", "parallel", "plots", "positions"])
+def test_what_dir_lists_is_in_the_reference(module: str) -> None:
+    entry = re.search(rf"^::: ropewalk\.{module}\n    options:\n      members: \[([^]]+)\]", REFERENCE, re.MULTILINE)
+    assert entry is not None
+    assert sorted(re.findall(r"\w+", entry[1])) == sorted(
+        name for name in dir(getattr(ropewalk, module)) if not name.isupper()
+    )
+
+
 def test_the_first_page_of_the_reference_names_every_other_page() -> None:
     folder = ROOT / "docs" / "reference"
     linked = re.findall(r"^\| \[\w+\]\((\w+)\.md\) \|", (folder / "index.md").read_text("utf-8"), re.MULTILINE)

@@ -203,3 +203,35 @@ class TestDifference:
         assert formats.difference(rope, shared.flip(0), 1.0) == ""
         assert formats.difference(rope, shared.repeat(2), 1.0) == ""
         assert formats.difference(rope, shared * 1.1, 1.0).startswith("inv_freq[0] 1.1")
+
+
+class TestPermute:
+    """tests/checkpoints/test_rules.py compares it with the permutations of other projects."""
+
+    @pytest.mark.parametrize("heads", [1, 3])
+    def test_as_transformers_reads_gguf(self, heads: int) -> None:
+        gguf = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+        weight = torch.randn(heads * 8, 5)
+        theirs = gguf.LlamaTensorProcessor()._reverse_permute_weights(weight.numpy(), heads)
+        assert torch.equal(formats.permute(weight, 8, to="half"), torch.from_numpy(theirs))
+
+    def test_channels_that_do_not_rotate_stay(self) -> None:
+        rows = torch.arange(24).bfloat16()
+        moved = formats.permute(rows, 12, to="half", rotary_dim=8, rotary_offset=3)
+        assert moved[:12].tolist() == [0, 1, 2, 3, 5, 7, 9, 4, 6, 8, 10, 11]
+        assert torch.equal(moved[12:], moved[:12] + 12)
+        assert torch.equal(formats.permute(moved, 12, to="interleaved", rotary_dim=8, rotary_offset=3), rows)
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"weight": torch.zeros(20, 4)}, "weight must have whole heads of 8 rows along its first axis, got"),
+            ({"to": "neox"}, "to must be one of 'half', 'interleaved', got 'neox'"),
+            ({"rotary_dim": 5}, "rotary_dim must be even"),
+            ({"rotary_offset": 4, "rotary_dim": 6}, "rotary_dim must be an integer from 2 to 4, got 6"),
+            ({"head_dim": 8.0}, "head_dim must be an integer of at least 2"),
+        ],
+    )
+    def test_refused(self, wrong: dict[str, Any], message: str) -> None:
+        with pytest.raises(RopeError, match="formats.permute: " + message):
+            formats.permute(**({"weight": torch.zeros(16, 4), "head_dim": 8, "to": "half"} | wrong))

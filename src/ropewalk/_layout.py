@@ -27,6 +27,16 @@ def axes_of(layout: str) -> Axes:
 AXES: dict[Layout, Axes] = {layout: axes_of(layout) for layout in get_args(Layout)}
 
 
+def channels(rotary_dim: int, to: Pairing) -> list[int]:
+    """Return the order in which the rotated channels of a head convert it from the other pairing to `to`.
+
+    Channel c of the converted head is channel `result[c]` of the original.
+    """
+    half = rotary_dim // 2
+    by_pairs = [c for pair in range(half) for c in (pair, half + pair)]
+    return by_pairs if to == "interleaved" else [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2)]
+
+
 class Options(NamedTuple):
     """How tensors are rotated by given cos and sin.
 

@@ -6,8 +6,8 @@
 | complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
-`width_of`, `widen` and `narrow` recognize and convert the columns of a table, and `difference` compares the frequencies
-of other code with a rope.
+`permute` reorders a weight for the other pairing. `width_of`, `widen` and `narrow` recognize and convert the columns of
+a table, and `difference` compares the frequencies of other code with a rope.
 
 Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing` states
 this, and its value follows from the code that uses the table. To convert the result of `to_full_width` or `to_complex`
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, describe, error
-from ropewalk._layout import Pairing
+from ropewalk._checks import choice, describe, error, integer
+from ropewalk._layout import Pairing, channels
 from ropewalk._rounding import FLOAT32, explained_error
 from ropewalk.rotation.api import Rotation
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLOAT32", "Repeated", "Width", "difference", "from_cache", "from_complex", "from_full_width", "narrow",
-    "stored_dtype", "to_cache", "to_complex", "to_full_width", "widen", "width_of",
+    "permute", "stored_dtype", "to_cache", "to_complex", "to_full_width", "widen", "width_of",
 ]  # fmt: skip
 __dir__ = __all__.copy
 
@@ -301,6 +301,48 @@ def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
         raise error("formats.to_cache", must, got, "Create it with rope.at(torch.arange(rows)).")
     cache = torch.cat((rotation.cos, rotation.sin), dim=-1)
     return cache if dtype is None else cache.to(dtype)
+
+
+def permute(
+    weight: Tensor, head_dim: int, *, to: Pairing, rotary_dim: int | None = None, rotary_offset: int = 0
+) -> Tensor:
+    """Reorder the rows of a weight of q or k, which were trained with one pairing, for code that rotates by the other.
+
+    Convert q and k, their biases, and the weights of a norm of their heads. v and the output projection stay as they
+    are. `ropewalk convert` converts a whole checkpoint.
+
+    Args:
+        weight: `[heads · head_dim, …]`, of any dtype.
+        head_dim: channels of a head, the same for q and k.
+        to: the pairing of the code that will use the weight. The weight has the other one.
+        rotary_dim, rotary_offset: the rotated channels of a head, as in `Rope`; the others stay in place.
+
+    Returns:
+        a new tensor of the same shape.
+
+    Raises:
+        RopeError: the rows are not whole heads, or the rotated channels are not an even number of those of a head.
+
+    Examples:
+        >>> from ropewalk.formats import permute
+        >>> permute(torch.arange(8), 8, to="half")
+        tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    """
+    who = "formats.permute"
+    choice(who, "to", to, ("half", "interleaved"))
+    head_dim = integer(who, "head_dim", head_dim, at_least=2)
+    if not isinstance(weight, Tensor) or weight.ndim < 1 or weight.shape[0] % head_dim:
+        must = f"weight must have whole heads of {head_dim} rows along its first axis"
+        raise error(who, must, describe(weight), "Pass the tensor `[heads · head_dim, …]` of q alone, or of k alone.")
+    offset = integer(who, "rotary_offset", rotary_offset, at_least=0, at_most=head_dim - 2)
+    most = head_dim - offset
+    rotated = integer(who, "rotary_dim", most if rotary_dim is None else rotary_dim, at_least=2, at_most=most)
+    if rotated % 2:
+        must = "rotary_dim must be even, since channels rotate in pairs"
+        raise error(who, must, str(rotated), "Pass that of the rope.")
+    order = [*range(offset), *(offset + c for c in channels(rotated, to)), *range(offset + rotated, head_dim)]
+    heads = weight.reshape(weight.shape[0] // head_dim, head_dim, *weight.shape[1:])
+    return heads[:, order].reshape(weight.shape)
 
 
 def _check_rotation(who: str, rotation: Rotation) -> None:

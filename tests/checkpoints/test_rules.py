@@ -17,6 +17,7 @@ from torch import Tensor
 import tiny_models
 from checkpoint_families import load, logits, save
 from checkpoint_files import by_metas_names
+from ropewalk import formats
 from ropewalk.tools import convert as checkpoints
 
 pytest.importorskip("transformers", "5.23")
@@ -72,7 +73,9 @@ def test_permutations_of_other_projects(to: str, rule: Callable[[Tensor, int], T
     for key, old in model.state_dict().items():
         role = next((role for role in HEADS if f"{role}_proj." in key), None)
         assert torch.equal(written[key], old if role is None else rule(old, HEADS[role])), key
-        moved += role is not None
+        if role is not None:
+            moved += 1
+            assert torch.equal(formats.permute(old, len(old) // HEADS[role], to=to), rule(old, HEADS[role])), key
     assert moved == 8
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ropewalk import _checks
-from ropewalk._layout import Pairing
+from ropewalk._layout import Pairing, channels
 from ropewalk.rope.rope import Rope
 
 Role = Literal["q", "k"]
@@ -39,15 +39,6 @@ class Part:
     rotary_dim: int
 
 
-def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
-    """Return the permutation that converts the rotated channels of a head from the other pairing to `to`.
-
-    The result has shape `[rotary_dim]`. Channel c of the converted head is channel `result[c]` of the original.
-    """
-    by_pairs = np.arange(rotary_dim).reshape(-1, 2)
-    return by_pairs.T.ravel() if to == "half" else np.arange(rotary_dim).reshape(2, -1).T.ravel()
-
-
 def row_order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
     """Return the permutation that converts the rows of a tensor from the other pairing to `to`.
 
@@ -56,7 +47,7 @@ def row_order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.i
     """
     result = np.arange(rows)
     for part in parts:
-        moved = channels(part.rotary_dim, to)
+        moved = np.array(channels(part.rotary_dim, to))
         for start in part.starts:
             result[start : start + part.rotary_dim] = start + moved
     return result

@@ -14,13 +14,11 @@ from __future__ import annotations
 from ropewalk.tools.plots.differences import differences
 from ropewalk.tools.plots.distance import decay
 from ropewalk.tools.plots.field import angle_field
-from ropewalk.tools.plots.figure import FORMATS, blank, check_path, save
+from ropewalk.tools.plots.figure import blank as blank
+from ropewalk.tools.plots.figure import save
 from ropewalk.tools.plots.frequencies import inv_freq
 from ropewalk.tools.plots.interactive import explorer
 from ropewalk.tools.plots.vectors import pairs, rotated_vector
 
-__all__ = [
-    "FORMATS", "angle_field", "blank", "check_path", "decay", "differences", "explorer", "inv_freq", "pairs",
-    "rotated_vector", "save",
-]  # fmt: skip
+__all__ = ["angle_field", "decay", "differences", "explorer", "inv_freq", "pairs", "rotated_vector", "save"]
 __dir__ = __all__.copy
