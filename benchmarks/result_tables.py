@@ -94,26 +94,15 @@ def sizes() -> Iterator[tuple[str, ...]]:
     """Yield the cells of the table of numbers of tokens, in kept memory."""
     each = ("ms", "× `copy_`", "Hugging Face ×")
     yield "tokens", *(f"{dtype}, {what}" for dtype in DTYPES for what in each)
-    forward = [(tokens, False) for tokens in (1, 32, 1024, 4096, 16_384)]
+    forward = [(tokens, False) for tokens in (1, 32, 4096, 16_384)]
     for tokens, backward in [*forward, (4096, True), (16_384, True)]:
         cells = []
         for dtype in DTYPES:
             wanted = {"tokens": tokens, "backward": backward, "dtype": dtype, "memory": "kept"}
             times = [1e3 * row["median"] for row in rows(RUNS, contender="ropewalk", **wanted)]
-            cells.append(span(times, 3 if tokens < 1024 else 1))
+            cells.append(span(times, 3 if tokens < 4096 else 1))
             cells += [ratios("ropewalk", "copy_", **wanted), ratios("Hugging Face", "ropewalk", **wanted)]
         yield f"{tokens:,}, with backward" if backward else f"{tokens:,}", *cells
-
-
-def sweep() -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the table of head sizes and layouts."""
-    yield "channels of a head", *(f"{dtype}, {where}" for dtype in DTYPES for where in ("new", "in place"))
-    found = results("sweep")["rows"]
-    ratios = {(row["form"], row["dtype"], row["in_place"]): row["times_128"] for row in found}
-    for form in dict.fromkeys(row["form"] for row in found):
-        cells = [ratios[form, dtype, where] for dtype in DTYPES for where in (False, True)]
-        if max(cells) >= 1.55:  # the page says that the others take at most 1.5 times as long
-            yield form, *(f"{cell:.1f}" for cell in cells)
 
 
 def decoding(part: str) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
@@ -153,19 +142,9 @@ def measured() -> Iterator[tuple[str, ...]]:
         yield title, f"{found['stated_length']:,}", f"{found['reach']:,}", f"{found['factor']:g}", *cells
 
 
-def found_in_a_text() -> Iterator[tuple[str, ...]]:
-    """Yield the cells of the table of a whole text: shares of random and real tokens by distance, and the loss."""
-    passes = results("smollm2-16k-text", "extend")["filled"]
-    names = ("without scaling" if entry["method"] == "none" else f"factor {entry['factor']:g}" for entry in passes)
-    yield "distance", *names
-    for row in zip(*(entry["found"] for entry in passes), strict=True):
-        yield f"{row[0]['distance']:,}", *(f"{one['random']:.2f} / {one['real']:.2f}" for one in row)
-    yield "loss of the last half", *(f"{sum(entry['losses'][8:]) / 8:.2f}" for entry in passes)
-
-
 TABLES: dict[str, tuple[Callable[[], Iterator[tuple[str, ...]]], ...]] = {
-    "docs/speed.md": (rotation, sizes, sweep, decode_steps),
-    "docs/extend.md": (measured, found_in_a_text),
+    "docs/speed.md": (rotation, sizes, decode_steps),
+    "docs/extend.md": (measured,),
 }
 
 
