@@ -1,7 +1,8 @@
-"""The kernels called from plain C: build csrc/examples/rotate.c without Python and torch, and test its output."""
+"""The kernels called from plain C: build csrc/examples/rotate.c and the program of docs/from-c.md."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import oracle
-from toolchain import configure, output
+from toolchain import CC, configure, output
 
 HEAD_DIM, HEADS, KV_HEADS, TOKENS, BASE = 10, 4, 2, 3, 10000.0
 
@@ -56,6 +57,22 @@ def test_example_agrees_with_the_oracle(example: Path, pairing: str, first: int)
             exact = exact_k[: now + 1, head * KV_HEADS // HEADS] @ exact_q[now, head]
             np.testing.assert_allclose(next(scores), exact, rtol=0, atol=SCORE)
     assert next(scores, None) is None
+
+
+def test_the_program_of_the_page(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands run in other folders than the clone's, and what the example has built is not built again."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "from-c.md").read_text("utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (program,) = re.findall(r"^```c\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "decode.c").write_text(program)
+    monkeypatch.chdir(root)
+    commands = re.sub(r" build(?=[/ ])", f" {example.parent}", re.sub(r"\bdecode\b", f"{tmp_path}/decode", commands))
+    output("sh", "-ec", commands.replace("cc ", f"{CC} -Wall -Wextra -Werror ", 1))
+    k = np.array(output(tmp_path / "decode").split(), float).reshape(1, 8, 128)
+    angles = oracle.reduced([100_000], oracle.inv_freq(500_000.0, 128))[:, None]
+    exact = oracle.rotate((np.arange(8 * 128) % 5).reshape(1, 8, 128), angles, "interleaved")
+    np.testing.assert_allclose(k, exact, rtol=0, atol=4 / 1.5 * ROTATED)
 
 
 def test_example_rejects_an_unknown_pairing(example: Path) -> None:
