@@ -14,6 +14,7 @@ import contextlib
 import doctest
 import functools
 import importlib
+import inspect
 import json
 import re
 import textwrap
@@ -179,6 +180,19 @@ def test_the_notebook_runs() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     entries = re.findall(r"^::: ropewalk\.(\w+)$", REFERENCE, re.MULTILINE)
     assert sorted(entries) == sorted(ropewalk.__all__)
+
+
+def test_the_reference_gives_types_that_the_defaults_have() -> None:
+    wrong = []
+    for name in ropewalk.__all__:
+        public = getattr(ropewalk, name)
+        members = [public, *(member for _, member in inspect.getmembers(public, inspect.isfunction))]
+        for member in members:
+            if callable(member) and member.__module__.startswith("ropewalk"):
+                for parameter in inspect.signature(member).parameters.values():
+                    if parameter.default is None and not re.search(r"\b(None|Any)\b", str(parameter.annotation)):
+                        wrong.append((name, member.__name__, str(parameter)))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("module", ["diff", "parallel", "plots", "positions"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ropewalk import _checks
 from ropewalk.schemes import Scaling, default
@@ -48,8 +48,12 @@ class Axes:
     """
 
     axis: tuple[int, ...]
-    freq_index: tuple[int, ...] = None  # type: ignore[assignment]  # tuples from __post_init__ on
-    lengths: tuple[int, ...] = None  # type: ignore[assignment]
+    if not TYPE_CHECKING:
+        freq_index: tuple[int, ...] | None = None
+        lengths: tuple[int, ...] | None = None
+    else:  # from __post_init__ on
+        freq_index: tuple[int, ...] = ()
+        lengths: tuple[int, ...] = ()
     _name: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:

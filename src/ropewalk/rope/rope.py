@@ -63,7 +63,10 @@ class Rope:
     base: float
     pairing: Pairing
     _: KW_ONLY
-    rotary_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
+    if not TYPE_CHECKING:
+        rotary_dim: int | None = None
+    else:  # from __post_init__ on
+        rotary_dim: int = 0
     rotary_offset: int = 0
     scaling: Scaling | None = None
     axes: Axes | None = None
