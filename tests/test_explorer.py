@@ -249,6 +249,14 @@ def test_every_length(length: int) -> None:
     assert len(curve["angles"]["lengths"]) <= 12
 
 
+def test_the_longest_is_that_of_the_scaled_context() -> None:
+    """As Qwen documents it for Qwen2.5: max_position_embeddings stays 32,768."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    model = ropewalk.from_config({**config("qwen2.5-7b-instruct"), "rope_scaling": scaling})
+    (curve,) = curves_of({"Qwen2.5": model}).values()
+    assert curve["longest"] == 131_072
+
+
 def test_the_longest_is_one_of_the_lengths() -> None:
     """It need not be a doubling of the trained length.
 

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "tools.convert": BOTTOM | {"configs", "rope", "rotation", "schemes"},
     # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "tools.check": BOTTOM,
-    "tools.plots": BOTTOM,
+    "tools.plots": BOTTOM | {"tools.diff"},  # for the length that a config states
     "tools.bench": BOTTOM,
     "tools.demo": BOTTOM,
     "tools.extend": BOTTOM | {"configs", "engines", "integrations", "rope", "schemes", "tools.diff", "tools.plots"},

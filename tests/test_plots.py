@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import pytest
 import ropewalk
 from ropewalk import plots, schemes
 from ropewalk.tools.plots import vectors
+from ropewalk.tools.plots.figure import colours
 
 LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = ropewalk.Rope(head_dim=128, base=500_000.0, pairing="half", scaling=LLAMA3)
@@ -564,3 +566,19 @@ class TestDifferences:
     def test_errors(self, ropes: dict, longest: int, message: str) -> None:
         with pytest.raises(ropewalk.RopeError, match=message):
             plots.differences(ropes, longest=longest)
+
+
+def test_colours_can_be_read_on_white_and_inverted_as_the_site_does_in_dark_mode() -> None:
+    """The contrast that WCAG 2 asks of text, with the matrices that CSS defines for invert and hue-rotate."""
+
+    def luminance(colour: np.ndarray) -> np.ndarray:
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return np.asarray(linear @ np.array([0.2126, 0.7152, 0.0722]))
+
+    turned = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])
+    css = (Path(__file__).parents[1] / "docs" / "assets" / "site.css").read_text("utf-8")
+    assert "filter: invert(0.9) hue-rotate(180deg);" in css
+    shown, white = colours(16)[:, :3], np.ones(3)
+    for on_page, page in ((shown, white), ((0.9 - 0.8 * shown) @ turned.T, (0.9 - 0.8 * white) @ turned.T)):
+        light, dark = luminance(np.clip(on_page, 0, 1)), luminance(np.clip(page, 0, 1))
+        assert ((np.maximum(light, dark) + 0.05) / (np.minimum(light, dark) + 0.05)).min() >= 4.5

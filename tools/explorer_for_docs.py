@@ -73,7 +73,7 @@ def check_link() -> None:
 
 
 def take_screenshots(folder: Path) -> None:
-    """Take screenshots: of the page, wide, dark, and as narrow as a phone; and the figure of the home page."""
+    """Take screenshots: of the first figure of the page, and the figure of the home page, each in both modes."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from browser import Browser
 
@@ -82,9 +82,8 @@ def take_screenshots(folder: Path) -> None:
         write(page)
         home.write_text(plots.explorer(dict(islice(models().items(), 3))), encoding="utf-8")
         for name, shown, first, last, width, scale, dark in (
-            ("explorer-wide", page, "#frequencies", "#frequencies", 1100, 1.5, False),
-            ("explorer-dark", page, "#angles", "#angles", 1100, 1.5, True),
-            ("explorer-narrow", page, "#vectors", "#vectors", 380, 1.0, False),
+            ("explorer-light", page, "#frequencies", "#frequencies", 1100, 1.5, False),
+            ("explorer-dark", page, "#frequencies", "#frequencies", 1100, 1.5, True),
             ("home-light", home, "#frequencies .chips", "#frequencies .plot", 540, 1.5, False),
             ("home-dark", home, "#frequencies .chips", "#frequencies .plot", 540, 1.5, True),
         ):

@@ -88,8 +88,8 @@ def scheme_name(rope: Rope) -> str:
 
 
 def colours(count: int) -> np.ndarray:
-    """Return RGBA colours `[count, 4]` from dark to light."""
+    """Return RGBA colours `[count, 4]` from dark to light, which can be read on white and, inverted, on black."""
     import matplotlib
 
-    spread: np.ndarray = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, count))
+    spread: np.ndarray = matplotlib.colormaps["plasma"](np.linspace(0.0, 0.48, count))
     return spread

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ropewalk import ModelRopes, Rope, _checks
+from ropewalk.tools.diff.lengths import stated_length
 from ropewalk.tools.plots.figure import scheme_name
 
 WHO = "plots.explorer"
@@ -85,7 +86,7 @@ def _rope_curves(name: str, rope: Rope, length: int | None, trained: int | None)
 
 def _model_curves(name: str, model: ModelRopes, length: int | None, trained: int | None) -> list[Curve]:
     trained = model.trained_length or trained
-    longest = length or max(model.max_position_embeddings or trained or _DEFAULT_LENGTH, trained or 1)
+    longest = length or max(stated_length(model) or trained or _DEFAULT_LENGTH, trained or 1)
     ropes: list[tuple[str, str, Rope, int | None]] = []
     groups = [(rope, layers) for rope, layers in model.groups() if rope is not None]
     for rope, layers in groups:

@@ -33,8 +33,8 @@ def explorer(
 
     Args:
         models: a dict whose keys are names. Each value is a `Rope` or the result of `from_config`.
-        length: the longest sequence, in tokens, at most 2**31 − 1. None means max_position_embeddings of each model,
-            and 131,072 for a Rope, or the trained length if that is greater.
+        length: the longest sequence, in tokens, at most 2**31 − 1. None means the length that the config of each
+            model states, or that of its scaled context if that is greater, and for a Rope at least 131,072.
         trained_length: the trained length before scaling, in tokens, for models and ropes that do not state it.
         pairs: the indices of the 1 to 12 pairs whose vectors are drawn. None means six, spread over those that rotate.
         note: plain text for a paragraph above the figures.
