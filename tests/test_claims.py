@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +67,25 @@ def test_the_outputs_of_commands_are_real(command: str) -> None:
     program = command.replace("ropewalk", f"{sys.executable} -m ropewalk", 1)
     printed = subprocess.run(program, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     assert printed == SHOWN[command]
+
+
+def words_of(command: str) -> list[Any]:
+    """Return the words of a command of a shell in any order, with JSON as data, or a call of Python as its tree."""
+    if command.startswith("AutoModel"):
+        return [ast.dump(ast.parse(command))]
+    return sorted(
+        (json.loads(w) if w.startswith("{") else w for w in shlex.split(command.replace("\\\n", " "))), key=str
+    )
+
+
+def test_the_commands_of_the_page_are_those_of_extend() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text("utf-8").partition("## 2.")[0]
+    asked, *typed = re.findall(r"^```(?:sh|python no-run)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    program = [sys.executable, "-m", *asked.split()]
+    printed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [words_of(printed[i + 1].strip()) for i, line in enumerate(printed) if line.endswith(" (yarn, factor 4)")]
+    assert [words_of(command.strip()) for command in typed] == found
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize("page", [README, INDEX], ids=["README", "index"])
