@@ -211,7 +211,7 @@ class TestSentences:
         found = diff.engines(mine, pairing="half")
         assert set(found.facts["states"].values()) == {"unknown"}
         assert found.verdict == "not judged"
-        assert "What its file for mine reads was not recorded." in " ".join(found.text().split())
+        assert "What it reads for mine, if it has such a model, was not recorded." in " ".join(found.text().split())
         assert "run)" not in found.text(verbose=True)
         warned = from_config(mine, pairing="half", engine="sglang").warnings
         assert any(warning.startswith("SGLang 0.5.23 (not recorded for this model): What its") for warning in warned)

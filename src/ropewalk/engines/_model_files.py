@@ -156,7 +156,8 @@ def read(table: str, config: ConfigRope) -> Reading:
         whole = f" by itself: pass the whole config of {' or '.join(wholes)}" * bool(wholes)
         return Reading(None, stop=f"has no model {lacking}{whole}", why="absent")
     if file is None:
-        return Reading(config, notes=(f"What its file for {name} reads was not recorded. This is its general rule.",))
+        said = f"What it reads for {name}, if it has such a model, was not recorded. This is its general rule."
+        return Reading(config, notes=(said,))
     if file.as_transformers:
         return Reading(
             config, file, (f"It runs this model with {file.file}, the code of transformers.",) * bool(file.file)
