@@ -122,10 +122,9 @@ def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | str
 
     For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor. With
     the mscale_all_dim of the file, `deepseek2.cpp` and `deepseek32.cpp` scale the scores, for linear scaling as well.
+    For tokens with several positions, `ggml_mrope_cache_init` scales each pair in the same way.
     """
     scheme = rope.scaling
-    if config.several_axes:
-        return "what its arguments do for tokens with several positions was not looked up"
     if isinstance(read.scaling, Llama3 | LongRoPE):
         return f"the factors of {read.scaling.rope_type} are a tensor of its file, which no argument replaces"
     in_file, stated = (getattr(scaling, "mscale_all_dim", None) or 0.0 for scaling in (read.scaling, scheme))

@@ -178,8 +178,6 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     if chosen.override is None:
         return {**row, "why_not": [_NO_ARGUMENTS]}
     flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
-    if flags and any(rope is not None and rope.axes for rope in source.ropes.layers):
-        return {**row, "why_not": ["what its arguments do for tokens with several positions was not looked up"]}
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:

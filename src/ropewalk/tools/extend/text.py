@@ -67,7 +67,7 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     words = _WORDS[first["method"]]
     parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
-        parts.append(f" in {layers(first['layers'], facts['layers'])}, the others have a window")
+        parts.append(f" in {layers(first['layers'], facts['layers'])}, the others stay as they are")
     if asked["factor"] is None:
         parts.append(f" ({MARGIN:g} × the ratio of the lengths)")
     parts += [f", or {_WORDS[p['method']]} with factor {p['factor']:g} for engines without it" for p in others]
