@@ -54,7 +54,7 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
     ),
     "vjepa2": refused(
         "vjepa2",
-        "It uses cos and sin of other channels for a pair, which is not a rotation; see docs/several-axes.md.",
+        "It uses cos and sin of other channels for a pair, which is not a rotation.",
     ),
     "efficientloftr": refused(
         "efficientloftr",
