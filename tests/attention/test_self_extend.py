@@ -23,10 +23,11 @@ PARTIAL_TURN = Rotary(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 
 
-@pytest.fixture(autouse=True, params=["few tokens", "many"])
+@pytest.fixture(autouse=True, params=["few tokens", "many", "pieces of 4"])
 def number_of_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the way for few tokens, and the one for many, whatever their number is."""
+    """Take the way for few tokens, the one for many, and that for pieces of them, whatever their number is."""
     monkeypatch.setattr("ropewalk.attention.attend._FEW", 64 if request.param == "few tokens" else 0)
+    monkeypatch.setattr("ropewalk.attention.pairs.PIECE", 4 if request.param == "pieces of 4" else 256)
 
 
 def layer() -> RotaryAttention:

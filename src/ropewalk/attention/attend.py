@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ropewalk import _checks
-from ropewalk.attention.mask_tensors import causal as causal_mask
-from ropewalk.attention.mask_tensors import check_mask
+from ropewalk.attention.mask_tensors import check_mask, restrict, select
+from ropewalk.attention.pairs import Pairs, cut
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
@@ -84,20 +85,23 @@ def attend(
     scale: float,
     causal: bool = True,
     dropout: float = 0.0,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Attend over dense keys: in two passes if rotation has two, with FlexAttention for a BlockMask, or with SDPA.
+
+    Where causality alone is not enough, queries attend in pieces (`Pairs`). A compiled graph has one piece.
 
     Args:
         q: queries, as `rotate` returns them, `[batch, seq, heads, head_dim]`, or 2 · seq for a `TwoPass`.
         k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
-        rotation: the rotation of the new tokens. With a `TwoPass`, mask must be a tensor or None, and memory for a mask
-            of all pairs is needed.
+        rotation: the rotation of the new tokens. With a `TwoPass`, mask must be a tensor or None.
         mask: a BlockMask; or a tensor `[batch, heads, seq, keys]`, each axis of full size or 1, that is bool (True:
             the query attends to the key) or additive in the dtype of q. It replaces the causal mask.
         scale: factor of the scores.
         causal: whether each query attends only to the key of its own token and to earlier keys. The last query and the
-            last key belong to the same token. False attends to every key. Ignored if mask is given.
+            last key belong to the same token. False attends to every key. Ignored if mask or pairs is given.
         dropout: probability of setting an attention weight to 0; it must be 0 with a BlockMask.
+        pairs: the keys that each query attends to, if mask allows it. None with a BlockMask.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
@@ -108,29 +112,58 @@ def attend(
     """
     if isinstance(mask, Tensor) and mask.ndim != 4:
         check_mask("attend", mask, q, k.shape[1])
-    if rotation is not None and rotation.passes == 2:
-        seq, width = q.shape[1] // 2, v.shape[-1]
-        if mask is None and causal and (isinstance(seq, torch.SymInt) or seq > 1):  # one query attends to every key
-            mask = causal_mask(seq, k.shape[1], q.device)
-        if mask is not None and not isinstance(mask, Tensor):
-            must, fix = "mask must be a tensor or None", "Pass a dense mask, e.g. masks.packed(cu_seqlens, total)."
-            raise _checks.error("attend", f"with a rotation in two passes, {must}", "a BlockMask", fix)
-        if isinstance(seq, int) and seq <= _FEW:
+    two = rotation if rotation is not None and rotation.passes == 2 else None
+    seq, keys = q.shape[1] if two is None else q.shape[1] // 2, k.shape[1]
+    if two is not None and mask is not None and not isinstance(mask, Tensor):
+        must, fix = "mask must be a tensor or None", "Pass a dense mask, e.g. masks.packed(cu_seqlens, total)."
+        raise _checks.error("attend", f"with a rotation in two passes, {must}", "a BlockMask", fix)
+    dynamic = isinstance(seq, torch.SymInt)  # a graph for any number of tokens must not depend on it
+    triangle = pairs is None and mask is None and causal and (dynamic or seq > 1)  # one query attends to every key
+    if triangle and (two is not None or seq != keys):
+        pairs, triangle = Pairs.aligned(seq, keys, q.device), False
+    elif pairs is None and two is not None and not dynamic and len(cut(seq)) > 1:
+        pairs = Pairs.aligned(seq, keys, q.device, after=keys)  # mask alone decides
+    attend_piece = partial(_attend_piece, triangle=triangle, scale=scale, dropout=dropout)
+    if pairs is None or dynamic or torch.compiler.is_compiling():
+        mask = mask if pairs is None or isinstance(mask, BlockMask) else restrict(mask, pairs.mask())
+        return attend_piece(q, k, v, two, mask=mask)
+    attended = []
+    for queries, of_keys, seen in pairs.pieces():
+        part = select(mask, queries, of_keys) if isinstance(mask, Tensor) else None
+        rows, of_piece = q[:, queries], None
+        if two is not None:
+            rows = torch.cat([rows, q[:, seq + queries.start : seq + queries.stop]], dim=1)
+            of_piece = two.select(queries, of_keys)
+        attended.append(attend_piece(rows, k[:, of_keys], v[:, of_keys], of_piece, mask=restrict(part, seen)))
+    return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+
+def _attend_piece(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: TwoPass | None,
+    *,
+    mask: Tensor | BlockMask | None,
+    triangle: bool,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Attend with some queries over keys. With `triangle`, each query attends to its own key and those before it."""
+    if rotation is not None:
+        width, mask = v.shape[-1], cast("Tensor | None", mask)
+        if isinstance(q.shape[1], int) and q.shape[1] <= 2 * _FEW:
             return rotation.attend_few(q, k, v, mask=mask, scale=scale, dropout=dropout)
         q, k, v, mask = rotation.join(q, k, v, mask)
-        return attend(q, k, v, mask=mask, scale=scale, causal=False, dropout=dropout)[..., :width]
-    seq, keys, heads, kv_heads = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        return _attend_piece(q, k, v, None, mask=mask, triangle=False, scale=scale, dropout=dropout)[..., :width]
+    heads, kv_heads = q.shape[2], k.shape[2]
     if mask is not None and not isinstance(mask, Tensor):
         if dropout:
             must, fix = "dropout must be 0 with a BlockMask", "FlexAttention has no dropout. Pass a dense mask."
             raise _checks.error("attend", must, str(dropout), fix)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads).transpose(1, 2)
-    # A graph for a dynamic number of tokens must not depend on it.
-    triangle = mask is None and causal and (isinstance(seq, torch.SymInt) or seq > 1)
-    if triangle and seq != keys:
-        mask, triangle = causal_mask(seq, keys, q.device), False
-    if not triangle and not isinstance(seq, torch.SymInt) and _should_fold_heads(q, kv_heads):
+    if not triangle and not isinstance(q.shape[1], torch.SymInt) and _should_fold_heads(q, kv_heads):
         return _attend_folded(q, k, v, mask=mask, scale=scale, dropout=dropout)
     return torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2),

@@ -10,10 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
-from ropewalk.attention import masks
 from ropewalk.attention.attend import AttendingCache, attend, not_a_rotation, rotate
-from ropewalk.attention.mask_tensors import causal as causal_mask
-from ropewalk.attention.mask_tensors import check_mask, restrict
+from ropewalk.attention.mask_tensors import check_mask
+from ropewalk.attention.pairs import Pairs
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -221,9 +220,10 @@ class RotaryAttention(torch.nn.Module):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
         if cache is None:
-            mask, dropout = self._own_mask(q, k, mask), self.dropout if self.training else 0.0
+            pairs, dropout = self._own_pairs(q, k, mask), self.dropout if self.training else 0.0
             q, k = rotate(q, k, rotation, norm)
-            attended = attend(q, k, v, rotation=rotation, mask=mask, scale=scale, causal=self.causal, dropout=dropout)
+            options: dict[str, Any] = {"scale": scale, "causal": self.causal, "dropout": dropout, "pairs": pairs}
+            attended = attend(q, k, v, rotation=rotation, mask=mask, **options)
         else:
             more: dict[str, Any] = {} if norm is None else {"norm": norm}
             if self.window is not None and getattr(cache, "takes_window", False):
@@ -252,17 +252,17 @@ class RotaryAttention(torch.nn.Module):
             return None
         return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 
-    def _own_mask(self, q: Tensor, k: Tensor, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """Return the mask of a pass without a cache, or None if at most causality restricts attention."""
+    def _own_pairs(self, q: Tensor, k: Tensor, mask: Tensor | BlockMask | None) -> Pairs | None:
+        """Return the keys that each query attends to without a cache, or None if causality or mask says it all."""
         if isinstance(mask, BlockMask):
-            return mask
+            return None
         seq = q.shape[1]
         if mask is not None:
             check_mask("RotaryAttention", mask, q, k.shape[1])
         if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
-            window = masks.sliding_window(seq, self.window, device=q.device)
-            return restrict(mask, window if self.causal else window | window.mT)
-        return mask if mask is None or not self.causal else restrict(mask, causal_mask(seq, seq, q.device))
+            after = 0 if self.causal else self.window - 1
+            return Pairs.aligned(seq, seq, q.device, window=self.window, after=after)
+        return Pairs.aligned(seq, seq, q.device) if mask is not None and self.causal else None
 
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"

@@ -1,4 +1,4 @@
-"""Dense mask tensors inside attention: check them, and combine them with the causal mask."""
+"""Dense mask tensors inside attention: check them, select pieces of them, and combine them with other masks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ropewalk import _checks
 from ropewalk.rotation.writable import check_memory
 
 
-def causal(seq: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask, bool `[1, 1, seq, keys]`. The last query and the last key belong to the same token."""
-    return torch.ones(1, 1, seq, keys, dtype=torch.bool, device=device).tril(keys - seq)
+def select(pairs: Tensor, queries: slice, keys: slice | Tensor) -> Tensor:
+    """Return some queries and keys of a tensor `[batch, heads, seq, keys]`, each axis of full size or 1."""
+    pairs = pairs if pairs.shape[2] == 1 else pairs[:, :, queries]
+    return pairs if pairs.shape[3] == 1 else pairs[..., keys]
 
 
 def restrict(mask: Tensor | None, visible: Tensor) -> Tensor:

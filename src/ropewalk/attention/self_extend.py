@@ -27,7 +27,7 @@ class SelfExtend:
     its files do not round window / G.
 
     Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch, and
-    computes the scores twice: for up to 64 tokens it keeps them in memory, for more it doubles the keys.
+    computes the scores twice: for up to 64 tokens it keeps them in memory, for more the keys get twice the channels.
 
     Args:
         rope: the rope of the model. It must be static and have one axis.
@@ -98,7 +98,5 @@ class SelfExtend:
         grouped = positions // self.group + (self.window - self.window // self.group)
         far_queries = self.rope.at(grouped, device=device, dtype=dtype)
         far_keys = self.rope.shift(keys // self.group - keys, device=device, dtype=dtype)
-        distance = positions.unsqueeze(-1) - keys.unsqueeze(-2)
-        far = distance >= self.window
-        far = far.unsqueeze(1) if far.ndim == 3 else far
-        return TwoPass(near, far_queries, far_keys, far if device is None else far.to(device))
+        far = positions.long() - self.window, keys.long()
+        return TwoPass(near, far_queries, far_keys, far if device is None else (far[0].to(device), far[1].to(device)))

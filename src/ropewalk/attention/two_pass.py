@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._layout import Layout
-from ropewalk.attention.mask_tensors import restrict
+from ropewalk.attention.mask_tensors import restrict, select
 from ropewalk.positions.sizes import can_read
 from ropewalk.rotation.api import Rotation
 
@@ -28,19 +28,35 @@ class TwoPass:
         near: rotates the new queries and keys. Cached keys have been rotated in the same way.
         far_queries: rotates the new queries for the far pass.
         far_keys: rotates all keys, already rotated by near, again for the far pass. None leaves them unchanged.
-        far: bool, broadcastable to `[batch, heads, seq, keys]`: True for far pairs.
+        far: bool, broadcastable to `[batch, heads, seq, keys]`: True for far pairs. Or, without memory for all pairs,
+            two tensors, int64 `[batch, seq]` or `[seq]`, and `[batch, keys]` or `[keys]`: a number of each query, and
+            one of each key, which is far if its number is not larger.
         sinks: if positive, far is True for the first `sinks` tokens of a row and for no others, and far_keys is None.
     """
 
-    __slots__ = ("far", "far_keys", "far_queries", "near", "sinks")
+    __slots__ = ("_far", "far_keys", "far_queries", "keys", "near", "sinks")
 
     passes: ClassVar[Literal[2]] = 2
     """How often attention scores a pair of query and key; 1 for a `Rotation`."""
 
     def __init__(
-        self, near: Rotation, far_queries: Rotation, far_keys: Rotation | None, far: Tensor, sinks: int = 0
+        self,
+        near: Rotation,
+        far_queries: Rotation,
+        far_keys: Rotation | None,
+        far: Tensor | tuple[Tensor, Tensor],
+        sinks: int = 0,
     ) -> None:
-        self.near, self.far_queries, self.far_keys, self.far, self.sinks = near, far_queries, far_keys, far, sinks
+        self.near, self.far_queries, self.far_keys, self._far, self.sinks = near, far_queries, far_keys, far, sinks
+        self.keys: int = (far if isinstance(far, Tensor) else far[1]).shape[-1]
+
+    @property
+    def far(self) -> Tensor:
+        if isinstance(self._far, Tensor):
+            return self._far
+        of_queries, of_keys = self._far
+        far = of_keys.unsqueeze(-2) <= of_queries.unsqueeze(-1)
+        return far.unsqueeze(1) if far.ndim == 3 else far
 
     def __call__(self, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]:
         """Rotate the new queries for both passes, and the new keys for the near pass.
@@ -56,12 +72,16 @@ class TwoPass:
         near, k = self.near(q, k, layout=layout)
         return torch.cat([near, self.far_queries(q, layout=layout)], dim=1), k
 
-    def select_keys(self, keys: slice) -> TwoPass:
-        """Return a copy that is restricted to a slice of the keys."""
-        far_keys = self.far_keys
+    def select(self, queries: slice, keys: slice | Tensor) -> TwoPass:
+        """Return a copy for attention of rotated queries over rotated keys, with some of each."""
+        far_keys, far = self.far_keys, self._far
         if far_keys is not None:
             far_keys = far_keys._replace_tables(far_keys.cos[..., keys, :], far_keys.sin[..., keys, :])
-        return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys], self.sinks)
+        if isinstance(far, Tensor):
+            far = select(far[(None,) * (4 - far.ndim)], queries, keys)
+        else:
+            far = far[0][..., queries], far[1][..., keys]
+        return TwoPass(self.near, self.far_queries, far_keys, far, self.sinks)
 
     def join(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None

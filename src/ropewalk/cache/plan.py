@@ -16,11 +16,14 @@ another rotation of the queries (`find_sinks`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.mask_tensors import restrict
+from ropewalk.attention.mask_tensors import select
+from ropewalk.attention.pairs import Pairs
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.cache.ring import EMPTY, Ring
 from ropewalk.cache.store import Store
@@ -49,7 +52,7 @@ class Plan:
         keys: number of keys of the mask.
         filled: the keys that some token attends to, a slice of those of the mask.
         causal: whether the mask is known to be a plain causal mask over `filled`.
-        masks: the results of `mask`, which all layers use.
+        kept: the pairs of each window, and the mask, which all layers use.
     """
 
     def __init__(self, ring: Ring, row: Tensor, new: NewTokens, real: Tensor | None, length: Tensor) -> None:
@@ -76,7 +79,7 @@ class Plan:
             causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
         self.causal = causal and real is None
         self.keys = ring.count + (seq if self.concatenates else 0)
-        self.masks: dict[bool, Tensor] = {}
+        self.kept: dict[int | str | None, Any] = {}
 
     def without_padding(self, numbers: Tensor) -> Tensor:
         """Return numbers of the new tokens, `[batch, seq]`, with `EMPTY` for padding."""
@@ -160,47 +163,48 @@ class Plan:
         # The slots of a ring are not in the order of their tokens, but all of them are visible.
         return VisibleKeys(self.order, count, sinks=sinks)
 
-    def mask(self, *, every: bool) -> Tensor:
-        """Return the mask, bool `[batch, 1, seq, keys]`, for all keys, or for those of `filled`."""
-        if self.reads_all:  # in a compiled layer, which must not keep tensors
-            return self._build_mask(every=every)
-        if every not in self.masks:
-            self.masks[every] = self._build_mask(every=every)
-        return self.masks[every]
+    def mask(self) -> Tensor:
+        """Return the mask of all keys, bool `[batch, 1, seq, keys]`."""
+        mask: Tensor = self.kept["mask"] if "mask" in self.kept else self._pairs(None, slice(None)).mask()
+        if not self.reads_all:  # a compiled layer must not keep tensors
+            self.kept["mask"] = mask
+        return mask
 
     def dense(
         self, store: Store, concatenated: tuple[Tensor, Tensor] | None, window: int | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values of a layer after its write, and a mask, in which None stands for a plain causal one.
+    ) -> tuple[Tensor, Tensor, Tensor | None, Pairs | None]:
+        """Return keys and values of a layer after its write, and which of them each token attends to.
 
         Args:
             store: the store of the layer.
             concatenated: the result of `concatenate` before the write.
             window: number of tokens that each token attends to. None means as many as in the cache.
             mask: the user's mask, for all keys.
+
+        Returns:
+            Keys, values, the user's mask for these keys, and the pairs, in which None stands for plain causality.
         """
         keys, values = concatenated or store.read(self.ring.count if self.reads_all else self.filled.stop)
-        within = None if window is None else self.within(window)
-        mask = mask if within is None else restrict(mask, within)
+        if not self.ring.evicts and window is not None and window >= self.filled.stop:
+            window = None  # it hides nothing
         if self.reads_all:
-            return keys, values, restrict(mask, self.mask(every=True))
-        if mask is not None:
-            return keys, values, restrict(mask, self.mask(every=True))[..., self.filled]
-        return keys, values, None if self.causal else self.mask(every=False)
+            return keys, values, mask, self._pairs(window, slice(None))
+        if mask is None and self.causal and (window is None or window == self.ring.window):
+            return keys, values, None, None
+        if window not in self.kept:
+            self.kept[window] = self._pairs(window, self.filled)
+        mask = mask if mask is None else select(mask, slice(None), self.filled)
+        return keys, values, mask, self.kept[window]
 
-    def _build_mask(self, *, every: bool) -> Tensor:
-        ring, order = self.ring, self.order[:, :, None]
-        if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
-            mask = torch.arange(ring.count if every else self.filled.stop, device=order.device) <= order
-        else:
-            distance = order - self._key_order[:, None, :]
-            in_window = distance < ring.ring
-            if ring.sinks:
-                in_window = in_window | (self._key_order < ring.sinks)[:, None]
-            mask = ((distance >= 0) & in_window)[..., slice(None) if every else self.filled]
-        if self._padding is not None:
-            mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
-        return mask[:, None]
+    def _pairs(self, window: int | None, keys: slice) -> Pairs:
+        """Return which of some keys each token attends to, with the window of a layer. None is that of the cache."""
+        ring, sinks = self.ring, self.ring.sinks
+        if ring.evicts:
+            key_order = self.key_order
+            window, sinks = (window, 0) if window is not None and window < ring.ring else (ring.ring, sinks)
+        else:  # token n is in slot n
+            key_order = torch.arange(ring.count if keys.stop is None else keys.stop, device=self.order.device)[None]
+        return Pairs(self.order, key_order[:, keys], window=window, sinks=sinks, padding=self._padding)
 
     def concatenate(self, store: Store, k: Tensor, v: Tensor, *, every: bool) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer before its write, all or those of `filled`, with the new ones."""

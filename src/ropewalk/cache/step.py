@@ -128,7 +128,7 @@ class CacheStep:
 
         Padding attends to every key.
         """
-        return self._plan.mask(every=True)
+        return self._plan.mask()
 
     def within(self, window: int) -> Tensor | None:
         """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
@@ -195,7 +195,7 @@ class CacheStep:
         self._complete = True
         changing.clear()
         if not torch.compiler.is_compiling():  # the cache keeps the step, but not its large tensors
-            self._plan.masks, self._prepared = {}, (None, None)
+            self._plan.kept, self._prepared = {}, (None, None)
 
     def _count_stored(self) -> int:
         """Return the number of layers that have stored their keys and values."""
@@ -241,14 +241,14 @@ class CacheStep:
         prepared = rotation
         if rotation.passes == 2:
             keys = self._plan.keys
-            if rotation.far.shape[-1] != keys:
+            if rotation.keys != keys:
                 raise _checks.error(
                     _WHO,
                     f"with a cache, a rotation in two passes must be computed for all {keys} keys",
-                    f"one for {rotation.far.shape[-1]}",
+                    f"one for {rotation.keys}",
                     "Use SelfExtend.at(step.positions, step.key_positions).",
                 )
-            prepared = rotation if self._plan.reads_all else rotation.select_keys(self._plan.filled)
+            prepared = rotation if self._plan.reads_all else rotation.select(slice(None), self._plan.filled)
         if compiling:
             return prepared
         for reference in self._stale:
@@ -361,8 +361,8 @@ class LayerCache:
             near, far = rotated.chunk(2, dim=1) if two_passes else (rotated, None)
             attended = self._store.attend(near, far, visible, scale=scale)
         if attended is None:
-            keys, values, mask = plan.dense(self._store, concatenated, window, mask)
-            attended = attend(rotated, keys, values, rotation=rotation, mask=mask, scale=scale)
+            keys, values, mask, pairs = plan.dense(self._store, concatenated, window, mask)
+            attended = attend(rotated, keys, values, rotation=rotation, mask=mask, scale=scale, pairs=pairs)
         if self._is_last:
             step._finish()
         return attended if latent is None else attended[..., :latent]
