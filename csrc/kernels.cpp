@@ -494,33 +494,75 @@ void step(const ropewalk_step *s, int64_t begin, int64_t end) {
 //
 // With y = (a c - b s, a s + b c) and the gradient (g, h) of y:  d_cos = g a + h b,  d_sin = h a - g b.
 
+#ifdef ROPEWALK_VECTORS
+// The first and the second numbers of the pairs [i, i + WIDTH<T>) of a head, whose channels are adjacent.
+template <class T, bool interleaved>
+inline void read_pairs(const typename T::Stored *head, int64_t i, int64_t pairs, Reals<T> &first, Reals<T> &second) {
+    if constexpr (interleaved) {
+        split(load<T>(head + 2 * i), load<T>(head + 2 * i + WIDTH<T>), first, second, Places<T>());
+    } else {
+        first = load<T>(head + i), second = load<T>(head + i + pairs);
+    }
+}
+
+// Write the sums of whole vectors of pairs. Returns the first pair that is left.
+template <class T, bool interleaved, class Heads>
+inline int64_t table_gradient_vectors(const Heads &each_head, int64_t pairs, typename T::Real *d_cos, typename T::Real *d_sin) {
+    int64_t i = 0;
+    for (; i + WIDTH<T> <= pairs; i += WIDTH<T>) {
+        Reals<T> c{}, s{};
+        each_head([&](const ropewalk_tensor &, const typename T::Stored *in, const typename T::Stored *out) {
+            Reals<T> a, b, g, h;
+            read_pairs<T, interleaved>(in, i, pairs, a, b);
+            read_pairs<T, interleaved>(out, i, pairs, g, h);
+            c += g * a + h * b, s += h * a - g * b;
+        });
+        write(d_cos + i, c), write(d_sin + i, s);
+    }
+    return i;
+}
+#endif
+
 template <class T>
 void table_gradient_rows(const ropewalk_table_gradient &gradient, int64_t begin, int64_t end) {
     using Real = typename T::Real;
+    using Stored = typename T::Stored;
     const ropewalk_rotation &r = gradient.rotation;
     int64_t tables = gradient.per_head ? r.tensors[0].heads : 1;  // tables of a token: one per head, or one
     for (int64_t row = begin * tables; row < end * tables; ++row) {
         int64_t table = row % tables, token = row / tables % r.tokens, batch = row / tables / r.tokens;
-        int64_t place = ((batch * tables + table) * r.tokens + token) * r.pairs;
+        int64_t place = ((batch * tables + table) * r.tokens + token) * r.pairs, first = 0;
         Real *d_cos = static_cast<Real *>(gradient.d_cos) + place, *d_sin = static_cast<Real *>(gradient.d_sin) + place;
-        for (int64_t i = 0; i < r.pairs; ++i) d_cos[i] = d_sin[i] = 0;
-        for (int n = 0; n < r.tensor_count; ++n) {
-            const ropewalk_tensor &x = r.tensors[n];
-            int64_t end_head = gradient.per_head ? table + 1 : x.heads;
-            for (int64_t head = table; head < end_head; ++head) {
-                const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] +
-                                 token * x.in_stride[1] + head * x.in_stride[2] + r.offset * x.in_stride[3];
-                const auto *out = static_cast<const typename T::Stored *>(x.out) + batch * x.out_stride[0] +
-                                  token * x.out_stride[1] + head * x.out_stride[2] + r.offset * x.out_stride[3];
-                for (int64_t i = 0; i < r.pairs; ++i) {
-                    int64_t at_a = r.interleaved ? 2 * i : i, at_b = r.interleaved ? 2 * i + 1 : i + r.pairs;
-                    Real a = T::get(in[at_a * x.in_stride[3]]), b = T::get(in[at_b * x.in_stride[3]]);
-                    Real g = T::get(out[at_a * x.out_stride[3]]), h = T::get(out[at_b * x.out_stride[3]]);
-                    d_cos[i] += g * a + h * b;
-                    d_sin[i] += h * a - g * b;
+        auto each_head = [&](const auto &use) {
+            for (int n = 0; n < r.tensor_count; ++n) {
+                const ropewalk_tensor &x = r.tensors[n];
+                int64_t end_head = gradient.per_head ? table + 1 : x.heads;
+                for (int64_t head = table; head < end_head; ++head) {
+                    use(x, static_cast<const Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1] +
+                               head * x.in_stride[2] + r.offset * x.in_stride[3],
+                        static_cast<const Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1] +
+                            head * x.out_stride[2] + r.offset * x.out_stride[3]);
                 }
             }
+        };
+#ifdef ROPEWALK_VECTORS
+        bool adjacent = true;
+        for (int n = 0; n < r.tensor_count; ++n) adjacent &= r.tensors[n].in_stride[3] == 1 && r.tensors[n].out_stride[3] == 1;
+        if (adjacent) {
+            first = r.interleaved ? table_gradient_vectors<T, true>(each_head, r.pairs, d_cos, d_sin)
+                                  : table_gradient_vectors<T, false>(each_head, r.pairs, d_cos, d_sin);
         }
+#endif
+        for (int64_t i = first; i < r.pairs; ++i) d_cos[i] = d_sin[i] = 0;
+        each_head([&](const ropewalk_tensor &x, const Stored *in, const Stored *out) {
+            for (int64_t i = first; i < r.pairs; ++i) {
+                int64_t at_a = r.interleaved ? 2 * i : i, at_b = r.interleaved ? 2 * i + 1 : i + r.pairs;
+                Real a = T::get(in[at_a * x.in_stride[3]]), b = T::get(in[at_b * x.in_stride[3]]);
+                Real g = T::get(out[at_a * x.out_stride[3]]), h = T::get(out[at_b * x.out_stride[3]]);
+                d_cos[i] += g * a + h * b;
+                d_sin[i] += h * a - g * b;
+            }
+        });
     }
 }
 
