@@ -75,6 +75,10 @@ int64_t elements_of(const ropewalk_rotation &r) {
     return r.batch * r.tokens * heads * r.head_dim;
 }
 
+void ask_for_large_pages(const ropewalk::TensorView &output) {
+    ropewalk::ask_for_large_pages(output.first(), output.elements() * output.element_size());
+}
+
 void run(ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
     for (int n = 0; n < r.tensor_count; ++n) {
         ropewalk_tensor &x = r.tensors[n];
@@ -488,6 +492,9 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
     if (elements < 2 * GRAIN) {
         kernels->step(&s, 0, rows);
     } else {
+        for (int n = 0; n < (slots.is_none() ? 2 : 1); ++n) {
+            ropewalk::ask_for_large_pages(call.r.tensors[n].out, call.views[n].elements() * call.size);
+        }
         const int threads = threads_for(elements, threads_of_torch());
         nb::gil_scoped_release release;
         ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->step(&s, begin, end); });
@@ -541,6 +548,7 @@ void angles(nb::handle positions, nb::handle axis, nb::handle steps, double fact
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
     a.phase_steps = reinterpret_cast<const int64_t *>(of_steps.first()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0])), a.cos = to[0].first(), a.sin = to[1].first();
+    for (const ropewalk::TensorView &table : to) ask_for_large_pages(table);
     const int threads = threads_for(8 * rows * pairs, threads_of_torch());
     nb::gil_scoped_release release;
     ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
@@ -606,6 +614,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     if (8 * rows * pairs < 2 * GRAIN) {
         kernels->angles(&a, 0, rows);
     } else {
+        for (const ropewalk::TensorView &table : to) ask_for_large_pages(table);
         const int threads = threads_for(8 * rows * pairs, threads_of_torch());
         nb::gil_scoped_release release;
         ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
@@ -699,6 +708,7 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     if (!out.ptr()) throw nb::python_error();
     if (!torch.view(out.ptr(), of_out) || of_out.strides[3] != 1) return left_to_python;
     a.out = of_out.first();
+    ask_for_large_pages(of_out);
     for (int i = 0; i < 4; ++i) a.out_stride[i] = of_out.strides[i];
     a.parts = threads_for(a.batch * count * a.kv_heads * a.head_dim, threads_of_torch());
     std::unique_ptr<float[]> work(new float[static_cast<size_t>(kernels->attention_floats(&a))]);
