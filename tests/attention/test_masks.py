@@ -109,25 +109,13 @@ def test_masks_combine() -> None:
     assert torch.equal(ours[~some], torch.zeros_like(ours[~some]))
 
 
-@pytest.mark.parametrize(
-    ("blocks", "dense"),
-    [
-        (lambda: masks.sliding_window_blocks(SEQ, 3), lambda: masks.sliding_window(SEQ, 3)),
-        (lambda: masks.padding_blocks(REAL), lambda: masks.padding(REAL) & written_out.causal(SEQ)),
-        (
-            lambda: masks.padding_blocks(torch.tensor([0, 4, 9]), SEQ),
-            lambda: masks.padding(torch.tensor([0, 4, 9]), SEQ) & written_out.causal(SEQ),
-        ),
-    ],
-)
-def test_blocks(blocks: Any, dense: Any) -> None:
+def test_blocks() -> None:
     made, x, at = layer(), hidden(3), torch.arange(SEQ)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        ours = made(x, ROPE.at(at, dtype=torch.float64), mask=blocks())
-    seen = dense().expand(3, 1, SEQ, SEQ)
-    some = seen[:, 0].any(-1)
-    torch.testing.assert_close(ours[some], reference(made, x, at, seen)[some], **EXACT)
+        ours = made(x, ROPE.at(at, dtype=torch.float64), mask=masks.sliding_window_blocks(SEQ, 3))
+    seen = masks.sliding_window(SEQ, 3).expand(3, 1, SEQ, SEQ)
+    torch.testing.assert_close(ours, reference(made, x, at, seen), **EXACT)
 
 
 def test_window_skips_blocks() -> None:
@@ -259,7 +247,6 @@ class TestAmbiguousMasks:
             lambda: masks.padding(torch.tensor([2, 3]), 3.0),
             "masks.padding: keys must be an integer of at least 0, got 3.0",
         ),
-        (lambda: masks.padding_blocks(torch.ones(2, 3)), "masks.padding_blocks: attention_mask must be"),
         (lambda: masks.sliding_window(5, 0), "masks.sliding_window: window must be an integer of at least 1, got 0"),
         (lambda: masks.sliding_window(2.0, 1), "masks.sliding_window: seq must be an integer of at least 0, got 2.0"),
         (lambda: masks.sliding_window_blocks(5, True), "masks.sliding_window_blocks: window must be an integer"),

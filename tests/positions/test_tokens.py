@@ -116,7 +116,7 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
             "masks.padding: attention_mask must have 1 for real tokens and 0 for padding",
         ),
         (lambda: masks.padding(-NUMBERED), "got -1. Pass attention_mask != 0 if a row is one text. For numbered docum"),
-        (lambda: masks.padding_blocks(NUMBERED), "pass the mask m[:, None, :, None] == m[:, None, None, :] instead."),
+        (lambda: masks.padding(NUMBERED), "pass the mask m[:, None, :, None] == m[:, None, None, :] instead."),
         (
             lambda: KVCache(1, 1, 1, 2, capacity=6).step(6, attention_mask=NUMBERED),
             "KVCache.step: attention_mask must have 1 for",

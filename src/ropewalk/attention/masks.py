@@ -20,7 +20,7 @@ from ropewalk import _checks, positions
 from ropewalk.positions.sizes import check_mask, real_tokens
 from ropewalk.rotation.writable import check_memory
 
-__all__ = ["packed", "packed_blocks", "padding", "padding_blocks", "sliding_window", "sliding_window_blocks"]
+__all__ = ["packed", "packed_blocks", "padding", "sliding_window", "sliding_window_blocks"]
 __dir__ = __all__.copy
 
 
@@ -145,28 +145,20 @@ def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
         >>> padding(torch.tensor([3, 2]), 3).tolist()
         [[[[True, True, True]]], [[[True, True, False]]]]
     """
-    return _real_tokens("masks.padding", attention_mask, keys)[:, None, None, :]
-
-
-def padding_blocks(attention_mask: Tensor, keys: int | None = None) -> BlockMask:
-    """Build the mask of `padding` for FlexAttention, combined with the causal mask.
-
-    Args:
-        attention_mask, keys: as in `padding`.
-
-    Returns:
-        A PyTorch `BlockMask` for every head, on the device of attention_mask.
-
-    Raises:
-        RopeError: as in `padding`.
-    """
-    real = _real_tokens("masks.padding_blocks", attention_mask, keys)
-    batch, seq = real.shape
-
-    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return real[row, key] & (query >= key)
-
-    return create_block_mask(attends, batch, None, seq, seq, device=str(real.device))
+    who = "masks.padding"
+    lengths = getattr(attention_mask, "ndim", 0) == 1 and attention_mask.dtype in (torch.int32, torch.int64)
+    if not lengths:
+        check_mask(who, attention_mask, "[batch, keys], or integer lengths [batch]")
+    if lengths != (keys is not None):
+        must = "keys must be passed with lengths, and only then"
+        fix = "Pass lengths [batch] and keys, or a mask [batch, keys] alone."
+        raise _checks.error(who, must, _checks.shown(keys), fix)
+    check_memory(who, attention_mask)
+    if keys is None:
+        packed = "For numbered documents, pass the mask m[:, None, :, None] == m[:, None, None, :] instead."
+        return real_tokens(who, attention_mask, packed)[:, None, None, :]
+    _check_count(who, "keys", keys)
+    return (torch.arange(keys, device=attention_mask.device) < attention_mask[:, None])[:, None, None, :]
 
 
 def _starts(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -184,20 +176,3 @@ def _check_window(who: str, seq: int, window: int) -> None:
 def _check_count(who: str, name: str, value: int) -> None:
     if not isinstance(value, torch.SymInt):  # the length of a tensor while torch.compile or torch.export traces
         _checks.integer(who, name, value, at_least=0)
-
-
-def _real_tokens(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
-    """Return a mask of the real tokens, bool `[batch, keys]`."""
-    lengths = getattr(attention_mask, "ndim", 0) == 1 and attention_mask.dtype in (torch.int32, torch.int64)
-    if not lengths:
-        check_mask(who, attention_mask, "[batch, keys], or integer lengths [batch]")
-    if lengths != (keys is not None):
-        must = "keys must be passed with lengths, and only then"
-        fix = "Pass lengths [batch] and keys, or a mask [batch, keys] alone."
-        raise _checks.error(who, must, _checks.shown(keys), fix)
-    check_memory(who, attention_mask)
-    if keys is None:
-        packed = "For numbered documents, pass the mask m[:, None, :, None] == m[:, None, None, :] instead."
-        return real_tokens(who, attention_mask, packed)
-    _check_count(who, "keys", keys)
-    return torch.arange(keys, device=attention_mask.device) < attention_mask[:, None]
