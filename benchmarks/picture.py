@@ -1,8 +1,8 @@
-"""Draw docs/assets/speed-light.svg and speed-dark.svg from benchmarks/results: python benchmarks/picture.py
+"""Draw docs/assets/speed.svg from benchmarks/results: python benchmarks/picture.py
 
 A bar is the median time of a rotation, divided by that of `copy_` in the same run, in memory that the process already
 has. The label gives the range of the runs. Each machine with a file MACHINE-run-1.json has a bar in every row.
-tests/test_claims.py fails if the committed pictures show other numbers than the results.
+tests/test_claims.py fails if the committed picture shows other numbers than the results.
 """
 
 from __future__ import annotations
@@ -11,22 +11,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
 
 from result_tables import DTYPES, ONE_THREAD, RESULTS, ROOT, RUNS, results, rows, span
 
-
-class Theme(NamedTuple):
-    text: str
-    pale: str  # text of less weight, and the line of copy_
-    ours: str
-    others: str
-
-
-THEMES = {
-    "light": Theme(text="#1f2328", pale="#59636e", ours="#00796b", others="#aab4be"),
-    "dark": Theme(text="#e6edf3", pale="#9aa4af", ours="#4db6ac", others="#66707b"),
-}
+TEXT, PALE = "#1f2328", "#59636e"  # pale: text of less weight, and the line of copy_
+OURS, OTHERS = "#00796b", "#aab4be"
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,7 @@ def words(x: float, y: float, said: str, colour: str, *, size: int = 14, more: s
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}"{more}>{escape(said, quote=False)}</text>'
 
 
-def drawn(theme: Theme) -> str:
+def drawn() -> str:
     """Return the picture."""
     known = machines()
     shares = {
@@ -96,27 +85,27 @@ def drawn(theme: Theme) -> str:
         if (found := ratios(machine, row, dtype, tokens)) != []
     }
     unit = BAR / max(sum(found) / len(found) for found in shares.values() if found)
-    lines, y = list(heading(theme, known)), 64 + 20 * len(known)
+    lines, y = list(heading(known)), 64 + 20 * len(known)
     for block, _, contenders in BLOCKS:
         y += 30
-        lines.append(words(0, y, block, theme.text, more=' font-weight="bold"'))
+        lines.append(words(0, y, block, TEXT, more=' font-weight="bold"'))
         top = y + 4
         for row in (row for row in contenders if any(key[:2] == (block, row) for key in shares)):
             y += 21
             ours = row.contender.startswith("ropewalk")
             weight = ' font-weight="bold"' if ours else ""
-            lines.append(words(LEFT - 8, y, row.label, theme.text, more=f' text-anchor="end"{weight}'))
+            lines.append(words(LEFT - 8, y, row.label, TEXT, more=f' text-anchor="end"{weight}'))
             for number, machine in enumerate(known):
                 place = y + LINE * number
                 for column, dtype in enumerate(DTYPES):
                     found = shares.get((block, row, dtype, machine), [])
                     if found != []:
-                        colour = theme.ours if ours else theme.others
-                        lines += bar(theme, LEFT + COLUMN * column, place, found, unit, colour, number)
+                        colour = OURS if ours else OTHERS
+                        lines += bar(LEFT + COLUMN * column, place, found, unit, colour, number)
             y += LINE * (len(known) - 1)
         for column in range(len(DTYPES)):
             x = LEFT + COLUMN * column + unit
-            lines.append(f'<path d="M{x:.1f} {top}V{y + 6}" stroke="{theme.pale}" stroke-dasharray="3 3"/>')
+            lines.append(f'<path d="M{x:.1f} {top}V{y + 6}" stroke="{PALE}" stroke-dasharray="3 3"/>')
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 10}" width="{WIDTH}" height="{y + 10}"'
         ' font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif">'
@@ -124,31 +113,29 @@ def drawn(theme: Theme) -> str:
     return "\n".join([opening, *lines, "</svg>"]) + "\n"
 
 
-def heading(theme: Theme, known: list[str]) -> Iterator[str]:
+def heading(known: list[str]) -> Iterator[str]:
     """Yield the title, the machines and the heads of the columns."""
-    yield words(0, 18, "Time to rotate q and k, divided by the time to copy them", theme.text, size=17)
+    yield words(0, 18, "Time to rotate q and k, divided by the time to copy them", TEXT, size=17)
     for number, machine in enumerate(known):
         y = 40 + 20 * number
         if len(known) > 1:
-            yield f'<rect y="{y - 11}" width="12" height="12" fill="{theme.text}" opacity="{opacity(number)}"/>'
-        yield words(18 if len(known) > 1 else 0, y, name(machine), theme.pale)
+            yield f'<rect y="{y - 11}" width="12" height="12" fill="{TEXT}" opacity="{opacity(number)}"/>'
+        yield words(18 if len(known) > 1 else 0, y, name(machine), PALE)
     for column, dtype in enumerate(DTYPES):
         x = LEFT + COLUMN * column
-        yield words(x, 60 + 20 * len(known), dtype, theme.text, more=' font-weight="bold"')
-    yield words(0, 60 + 20 * len(known), "dashed line: copy_", theme.pale)
+        yield words(x, 60 + 20 * len(known), dtype, TEXT, more=' font-weight="bold"')
+    yield words(0, 60 + 20 * len(known), "dashed line: copy_", PALE)
 
 
-def bar(
-    theme: Theme, x: float, y: float, found: list[float] | None, unit: float, colour: str, number: int
-) -> list[str]:
+def bar(x: float, y: float, found: list[float] | None, unit: float, colour: str, number: int) -> list[str]:
     """Return a bar and its label, or only the label if the contender does not run this dtype."""
     if found is None:
-        return [words(round(x + unit + 5, 1), y, "does not run", theme.pale, size=13)]
+        return [words(round(x + unit + 5, 1), y, "does not run", PALE, size=13)]
     length = unit * sum(found) / len(found)
     label = span(found, 1 if min(found) < 9.95 else 0) + "×"
     return [
         f'<rect x="{x}" y="{y - 11}" width="{length:.1f}" height="12" fill="{colour}" opacity="{opacity(number)}"/>',
-        words(round(max(length, unit) + x + 5, 1), y, label, theme.text, size=13),
+        words(round(max(length, unit) + x + 5, 1), y, label, TEXT, size=13),
     ]
 
 
@@ -158,11 +145,10 @@ def opacity(number: int) -> float:
 
 
 def main() -> None:
-    """Write both pictures."""
-    for which, theme in THEMES.items():
-        path = ROOT / "docs" / "assets" / f"speed-{which}.svg"
-        path.write_text(drawn(theme), "utf-8")
-        sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+    """Write the picture."""
+    path = ROOT / "docs" / "assets" / "speed.svg"
+    path.write_text(drawn(), "utf-8")
+    sys.stdout.write(f"{path.relative_to(ROOT)}\n")
 
 
 if __name__ == "__main__":

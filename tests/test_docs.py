@@ -149,7 +149,10 @@ def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], di
     """Run a page when its first block is tested, and reuse the outcomes for its other blocks."""
 
     def outcomes(page: Path) -> dict[Block, Exception | None]:
-        return run(BLOCKS[page], tmp_path_factory.mktemp(page.stem))
+        folder = tmp_path_factory.mktemp(page.stem)
+        if page.name == "README.md":  # which is read in a clone
+            (folder / "examples").symlink_to(ROOT / "examples")
+        return run(BLOCKS[page], folder)
 
     return functools.cache(outcomes)
 
