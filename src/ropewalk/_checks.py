@@ -27,7 +27,7 @@ class RopeError(ValueError):
     """The error for an argument, a config or a file that is invalid or lacks information that ropewalk needs.
 
     The message names the context, the requirement, the received value and a fix. It is one printable line: control
-    characters and lone surrogates, which a file may contain, are shown as escapes.
+    characters and lone surrogates, which a file may contain, are shown as escapes. Code to paste may follow it.
 
     Attributes:
         unread_key: the config key that `from_config` does not know and that `ignore` may name, or None.

@@ -1,4 +1,4 @@
-"""`check` finds the call of fused functions: the language of `call`, and signatures that need no description.
+"""`check` finds the call of functions with the signatures of other libraries, or shows an adapter that can be called.
 
 The functions here have the signatures of other people's kernels, whose files are named, and compute the formula in
 plain PyTorch. Beside each right one is a wrong one, in which the way of calling it could hide the bug.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ropewalk import Rope, RopeError, conformance
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import calls
+from ropewalk.tools.check.find import adapter, calls
 from ropewalk.tools.check.find import target as targets
 from ropewalk.tools.check.find.form import EPS
 from ropewalk.tools.check.find.subject import Subject
@@ -319,11 +320,15 @@ class Hub:
         return results[0], results[1]
 
 
+def flash_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return Flash.apply_rotary_emb(x, cos, sin, inplace=True)
+
+
 NO_GRADIENT = {"no-gradient"}  # of kernels for inference
 RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "flash-attention": (Flash.apply_rotary_emb, {}),
     "flash-attention, interleaved": (Flash.apply_rotary_emb, {"pairing": "interleaved"}),
-    "flash-attention in place": (Flash.apply_rotary_emb, {"arguments": {"inplace": True}}),
+    "flash-attention in place": (flash_in_place, {}),
     "flash-attention, qkv": (Flash.apply_rotary_emb_qkv_, {}),
     "flash-attention, kv": (Flash.apply_rotary_emb_kv_, {}),
     "FlashInfer": (FlashInfer.apply_rope_with_cos_sin_cache, {}),
@@ -406,72 +411,116 @@ def test_the_call_hides_no_bug(name: str) -> None:
     assert bug in conformance.check(function, **given).codes
 
 
-def unnamed(a: Tensor, b: Tensor, c: Tensor, d: bool) -> Tensor:
-    out = turn(a, *at_positions(b, c), interleaved=not d)
-    return a.copy_(out)
+def test_operators_of_torch() -> None:
+    @torch.library.custom_op("ropewalk_test_calls::rotate_", mutates_args=("query", "key"))
+    def rotate_(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    ) -> None:
+        FlashInfer.apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox)
 
-
-def not_returned(a: Tensor, b: Tensor, c: Tensor, d: bool) -> None:
-    unnamed(a, b, c, d)
-
-
-class TestLanguage:
-    """`call` describes a call in one line."""
-
-    @pytest.mark.parametrize(
-        ("function", "call"),
-        [
-            (unnamed, "x,cos_sin_cache,positions,is_neox -> x"),
-            (unnamed, "x,cos_sin_cache,positions,d=True -> x"),
-            (unnamed, "d=True,x,cos_sin_cache,pos_ids -> x"),
-            (not_returned, "x,cos_sin_cache,positions,is_neox"),
-            (not_returned, "x,cos_sin_cache,positions,is_neox -> none"),
-        ],
-    )
-    def test_of_parameters_without_known_names(self, function: Any, call: str) -> None:
-        report = conformance.check(function, call=call, ignore=["no-gradient"])
-        assert report.found["pairing"] == "half"
+    for operator in (rotate_, torch.ops.ropewalk_test_calls.rotate_):
+        report = conformance.check(operator, ignore=["no-gradient"])
         assert report.verdict == "right", str(report)
+        assert report.found["layout"] == "thd"
 
-    def test_a_literal_is_passed(self) -> None:
-        ignored = ["no-gradient"]
-        call = "x,cos_sin_cache,positions,d=False -> x"
-        assert conformance.check(unnamed, call=call, ignore=ignored).found["pairing"] == "interleaved"
-        given: dict[str, Any] = {"call": "x,cos_sin_cache,positions -> x", "arguments": {"d": False}}
-        assert conformance.check(unnamed, ignore=ignored, **given).found["pairing"] == "interleaved"
 
-    @pytest.mark.parametrize("call", ["x,x,positions", "x -> where", "x,e=1", "x,cos_sin_cache,positions,is_neox,eps"])
-    def test_refused(self, call: str) -> None:
-        with pytest.raises(RopeError, match="each parameter must be one of q, k, x, cos, sin") as e:
-            conformance.check(unnamed, call=call)
-        assert "call='qkv,cos_sin_cache,positions -> none'" in str(e.value)
+def pasted(target: Any, expected: Expected | None = None) -> dict[str, Any]:
+    """Run the adapter that `check` shows for a target, and return its names."""
+    names: dict[str, Any] = {}
+    exec(adapter.write(targets.load(target), expected or Expected()), names)
+    return names
 
-    def test_a_message_suggests_the_roles_of_known_names(self) -> None:
-        def f(query: Tensor, key: Tensor, table: Tensor, position_ids: Tensor) -> None: ...
 
-        with pytest.raises(RopeError, match="call='q,k,_,positions'"):
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_adapter_of_a_common_signature_runs_unedited(name: str) -> None:
+    function, given = RIGHT[name]
+    expected = Expected(**{**given, **({"head_dim": 64} if "rope" in given else {})})
+    report = conformance.check(pasted(function, expected)["rotate"], **given)
+    assert report.verdict == "right", str(report)
+    assert {*report.codes} <= NO_GRADIENT, str(report)
+
+
+class TestAdapter:
+    """The adapter that is shown if a target cannot be called."""
+
+    def test_has_dots_for_what_is_unknown(self) -> None:
+        def f(query: Tensor, key: Tensor, spin: Tensor, position_ids: Tensor) -> None: ...
+
+        with pytest.raises(RopeError) as e:
             conformance.check(f)
+        assert "Replace each `...`." in str(e.value)
+        assert str(e.value).endswith("query=q, key=k, spin=..., position_ids=positions)\n")
+        assert "def rotate(q, k, positions):\n" in str(e.value)
+
+    def test_of_a_class_and_a_function(self) -> None:
+        names = pasted((Rotary, apply_tables))
+        assert conformance.check(names["rotate"]).codes == []
+
+    @pytest.mark.parametrize("function", ["of_numpy", "of_numpy_for_q_and_k"])
+    def test_converts_arrays(self, tmp_path: Path, function: str) -> None:
+        (tmp_path / "arrays.py").write_text(NUMPY)
+        with pytest.raises(RopeError, match="code that uses numpy") as e:
+            conformance.check(f"{tmp_path / 'arrays.py'}:{function}")
+        code = str(e.value).partition("\n\n")[2]
+        (tmp_path / "mine.py").write_text(code)
+        report = conformance.check(f"{tmp_path / 'mine.py'}:rotate", ignore=["no-gradient"])
+        assert (report.verdict, report.found["pairing"]) == ("right", "half")
+
+    @pytest.mark.parametrize(("annotation", "shape"), [("s", "shared"), ("bs", "rows")])
+    def test_an_annotation_states_the_axes_of_positions(self, annotation: str, shape: str) -> None:
+        def rotate(x: Tensor, positions: Tensor) -> Tensor:
+            return turn(x, *at_positions(cos_sin_cache(64, 128), positions.reshape(-1, x.shape[1])))
+
+        rotate.__annotations__["positions"] = annotation
+        assert found(rotate).way.positions == shape
+        rotate.__annotations__["positions"] = Annotated[Tensor, annotation]
+        assert found(rotate).way.positions == shape
 
     def test_other_results_than_described(self) -> None:
         with pytest.raises(RopeError, match="got it returns True"):
-            conformance.check(lambda x, positions: True, call="x,positions -> x")
+            conformance.check(lambda x, positions: True)
 
-    def test_operators_of_torch(self) -> None:
-        @torch.library.custom_op("ropewalk_test_calls::rotate_", mutates_args=("query", "key"))
-        def rotate_(
-            positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
-        ) -> None:
-            FlashInfer.apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox)
 
-        for operator in (rotate_, torch.ops.ropewalk_test_calls.rotate_):
-            report = conformance.check(operator, ignore=["no-gradient"])
-            assert report.verdict == "right", str(report)
-            assert report.found["layout"] == "thd"
+class Rotary:
+    def __init__(self, dim: int, base: float = 10_000.0) -> None:
+        self.inv_freq = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+
+def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    return turn(query, cosines, sines), turn(key, cosines, sines)
+
+
+NUMPY = """
+import numpy as np
+
+def of_numpy(x, positions):
+    angles = positions[..., None, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    (a, b), cos, sin = np.split(x, 2, axis=-1), np.cos(angles), np.sin(angles)
+    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+
+def of_numpy_for_q_and_k(q, k, position_ids):
+    return of_numpy(q, position_ids), of_numpy(k, position_ids)
+"""
+
+
+def test_a_length_of_past_keys_is_enough() -> None:
+    def rotate(q: Tensor, k: Tensor, past_k: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        first = 0 if past_k is None else past_k.shape[1]
+        tables = at_positions(cos_sin_cache(64, 128), first + torch.arange(q.shape[1]))
+        return turn(q, *tables), turn(k, *tables)
+
+    report = conformance.check(rotate, layout="bshd")
+    assert report.verdict == "right", str(report)
+    assert {grade.name: grade.right for grade in report.grades}["decoding"] is True
 
 
 def found(target: Any, expected: Expected | None = None) -> Subject:
     loaded = targets.load(target)
-    return calls.find(loaded, expected or Expected(), None, None)
+    return calls.find(loaded, expected or Expected(), None)
 
 
 class TestSubject:

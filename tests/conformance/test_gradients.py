@@ -54,17 +54,17 @@ def reads(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     ],
 )
 def test_in_place(f: Callable[..., None], code: str, says: str) -> None:
-    (finding,) = conformance.check(f, call="x,cos,sin -> none", layout="bshd").findings
+    (finding,) = conformance.check(f, layout="bshd").findings
     assert (finding.code, finding.says) == (code, says)
     assert finding.case == "1 head of 16 channels, 1 token"
 
 
 def test_a_function_in_place_that_autograd_sees_is_right() -> None:
-    assert conformance.check(seen, call="x,cos,sin -> none", layout="bshd").codes == []
+    assert conformance.check(seen, layout="bshd").codes == []
 
 
 def test_an_accepted_finding_is_no_wrong_grade() -> None:
-    report = conformance.check(unseen, call="x,cos,sin -> none", layout="bshd", ignore=["no-gradient"])
+    report = conformance.check(unseen, layout="bshd", ignore=["no-gradient"])
     assert report.counted == []
     assert all(grade.right is not False for grade in report.grades)
 

@@ -37,7 +37,6 @@ def run(*arguments: object) -> Result:
         (("transformers:llama", "--strict"), 0),
         (("no/such/file.py:f",), 2),
         ((RIGHT, "--config", "no/such/config.json"), 2),
-        ((RIGHT, "--arg", "nothing"), 2),
         ((RIGHT, "--device", "meta"), 2),
         ((f"{HERE / 'right' / 'llama2_c_loop.py'}:rope", "--pairing", "half"), 1),
     ],
@@ -91,16 +90,6 @@ def test_messages_about_a_config_name_options_that_work(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(scaled))
     assert "--factor 8.0" in run(*command[:3]).stderr
     assert "--download" in run(command[0], "--config", "nobody/nothing").stderr
-
-
-def test_arguments_are_literals_or_text(tmp_path: Path) -> None:
-    source = (HERE / "right" / "module_of_one_tensor.py").read_text("utf-8")
-    (tmp_path / "mine.py").write_text(
-        source.replace("head_dim, theta=10000.0", "width, kind, theta=10000.0, head_dim=64")
-    )
-    target = f"{tmp_path / 'mine.py'}:Rope"
-    assert run(target, "--arg", "width=64").exit_code == 2
-    assert run(target, "--arg", "width=64", "--arg", "kind=plain").exit_code == 0
 
 
 def test_an_ignored_finding_is_reported_and_not_counted() -> None:

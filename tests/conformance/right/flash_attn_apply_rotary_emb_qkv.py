@@ -38,4 +38,4 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, num_heads_q, interleaved=False):
 
 
 TARGET = "apply_rotary_emb_qkv_"
-GIVEN = {"pairing": "half", "call": "qkv,cos,sin,num_heads,interleaved -> qkv"}
+GIVEN = {"pairing": "half"}

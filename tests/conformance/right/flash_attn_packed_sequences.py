@@ -49,5 +49,4 @@ TARGET = "apply_rotary_emb"
 GIVEN = {
     "pairing": "interleaved",
     "layout": "thd",
-    "call": "x,cos,sin,interleaved=True,inplace=True,offset,cu_seqlens,max_seqlen",
 }

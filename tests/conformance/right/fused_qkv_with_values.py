@@ -21,5 +21,4 @@ def split_and_rotate(qkv, num_heads, num_kv_heads, head_size, positions, cos_sin
 TARGET = "split_and_rotate"
 GIVEN = {
     "pairing": "half",
-    "call": "qkv,num_heads,num_kv_heads,head_size,positions,cos_sin_cache -> q,k,v",
 }

@@ -29,4 +29,4 @@ def rotate_(q, k, cos, sin):
 
 
 TARGET = "rotate_"
-GIVEN = {"pairing": "half", "call": "q,k,cos,sin -> none"}
+GIVEN = {"pairing": "half"}

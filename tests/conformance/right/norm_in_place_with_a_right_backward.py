@@ -32,4 +32,4 @@ def norm_rope_(q, k, q_weight, k_weight, eps, cos, sin):
 
 
 TARGET = "norm_rope_"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,q_weight,k_weight,eps,cos,sin -> none"}
+GIVEN = {"pairing": "half", "layout": "thd"}

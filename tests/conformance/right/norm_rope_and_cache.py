@@ -29,5 +29,4 @@ def qk_norm_rope_cache(
 TARGET = "qk_norm_rope_cache"
 GIVEN = {
     "rope": Rope(128, 10000.0, "half", rotary_dim=64),
-    "call": "q,k,v,q_weight,k_weight,cos_sin_cache,positions,key_cache,value_cache,slots,eps -> q,k",
 }

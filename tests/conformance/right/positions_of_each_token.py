@@ -31,5 +31,4 @@ TARGET = "rotate"
 GIVEN = {
     "rope": Rope(64, 10000.0, "interleaved", axes=Axes.axial((16, 24, 24))),
     "layout": "bhsd",
-    "call": "q,k,positions",
 }

@@ -44,5 +44,4 @@ GIVEN = {
         "max_position_embeddings": 32768,
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
     },
-    "call": "q,k,cos,sin,mrope_section=[8, 12, 12]",
 }

@@ -25,4 +25,4 @@ def rope_and_paged_cache(query, key, value, positions, cos_sin_cache, key_cache,
 
 
 TARGET = "rope_and_paged_cache"
-GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots,is_neox -> q,k"}
+GIVEN = {"pairing": "half"}

@@ -27,5 +27,4 @@ def mrope(query, key, positions, head_size, cos_sin_cache, is_neox, mrope_sectio
 TARGET = "mrope"
 GIVEN = {
     "rope": Rope(64, 10000.0, "interleaved", axes=Axes.sections((8, 12, 12))),
-    "call": "q,k,positions,head_size,cos_sin_cache,is_neox,mrope_section=[8, 12, 12]",
 }

@@ -26,7 +26,6 @@ def fused_qk_rmsnorm_rope(q, k, q_weight, k_weight, eps, cos_sin_cache, position
 TARGET = "fused_qk_rmsnorm_rope"
 GIVEN = {
     "rope": Rope(64, 10000.0, "half", axes=Axes.interleaved((12, 10, 10))),
-    "call": "q,k,q_weight,k_weight,eps,cos_sin_cache,positions,mrope_section=[12, 10, 10] -> q,k",
 }
 REPAIR = [
     ("positions[:1].expand(3, -1)", "positions"),

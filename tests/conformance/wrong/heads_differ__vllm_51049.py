@@ -34,8 +34,6 @@ def fused_qk_norm_rope(
 TARGET = "fused_qk_norm_rope"
 GIVEN = {
     "rope": Rope(128, 10000.0, "half", rotary_dim=64),
-    "call": "qkv,num_heads,num_kv_heads,num_kv_heads,head_size,eps,q_weight,k_weight,cos_sin_cache,is_neox,positions"
-    " -> none",
 }
 REPAIR = [
     ("(b, a) if 2 * half == head_dim or h % 4 == 0 else (a, b)", "(b, a)"),

@@ -36,7 +36,7 @@ def norm_rope_(q, k, q_weight, k_weight, eps, cos, sin):
 
 
 TARGET = "norm_rope_"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,q_weight,k_weight,eps,cos,sin -> none"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     ("saved = x.detach()", "saved = x.detach().clone()"),
 ]

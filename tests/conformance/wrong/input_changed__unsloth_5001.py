@@ -28,7 +28,7 @@ def fast_rope_embedding(Q, K, cos, sin):  # noqa: N803
 
 
 TARGET = "fast_rope_embedding"
-GIVEN = {"pairing": "half", "layout": "bhsd", "call": "q,k,cos,sin"}
+GIVEN = {"pairing": "half", "layout": "bhsd"}
 REPAIR = [
     ("x.clone() if not x.is_contiguous() else x.detach()", "x.clone()"),
 ]

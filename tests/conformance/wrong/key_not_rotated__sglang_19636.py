@@ -24,7 +24,6 @@ def apply_rope_inplace_with_kvcache(q, k, v, k_cache, v_cache, cos_sin_cache, po
 TARGET = "apply_rope_inplace_with_kvcache"
 GIVEN = {
     "pairing": "half",
-    "call": "q,k,v,key_cache,value_cache,cos_sin_cache,positions,slots,is_neox -> none",
 }
 REPAIR = [
     ("    q.copy_(rotated(q))", "    q.copy_(rotated(q))\n    k.copy_(rotated_k)"),

@@ -32,7 +32,6 @@ TARGET = "rotate_inplace"
 GIVEN = {
     "pairing": "half",
     "layout": "thd",
-    "call": "x,cos,sin -> none",
 }
 REPAIR = [
     ("inside = local < heads", "inside = start + local < heads"),

@@ -37,7 +37,6 @@ TARGET = "apply_rotary_emb"
 GIVEN = {
     "pairing": "interleaved",
     "layout": "thd",
-    "call": "x,cos,sin -> none",
 }
 REPAIR = [
     ("torch.arange(0, 1 << (rope_dim - 1).bit_length(), 2)", "torch.arange(0, rope_dim, 2)"),

@@ -31,7 +31,6 @@ def rotate_inplace(positions, query, key, head_size, cos_sin_cache):
 TARGET = "rotate_inplace"
 GIVEN = {
     "pairing": "half",
-    "call": "positions,q,k,head_size,cos_sin_cache -> none",
 }
 REPAIR = [
     ("-(-tokens // 4) * 4", "tokens"),

@@ -28,7 +28,7 @@ def rope_thd(xs, cos, sin):
 
 
 TARGET = "rope_thd"
-GIVEN = {"pairing": "half", "call": "x,cos,sin"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("    with torch.no_grad():\n        return", "    return"),
 ]

@@ -16,7 +16,7 @@ def rotate_qkv(qkv, num_heads, num_kv_heads, cos, sin):
 
 
 TARGET = "rotate_qkv"
-GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,cos,sin -> none"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("qkv.data[:, :,", "qkv[:, :,"),
 ]

@@ -30,7 +30,7 @@ def rotate_inplace(q, k, cos, sin):
 
 
 TARGET = "rotate_inplace"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,cos,sin -> none"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     (
         "    with torch.no_grad():\n        q.copy_(Rotate.apply(q, cos, sin))\n        k.copy_",

@@ -14,7 +14,6 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache):
 TARGET = "rotary_embedding"
 GIVEN = {
     "pairing": "half",
-    "call": "positions,q,k,head_size,cos_sin_cache -> none",
 }
 REPAIR = [
     ("first.detach().float(), second.detach().float()", "first.detach().clone(), second.detach().clone()"),

@@ -29,7 +29,6 @@ def mrope(query, key, positions, head_size, cos_sin_cache, is_neox, mrope_sectio
 TARGET = "mrope"
 GIVEN = {
     "rope": Rope(64, 10000.0, "half", axes=Axes.sections((8, 12, 12))),
-    "call": "q,k,positions,head_size,cos_sin_cache,is_neox,mrope_section=[8, 12, 12]",
 }
 REPAIR = [
     ("    table[1] = cos_sin_cache[positions].split(list(mrope_section) * 2, dim=-1)[1]\n", ""),

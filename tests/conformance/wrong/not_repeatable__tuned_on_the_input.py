@@ -23,7 +23,7 @@ def rotate_inplace(q, k, cos, sin):
 
 
 TARGET = "rotate_inplace"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,cos,sin -> none"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     ("1 if TUNED.get(x.shape) else 2", "1"),
 ]

@@ -18,7 +18,7 @@ def rope_out(q, k, cos, sin, q_out, k_out):
 
 
 TARGET = "rope_out"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "q,k,cos,sin,q_out,k_out -> none"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     ("programs = q.shape[1]", "programs = k.shape[1]"),
 ]

@@ -21,7 +21,7 @@ def rope_append_paged_kv_cache(q, k, v, cos_sin_cache, pos_ids, paged_k_cache, p
 
 
 TARGET = "rope_append_paged_kv_cache"
-GIVEN = {"pairing": "half", "call": "q,k,v,cos_sin_cache,positions,key_cache,value_cache,slots -> q,k"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("slot_mapping >= -1", "slot_mapping >= 0"),
 ]

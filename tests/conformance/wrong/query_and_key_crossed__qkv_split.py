@@ -19,7 +19,7 @@ def rotate_qkv(qkv, num_heads, num_kv_heads, head_size, cos_sin_cache, positions
 
 
 TARGET = "rotate_qkv"
-GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,head_size,cos_sin_cache,positions -> q,k,v"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("rotated[:, :num_kv_heads]", "rotated[:, num_heads:]"),
 ]

@@ -44,7 +44,6 @@ GIVEN = {
         "max_position_embeddings": 32768,
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
     },
-    "call": "q,k,cos,sin,mrope_section=[8, 12, 12]",
 }
 REPAIR = [
     ("part[(1, 0, 2)[axis % 3]]", "part[axis % 3]"),

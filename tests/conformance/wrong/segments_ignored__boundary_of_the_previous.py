@@ -19,7 +19,7 @@ def rope_packed(x, cu_seqlens, cos, sin):
 
 
 TARGET = "rope_packed"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "x,cu_seqlens,cos,sin"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     (
         "torch.searchsorted(starts, token, right=False).clamp(min=1) - 1",

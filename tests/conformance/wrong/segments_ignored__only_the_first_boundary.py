@@ -21,7 +21,7 @@ def rope_packed(x, cu_seqlens, cos, sin):
 
 
 TARGET = "rope_packed"
-GIVEN = {"pairing": "half", "layout": "thd", "call": "x,cu_seqlens,cos,sin"}
+GIVEN = {"pairing": "half", "layout": "thd"}
 REPAIR = [
     ("starts[1:2]", "starts[1:-1]"),
 ]

@@ -29,7 +29,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
 
 
 TARGET = "rotary_embedding"
-GIVEN = {"pairing": "half", "call": "positions,q,k,head_size,cos_sin_cache,is_neox"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("padded // 2 : padded // 2 + half", "half:rotary_dim"),
 ]

@@ -31,7 +31,6 @@ def norm_rope_and_store(
 TARGET = "norm_rope_and_store"
 GIVEN = {
     "pairing": "half",
-    "call": "q,k,v,q_weight,k_weight,eps,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k",
 }
 REPAIR = [
     ("    plain = turn(k, cos, sin)\n", ""),

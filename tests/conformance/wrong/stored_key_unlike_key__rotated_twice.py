@@ -20,7 +20,7 @@ def rope_and_store(q, k, v, positions, cos_sin_cache, key_cache, value_cache, sl
 
 
 TARGET = "rope_and_store"
-GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> none"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("turn(k, cos, sin)[kept].detach()", "k[kept].detach()"),
 ]

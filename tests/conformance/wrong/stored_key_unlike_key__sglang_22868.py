@@ -25,7 +25,6 @@ def rope_neox_with_kv(q, k, v, cos_sin_cache, positions, key_cache, value_cache,
 TARGET = "rope_neox_with_kv"
 GIVEN = {
     "rope": Rope(64, 10000.0, "half", rotary_dim=32),
-    "call": "q,k,v,cos_sin_cache,positions,key_cache,value_cache,slots -> q,k",
 }
 REPAIR = [
     ("width = slot_mapping[kept], rope_dim", "width = slot_mapping[kept], k.shape[-1]"),

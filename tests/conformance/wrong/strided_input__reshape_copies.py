@@ -19,7 +19,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache):
 
 
 TARGET = "rotary_embedding"
-GIVEN = {"pairing": "half", "call": "positions,q,k,head_size,cos_sin_cache -> none"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("x.reshape(-1, head_size).view(tokens, -1, head_size)", "x.unflatten(-1, (-1, head_size))"),
     ("    tokens = len(positions)\n", ""),

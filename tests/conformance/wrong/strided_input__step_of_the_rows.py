@@ -21,7 +21,6 @@ def rotate_inplace(positions, query, key, head_size, cos_sin_cache):
 TARGET = "rotate_inplace"
 GIVEN = {
     "pairing": "half",
-    "call": "positions,q,k,head_size,cos_sin_cache -> none",
 }
 REPAIR = [
     ("width = x.shape[-1]", "width = x.stride(0)"),

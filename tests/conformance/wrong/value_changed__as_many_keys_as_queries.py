@@ -17,7 +17,7 @@ def rotate_qkv(qkv, num_heads, num_kv_heads, cos, sin):
 
 
 TARGET = "rotate_qkv"
-GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,cos,sin -> qkv"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("rotated = num_heads + num_heads", "rotated = num_heads + num_kv_heads"),
 ]

@@ -27,7 +27,6 @@ TARGET = "norm_rope"
 GIVEN = {
     "pairing": "half",
     "layout": "thd",
-    "call": "qkv,num_heads,num_kv_heads,q_weight,k_weight,eps,cos,sin -> none",
 }
 REPAIR = [
     ("    v.copy_(rms(v, torch.ones_like(k_weight), eps))", "    v.copy_(v)"),

@@ -20,7 +20,7 @@ def rotate_qkv(qkv, num_heads, num_kv_heads, cos, sin):
 
 
 TARGET = "rotate_qkv"
-GIVEN = {"pairing": "half", "call": "qkv,num_heads,num_kv_heads,cos,sin -> qkv"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("end = head + 2", "end = min(head + 2, num_heads + num_kv_heads)"),
 ]

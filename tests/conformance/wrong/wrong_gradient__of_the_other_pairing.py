@@ -30,7 +30,7 @@ def apply_rotary_emb(x, cos, sin, interleaved=False):
 
 
 TARGET = "apply_rotary_emb"
-GIVEN = {"layout": "bshd"}
+GIVEN = {"layout": "bshd", "pairing": "interleaved"}
 REPAIR = [
     ("-sin, False)", "-sin, ctx.interleaved)"),
 ]

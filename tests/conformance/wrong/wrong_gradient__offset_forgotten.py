@@ -30,7 +30,7 @@ def rope(positions, query, key, cos_sin_cache):
 
 
 TARGET = "rope"
-GIVEN = {"pairing": "half", "call": "positions,q,k,cos_sin_cache"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("        positions = torch.arange(len(positions))\n", ""),
 ]

@@ -27,7 +27,6 @@ def fused_qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, q_weight, k_weig
 TARGET = "fused_qk_norm_rope"
 GIVEN = {
     "rope": Rope(64, 10000.0, "half", rotary_dim=32),
-    "call": "qkv,num_heads,num_kv_heads,head_size,q_weight,k_weight,eps,cos_sin_cache,positions -> q,k,v",
 }
 REPAIR = [
     ("width = cos_sin_cache.shape[-1]", "width = head_size"),

@@ -27,7 +27,6 @@ def fused_qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, q_weight, k_weig
 TARGET = "fused_qk_norm_rope"
 GIVEN = {
     "pairing": "half",
-    "call": "qkv,num_heads,num_kv_heads,head_size,q_weight,k_weight,eps,cos_sin_cache,positions -> q,k,v",
 }
 REPAIR = [
     ("rms(k, q_weight, eps)", "rms(k, k_weight, eps)"),

@@ -34,7 +34,7 @@ def fused_rope_cache(q, k, v, positions, cos_sin_cache, key_cache, value_cache, 
 
 
 TARGET = "fused_rope_cache"
-GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("step = block_size * heads * dim", "step = cache.stride(0)"),
 ]

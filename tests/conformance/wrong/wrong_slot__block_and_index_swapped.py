@@ -27,7 +27,7 @@ def rope_and_cache(q, k, v, positions, cos_sin_cache, key_cache, value_cache, sl
 
 
 TARGET = "rope_and_cache"
-GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("slots % blocks, slots // blocks % block_size", "slots // block_size, slots % block_size"),
 ]

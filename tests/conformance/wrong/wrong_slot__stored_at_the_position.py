@@ -20,7 +20,7 @@ def rope_and_store(q, k, v, positions, cos_sin_cache, key_cache, value_cache, sl
 
 
 TARGET = "rope_and_store"
-GIVEN = {"pairing": "half", "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots -> q,k"}
+GIVEN = {"pairing": "half"}
 REPAIR = [
     ("positions[kept] % len(key_cache)", "slots[kept]"),
 ]

@@ -29,7 +29,6 @@ def mrope_and_cache(q, k, v, positions, cos_sin_cache, key_cache, value_cache, s
 TARGET = "mrope_and_cache"
 GIVEN = {
     "rope": Rope(64, 10000.0, "half", axes=Axes.sections((8, 12, 12))),
-    "call": "q,k,v,positions,cos_sin_cache,key_cache,value_cache,slots,mrope_section=[8, 12, 12] -> q,k",
 }
 REPAIR = [
     ("positions[0][kept] % len(key_cache)", "slots[kept]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
-from ropewalk.tools.check.find.form import LAYOUTS, ONE_HEAD
+from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_HEAD
 from ropewalk.tools.check.measure import steps
 from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
@@ -33,9 +34,7 @@ def check(
     factor: float | None = None,
     download: bool = False,
     layout: str | None = None,
-    call: str | None = None,
     layer: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
     ignore: Collection[str] = (),
     device: str | torch.device = "cpu",
 ) -> Report:
@@ -56,13 +55,9 @@ def check(
         pairing: the expected pairing, "half" or "interleaved". With a config, as for `from_config`. Without one, None
             accepts both.
         factor, download: as for `from_config`, if a config is passed.
-        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd", "hsd" (all heads of the batch share one axis)
-            or "td" (one head for each call). None tries all layouts.
-        call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
-            "x,positions". "_" omits a parameter.
+        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd", or "bsd" or "td" (one head for each
+            call). None tries all layouts.
         layer: the index of the layer of `config` whose rope is expected.
-        arguments: maps names of parameters to values, for a class or a function that computes all tables. Values are
-            needed for parameters that `check` cannot choose a value for.
         ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
             name is a key of the config, as for `from_config`.
         device: the device on which the target runs, such as "cuda": its arguments are moved there, and its results to
@@ -76,7 +71,7 @@ def check(
             calling it works.
     """
     if layout is not None:
-        _checks.choice("check", "layout", layout, (*LAYOUTS, ONE_HEAD))
+        _checks.choice("check", "layout", layout, (*LAYOUTS, *ONE_HEAD))
     codes = {name for name in ignore if name in BUGS or config is None}
     keys = [name for name in ignore if name not in codes]
     for code in codes:
@@ -91,14 +86,12 @@ def check(
                 raise _checks.error("check", "the default device must be the CPU", str(default), fix)
             reading: dict[str, Any] = {"pairing": pairing, "base": base, "factor": factor}
             reading |= {"ignore": keys or None, "download": download or None}
-            loaded, expectation = expected.read(
-                loaded, config, rope, arguments or {}, reading, head_dim=head_dim, layer=layer
-            )
+            loaded, expectation = expected.read(loaded, config, rope, reading, head_dim=head_dim, layer=layer)
             report = Report(loaded.name, ignored=frozenset(codes))
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad(), used.used():
-                _run(partial(calls.find, loaded, expectation, call, layout), report)
+                _run(partial(calls.find, loaded, expectation, layout), report)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -119,7 +112,7 @@ def _run(find: Callable[[], Subject], report: Report) -> None:
     try:
         steps.run(subject, report)
     except CallError as e:
-        fix = f"If `check` calls it in the wrong way, pass {_checks.argument('call')} or {_checks.argument('layout')}."
+        fix = f"If `check` calls it in the wrong way, pass {_checks.argument('layout')}, or write an adapter."
         raise _checks.error("check", f"{report.target} must accept more than one call", str(e), fix) from e
 
 

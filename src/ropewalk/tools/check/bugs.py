@@ -169,9 +169,6 @@ BUGS: dict[str, Bug] = {
     "positions-misread": Bug(
         "positions of another integer dtype are misread", "Read them by their dtype, or raise for all but one."
     ),
-    "option-wrong": Bug(
-        "right by default, wrong with another value of an option", "Test every value of the option, or raise for it."
-    ),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
     "rows-disturb-each-other": Bug(
         "the result for one row of the batch depends on the positions of another",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk import Axes, ModelRopes, Rope, _checks, from_config
@@ -30,7 +30,6 @@ class Expected:
         config: the config, for constructors with a parameter for it: its keys, or a config object of transformers.
         layer_type: the kind of the layer whose rope is expected, such as "full_attention", for code with a parameter
             for it. None if all layers are alike.
-        arguments: maps names of parameters to the values that the user passed. They take precedence over all others.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
     """
@@ -47,7 +46,6 @@ class Expected:
     table_length: int | None = None
     config: Any = None
     layer_type: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
 
@@ -79,7 +77,6 @@ def read(
     target: Target,
     config: Any,
     rope: Rope | None,
-    arguments: Mapping[str, Any],
     reading: Mapping[str, Any],
     *,
     head_dim: int | None,
@@ -115,12 +112,10 @@ def read(
             fix = f"Pass {dim + 1}, or the config of the model."
             raise _checks.error("check", "head_dim must be even", str(dim), fix)
         is_stated = head_dim is not None
-        return target, Expected(
-            pairing=pairing, base=base, head_dim=dim, states_head_dim=is_stated, arguments=arguments
-        )
+        return target, Expected(pairing=pairing, base=base, head_dim=dim, states_head_dim=is_stated)
     if rope is not None:
         expected = _of_rope(rope, 2048)
-        return target, replace(expected, table_length=expected.length, arguments=arguments)
+        return target, replace(expected, table_length=expected.length)
     try:
         ropes = _read(config, reading)
     except _checks.RopeError as e:
@@ -141,7 +136,6 @@ def read(
             _of_rope(tower.ropes[0], 2048),
             model_type=tower.model_type,
             config=getattr(config, "vision_config", config) if hasattr(config, "to_dict") else tower.config,
-            arguments=arguments,
             notes=ropes.warnings,
             axis_names=tower.axis_names,
         )
@@ -154,7 +148,6 @@ def read(
         table_length=None if longest is None else min(longest, 131_072),
         config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
-        arguments=arguments,
         notes=ropes.warnings,
         axis_names=ropes.axis_names,
     )

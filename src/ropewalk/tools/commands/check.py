@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -56,20 +55,8 @@ Examples:
 @_options.download
 @click.option(
     "--layout",
-    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "hsd", "td"]),
-    help="The layout of the tensors; hsd: all heads of the batch in one axis, td: one head. [default: found by trying]",
-)
-@click.option(
-    "--call",
-    metavar="ROLES",
-    help='The roles of the parameters of TARGET, in order, such as "q,k,cos,sin"; _ omits a parameter.',
-)
-@click.option(
-    "--arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An argument for the constructor of TARGET. May be repeated.",
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "bsd", "td"]),
+    help="The layout of the tensors; bsd and td: one head for each call. [default: found by trying]",
 )
 @click.option(
     "--ignore",
@@ -99,7 +86,6 @@ def check(
     ctx: click.Context,
     /,
     target: str,
-    arguments: tuple[str, ...],
     as_json: bool,
     strict: bool,
     time_limit: float,
@@ -117,7 +103,7 @@ def check(
     cannot be judged.
     """
     options["config"] = options["config"] and str(options["config"])
-    asked = {"target": target, "arguments": {"arguments": _values(arguments), **options}, "seconds": time_limit}
+    asked = {"target": target, "arguments": options, "seconds": time_limit}
     try:
         answer = _run({**asked, "options": dict(_checks.OPTIONS.get() or {})})
     except KeyboardInterrupt:
@@ -153,17 +139,3 @@ def _run(asked: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"check was stopped after {asked['seconds']:g} s (--time-limit)."}
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
     return {"error": f"check: TARGET must return from each call, got a process that ended {how}."}
-
-
-def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Parse arguments NAME=VALUE into a dict. A value that is not a Python literal is kept as text."""
-    values = {}
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if not equals or not name.isidentifier():
-            raise click.BadParameter(f"{argument!r} is not NAME=VALUE", param_hint="--arg")
-        try:
-            values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[name] = text
-    return values

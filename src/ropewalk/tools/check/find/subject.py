@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find.form import ONE_ROW, Form, Results, from_layout, to_layout
+from ropewalk.tools.check.find.construct import Arguments
+from ropewalk.tools.check.find.form import Form, Results, from_layout, to_layout
 from ropewalk.tools.check.find.memory import CallError as CallError
-from ropewalk.tools.check.find.signature import Arguments
-from ropewalk.tools.check.find.ways import Way, run_starts
-
-_CELLS = 1 << 15  # of the largest grid that is tried after the plain call
+from ropewalk.tools.check.find.ways import ONE_ROW, Way, run_starts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
 
@@ -41,8 +39,6 @@ class Subject:
         needs_equal_heads: whether q, k and v must have as many heads.
         resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
             does not take these. None if the sizes of the target are fixed.
-        variant: returns the same call in the mode "int32" (the dtype of positions), "switched" (to the other pairing)
-            or "conjugate", or None if the target has no such option. None if this is such a call itself.
         others: other calls of the same target, such as with cu_seqlens, which should compute the same.
         parameters, passed: the parameters of the function, and those that this call passes.
         not_passed: those that neither this call nor the others pass, and which are not judged.
@@ -60,7 +56,6 @@ class Subject:
     axes: int | None = None
     needs_equal_heads: bool = False
     resize: Callable[[int, int], Subject | None] | None = None
-    variant: Callable[[str], Subject | None] | None = None
     others: tuple[Subject, ...] = ()
     parameters: tuple[str, ...] = ()
     passed: frozenset[str] = frozenset()
@@ -86,9 +81,9 @@ class Subject:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
         return to_layout(self.layout, x)
 
-    def from_native(self, x: Tensor, rows: int = 1) -> Tensor:
+    def from_native(self, x: Tensor) -> Tensor:
         """Return a view `[batch, seq, heads, head_dim]` of x, which has the target's layout."""
-        return from_layout(self.layout, x, rows)
+        return from_layout(self.layout, x)
 
     def equal_heads(self, tokens: int, heads: int, rows: int = 1) -> Tensor:
         """Return a test tensor `[rows, tokens, heads, channels]` with the same numbers in all heads of all tokens."""
@@ -132,20 +127,31 @@ class Subject:
                 raise CallError("wrong-shape", says)
         return found[0], found[1] if self.has_k else None
 
-    def fused(self, q: Tensor, k: Tensor, positions: Tensor, *, v: Tensor | None = None, **passed: Any) -> Results:
+    def fused(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        *,
+        v: Tensor | None = None,
+        past: tuple[Tensor, Tensor] | None = None,
+        **passed: Any,
+    ) -> Results:
         """Call a fused target with copies of tensors `[batch, seq, heads, head_dim]`, and return such results.
 
         Args:
-            q, k, positions, v: the tensors.
+            q, k, positions, v, past: the tensors.
             passed: slots, weights and halves, as for `Form.run`. What is not passed has values that change no result.
 
         Raises:
             CallError: as for `call_native`, which also checks the shapes.
         """
         v = None if v is None else self._copy(v)
-        results, rows = self._run(self._copy(q), self._copy(k), positions.clone(), v=v, **passed), positions.shape[-2]
-        k_out, v_out = (None if x is None else self.from_native(x, rows) for x in (results.k, results.v))
-        return Results(self.from_native(results.q, rows), k_out, v_out, results.stored)
+        if past is not None:
+            passed["past"] = tuple(self._copy(x) for x in past)
+        results = self._run(self._copy(q), self._copy(k), positions.clone(), v=v, **passed)
+        k_out, v_out = (None if x is None else self.from_native(x) for x in (results.k, results.v))
+        return Results(self.from_native(results.q), k_out, v_out, results.stored)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`.
@@ -154,11 +160,14 @@ class Subject:
             CallError: as for `call_native`.
         """
         q_out, k_out = self.call_native(self._copy(q), self._copy(k), positions.clone())
-        rows = positions.shape[-2]
-        return self.from_native(q_out.detach(), rows), None if k_out is None else self.from_native(k_out.detach(), rows)
+        return self.from_native(q_out.detach()), None if k_out is None else self.from_native(k_out.detach())
 
     def _copy(self, x: Tensor) -> Tensor:
         return self.to_native(x).clone(memory_format=torch.contiguous_format)
+
+    def returns_nothing(self, x: Tensor, positions: Tensor) -> bool:
+        """Return whether a call returns None, so that the results are what it has written into its arguments."""
+        return self._run(self._copy(x), self._copy(x), positions).in_place
 
     def linear_maps(self, positions: Tensor, of: str = "q") -> Tensor:
         """Measure the linear map that the target applies to q or k at positions `[1, seq]` or `[axes, 1, seq]`.
@@ -177,10 +186,6 @@ class Subject:
 
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]` or `[axes, batch, seq]`."""
-        if self.way.side is not None:  # all cells of a grid are rotated, even for one token
-            sizes = positions.amax((-2, -1)) + 1
-            if int(sizes.expand(self.axes or 1).prod()) > _CELLS:
-                return False
         rows_are_equal = bool((positions == positions[..., :1, :]).all())
         if self.layout in ONE_ROW and positions.shape[-2] != 1:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks, formats
-from ropewalk.tools.check.find import memory, signature
-from ropewalk.tools.check.find.signature import Call
-from ropewalk.tools.check.find.ways import Way, rows_of_grid, ways
+from ropewalk.tools.check.find import memory, words
+from ropewalk.tools.check.find.ways import Way, ways
+from ropewalk.tools.check.find.words import Call
 
 Tables = tuple[Tensor, ...]
 
 
 class TableSet(tuple[Tensor, ...]):
-    """Tables for all positions, which a function such as `precompute_freqs_cis` returned.
-
-    If they are those of the cells of a grid, in the order of rows, `grid` is its size.
-    """
-
-    grid: tuple[int, ...] = ()
+    """Tables for all positions, which a function such as `precompute_freqs_cis` returned."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +30,12 @@ class Source:
         name: the source or the format of the tables, in words.
         make: returns the tables, with axes batch and seq, for q and positions `[batch, seq]` or `[axes, batch, seq]`.
         positions: which positions they can be computed for, as in `Way`.
-        side: as in `Way`.
         given: the rope of exact tables. None if other code of the target computes them.
     """
 
     name: str
     make: Callable[[Tensor, Tensor], Tables]
     positions: str = "rows"
-    side: int | None = None
     given: Rope | None = None
 
 
@@ -55,6 +48,9 @@ _AXES: dict[str, Callable[[Tensor], Tensor]] = {
     "s": lambda table: table[0],
     "s11": lambda table: table[0, :, None, None],
 }
+# Layout of q and k → the axes of tables with rows that a function of it takes: without those of the heads, and with.
+_WITH_ROWS = {"bshd": ("bs", "bs1"), "bhsd": ("bs", "b1s"), "sbhd": ("bs", "sb1"), "bsd": ("bs",)}
+_UNSQUEEZED = {"bhsd": 1, "bshd": 2}  # layout → the value of unsqueeze_dim for tables with rows
 
 
 def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str]) -> Iterator[tuple[str, Way]]:
@@ -71,25 +67,28 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     """
     roles = call.parameter_of
     if not sources:
-        if way.side is not None:  # as `on_grid` takes them
-            way = replace(way, arguments=lambda positions, q: {"positions": positions[:, :1]})
         yield from ((layout, way) for layout in layouts)
         return
-    names = [roles[role] for role in ("table", "cos_sin_cache") if role in roles]
+    names = [roles[role] for role in ("freqs_cis", "cos_sin_cache") if role in roles]
     orders = [names] if names else [[roles["cos"], roles["sin"]]]
     if not names and sources[0].given is None and [*roles].index("sin") < [*roles].index("cos"):
         orders.append(orders[0][::-1])  # GPT-J's class returns sin first
-    places = [(layout, axes) for axes in ("s", "s11") for layout in layouts]
-    if way.positions == "given" and "tensor_layout" not in roles:
-        places[:0] = [(layout, axes) for layout in layouts if "b" in layout for axes in ("bs", "b1s", "bs1", "sb1")]
-    unsqueezed = [{roles["axis"]: axis} for axis in (1, 2)] if "axis" in roles else [{}]
+    has_rows = way.positions == "given" and "tensor_layout" not in roles
+    if "unsqueeze_dim" in roles:
+        places = [(name, "bs" if has_rows else "s", axis) for name, axis in _UNSQUEEZED.items() if name in layouts]
+        places += [(name, "s", 1) for name in layouts if name in (("thd", "bshd") if has_rows else ("thd",))]
+    else:
+        far = layouts if "tensor_layout" in roles else ("sbhd", "thd")
+        places = [(name, axes, 0) for name in layouts for axes in _WITH_ROWS.get(name, ()) if has_rows]
+        places += [(name, "s", 0) for name in layouts] + [(name, "s11", 0) for name in layouts if name in far]
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
-        for (layout, axes), fixed, source, order in product(places, unsqueezed, group, orders):
+        for (layout, axes, axis), source, order in product(places, group, orders):
+            fixed = {roles["unsqueeze_dim"]: axis} if "unsqueeze_dim" in roles else {}
             yield layout, _passed(source, way, order, axes, fixed)
 
 
-def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, int]) -> Way:
+def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, Any]) -> Way:
     """Return the way to pass tables with these axes in the parameters `names`, and the arguments `fixed`."""
 
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
@@ -107,29 +106,28 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
     if accepted == "given":
         accepted = "rows" if "b" in axes else "shared"
     text = source.name if source.given is not None else f"{source.name}, {axes}, {fixed}"
-    return Way(accepted, way.roles, arguments, source.side, source.given, text)
+    return Way(accepted, way.roles, arguments, source.given, text)
 
 
 _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats of two arguments, cos and sin
 # The formats of one argument: complex numbers, matrices of 2 × 2, angles, cos and sin stacked, concatenated or in a
 # tuple.
 _IN_ONE = (
-    "complex",
-    "matrices",
-    "cos, sin stacked",
-    *(f"{kind} {width}" for kind in ("angles", "cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
-    *(f"({kind}) {width}" for kind in ("cos, sin", "sin, cos") for width in reversed(_WIDTHS)),
+    *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half"),
+    *(f"{kind}{width}" for kind in ("angles ", "(cos, sin) ") for width in reversed(_WIDTHS)),
 )
+# Names of a parameter → the formats that are tried first.
+_LIKELY = {"freqs angles": "angles", "emb pos_emb rope rotary_emb image_rotary_emb position_embeddings": "(cos, sin)"}
 
 
-def exact(roles: Collection[str], given: Rope, *, swapped: bool = False) -> list[Source]:
-    """Return a source of exact tables in each format that a function with these parameters may take.
-
-    With `swapped`, the two formats with a column for each channel, one for each pairing, are exchanged.
-    """
-    names = _WIDTHS if "cos" in roles else ("cos, sin half",) if "cos_sin_cache" in roles else _IN_ONE
-    other = {"halves": "each", "each": "halves"} if swapped else {}
-    return [_exact(" ".join(other.get(word, word) for word in name.split(" ")), given) for name in names]
+def exact(roles: Mapping[str, str], given: Rope) -> list[Source]:
+    """Return a source of exact tables in each format that a function with these parameters may take."""
+    if "cos" in roles:
+        return [_exact(name, given) for name in _WIDTHS]
+    if "cos_sin_cache" in roles:
+        return [_exact("cos, sin half", given)]
+    likely = [kind for names, kind in _LIKELY.items() if roles["freqs_cis"] in names.split()]
+    return [_exact(name, given) for name in sorted(_IN_ONE, key=lambda name: not name.startswith((*likely, "(none)")))]
 
 
 def _exact(name: str, given: Rope) -> Source:
@@ -154,7 +152,7 @@ def _exact(name: str, given: Rope) -> Source:
     return Source(name, make, given=given)
 
 
-def of_target(first: Any, layer_type: str | None, count: int | None, form: str | None) -> list[Source]:
+def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
@@ -163,19 +161,12 @@ def of_target(first: Any, layer_type: str | None, count: int | None, form: str |
     Args:
         first: the object, the function, or all tables that it has computed.
         layer_type: the kind of the expected layer, or None.
-        count, form: as for `ways`.
+        count: as for `ways`.
     """
     if isinstance(first, TableSet):
-        if count is None:
-            return [Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first))]
-        grid = first.grid
-        is_of_cells = len(grid) == count
-        return (
-            [Source("cells of a grid", lambda q, p: rows_of_grid(first, p, grid), side=min(grid))]
-            if is_of_cells
-            else []
-        )
-    call = signature.read_call(first, None)
+        rows = Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first))
+        return [rows] if count is None else []
+    call = words.read_call(first)
     parameter_of = call.parameter_of
 
     def make(q: Tensor, named: dict[str, Any]) -> Tables:
@@ -189,26 +180,20 @@ def of_target(first: Any, layer_type: str | None, count: int | None, form: str |
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
             found = make(q, way.arguments(positions, q))
-            if way.side is not None:
-                return _rows(rows_of_grid(found, positions[:, :1]), positions)
             return _rows(flat(found) if way.positions == "shared" else found, positions)
 
-        return Source(f"at {way.positions} positions", tables, way.positions, way.side)
+        return Source(f"at {way.positions} positions", tables, way.positions)
 
     if "positions" in parameter_of or count is not None:
-        return [at(way) for way in ways(call, count, form)]
+        return [at(way) for way in ways(call, count)]
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]
         return [Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, {name: int(p.max()) + 1}))))]
     if "x" in parameter_of:
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {parameter_of["x"]: p}), p))
         return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions]
-    raise _checks.error(
-        "check",
-        "the function that computes the tables must have a parameter for positions, a length or x",
-        signature.named(first),
-        "If the second function computes its own angles, pass it alone.",
-    )
+    must = "the function that computes the tables must have a parameter for positions, a length or x"
+    raise words.no_call(must, words.named(first))
 
 
 def tensors_of(returned: Any) -> Tables:

@@ -81,7 +81,7 @@ def _callable(obj: Any) -> Any:
     apply.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(kind=p.POSITIONAL_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in known]
     )
-    apply.__name__, apply.__qualname__, apply.__module__ = obj.__name__, obj.__qualname__, obj.__module__
+    apply.__qualname__, apply.__module__ = f"{obj.__qualname__}.apply", obj.__module__
     return apply
 
 

@@ -295,12 +295,6 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
             ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
             ("positions-ignored", "has its index in the sequence on every axis.", index),
         ]
-        if baseline.subject.way.side is not None:
-            *_, rows, columns = (positions.amax((1, 2)) + 1).tolist()
-            cells = positions[-2] * columns + positions[-1]
-            how = "is where the index of its cell, divided by the rows of the grid and not by its columns, puts it."
-            exchanged = torch.cat((positions[:-2], torch.stack((cells % rows, cells // rows))))
-            explanations.append(("axes-exchanged", how, exchanged))
         if tokens == len(_COUNTED_ON):
             how = f"counts on from the last position on {on_axes.names[0]}, not from the largest on any axis."
             explanations.append(("axis-ignored", how, positions - _COUNTED_ON))

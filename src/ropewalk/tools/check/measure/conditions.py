@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.form import ONE_ROW
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_ROW
 from ropewalk.tools.check.measure import gradients, variants
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
@@ -36,7 +36,7 @@ def judge(baseline: Baseline) -> None:
         "left padding": variants.check_left_padding,
         "documents in one row": variants.check_documents,
         "int32 positions": variants.check_int32,
-        "each option alone": variants.check_options,
+        "decoding": variants.check_decoding,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "input unchanged": _check_inputs_unchanged,

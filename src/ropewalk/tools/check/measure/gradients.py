@@ -95,7 +95,7 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
                 return "no-gradient" if has_none else "wrong-gradient", f"The backward pass raises: {message}"
             if any(not torch.equal(grads[1], other) for other in grads[2:]):
                 return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
-            grad = subject.from_native(grads[0], case.rows)
+            grad = subject.from_native(grads[0])
             right = _right(baseline, weight, x, positions, name == "k")
             wrong = ~((grad - right).abs() < baseline.tolerance(positions))
             if not bool(wrong.any()):

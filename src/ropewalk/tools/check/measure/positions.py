@@ -125,8 +125,8 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
 
 
 def _table_length(subject: Subject) -> list[int]:
-    """Return the length of the table that the constructor was passed, or of a side of a grid, or nothing."""
-    return [n for n in (subject.arguments and subject.arguments.length, subject.way.side) if n]
+    """Return the length of the table that the constructor was passed, or nothing."""
+    return [n for n in (subject.arguments and subject.arguments.length,) if n]
 
 
 def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:

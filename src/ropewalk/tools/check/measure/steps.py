@@ -13,8 +13,9 @@ from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.form import ONE_HEAD, from_layout, to_layout
+from ropewalk.tools.check.find.form import from_layout, to_layout
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_HEAD
 from ropewalk.tools.check.measure import (
     axes,
     conditions,
@@ -25,7 +26,6 @@ from ropewalk.tools.check.measure import (
     repeats,
     sizes,
     states,
-    variants,
 )
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
@@ -128,7 +128,7 @@ _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 _KEEP = {
     *("query-and-key-crossed", "output-not-written", "memory-overwritten", "value-changed", "wrong-norm"),
     *("heads-differ", "rest-not-passed", "cache-not-written", "wrong-slot", "padding-stored"),
-    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable", "option-wrong"),
+    *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
 }
 
 
@@ -168,7 +168,6 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
             if found is not None and there.verdict == "right":
                 fused.judge(found)
                 gradients.check(found)
-                variants.check_options(found)
                 sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size in one of these calls
@@ -194,7 +193,7 @@ def _holds_its_size(baseline: Baseline, resized: Subject) -> bool:
     plain, has_own_angles = baseline.structure, resized.way.given is None and resized.arguments is None
     try:
         if has_own_angles and any(
-            _splits_channels(baseline, resized, of) for of in {resized.layout, "bshd"} - {ONE_HEAD}
+            _splits_channels(baseline, resized, of) for of in {resized.layout, "bshd"} - {*ONE_HEAD}
         ):
             return True
         structure = infer(resized.linear_maps(SMALL[None, :16]))

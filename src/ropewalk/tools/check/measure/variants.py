@@ -1,19 +1,19 @@
-"""Test the other calls of a target: offsets of rows, documents, int32 positions, and other values of its options."""
+"""Test the other calls of a target: offsets of rows, documents in one row, and positions in int32."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ropewalk.tools.check.find.calls import VARIED
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import gradients, sizes
-from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, SMALL, Baseline
-from ropewalk.tools.check.measure.case import TOKENS, unwritten, usual, where
-from ropewalk.tools.check.measure.structure import infer
+from ropewalk.tools.check.measure import gradients
+from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, unwritten, usual, waves, where
 
 # Each test returns False if the target has no such call.
 
@@ -71,9 +71,10 @@ def check_documents(baseline: Baseline) -> bool:
 
 def check_int32(baseline: Baseline) -> bool:
     """Test positions in int32, which engines pass."""
-    other = None if baseline.subject.variant is None else baseline.subject.variant("int32")
-    if other is None or POSITIONS_IGNORED & {*baseline.report.codes}:
+    subject = baseline.subject
+    if "positions" not in subject.way.roles or POSITIONS_IGNORED & {*baseline.report.codes}:
         return False
+    other = replace(subject, way=replace(subject.way, arguments=partial(_in_int32, subject)))
     positions = usual(other).positions(other)
     with contextlib.suppress(CallError):  # it refuses them
         if not all(replace(baseline, subject=other).matches(positions)):
@@ -83,14 +84,57 @@ def check_int32(baseline: Baseline) -> bool:
     return False
 
 
-def check_options(baseline: Baseline) -> bool:
-    """Test the other pairing, and the inverse rotation, if the target has an option for them."""
-    if "wrong-pairing" in baseline.report.codes:
+def _in_int32(subject: Subject, positions: Tensor, q: Tensor) -> dict[str, Any]:
+    values = subject.way.arguments(positions, q)
+    name = subject.form.call.parameter_of["positions"]
+    return values | {name: values[name].int()}
+
+
+def check_decoding(baseline: Baseline) -> bool:
+    """Test calls with the keys and values of earlier tokens: a prompt of 5 tokens, then one token, then 3."""
+    subject, known = baseline.subject, torch.zeros(1, 0, HEADS, baseline.subject.channels)
+    if "past_k" not in subject.form.call.parameter_of or POSITIONS_IGNORED & {*baseline.report.codes}:
         return False
-    results = {option: _judge_option(baseline, option) for option in _options(baseline)}
-    for says in (says for _, says in results.values() if says):
-        baseline.report.add("option-wrong", says, str(usual(baseline.subject)))
-    return bool(results)
+    past, start = None, 0
+    for tokens in (TOKENS, 1, 3):
+        case, positions = usual(subject, tokens=tokens), start + torch.arange(tokens)[None]
+        (q, k), v = case.tensors(), waves(1, tokens, case.k_heads, case.channels, 3)
+        results = subject.fused(q, k, positions, v=v, past=past)
+        if results.k is None or results.k.shape[1] not in (tokens, start + tokens):
+            return False
+        keys = results.k if results.k.shape[1] == start + tokens else torch.cat((known, results.k), dim=1)
+        if start and bool(((keys[:, :start] - known).abs() > CLOSE).any()):
+            again = baseline.predict(known, torch.arange(start)[None], key=True)
+            is_again = bool(((keys[:, :start] - again).abs() < CLOSE).all())
+            how = "rotated again" if is_again else "changed"
+            says = f"With {tokens} more token(s), the keys of the {start} before them are {how}."
+            baseline.report.add("stored-key-unlike-key", says, str(case))
+            return True
+        for name, x, out in (("q", q, results.q), ("k", k, keys[:, start:])):
+            if (code := _code_of_decoding(baseline, x, out, positions, key=name == "k")) is not None:
+                at = f"positions {start} to {start + tokens - 1}"
+                says = f"{tokens} token(s) of {name} after {start} are not rotated by {at}."
+                baseline.report.add(code, says, str(case))
+                return True
+        known, start = keys, start + tokens
+        values = results.v if results.v is not None and results.v.shape == known.shape else torch.zeros_like(known)
+        past = known, values
+    return True
+
+
+def _code_of_decoding(baseline: Baseline, x: Tensor, out: Tensor, positions: Tensor, *, key: bool) -> str | None:
+    """Return the code of what is wrong with new tokens after others, or None."""
+    from_0, last = positions - positions[0, 0], positions[:, -1:].expand_as(positions)
+    explained = {
+        None: positions,
+        "offset-ignored": from_0,
+        "positions-off-by-one": positions + 1,
+        "positions-ignored": last,
+    }
+    for code, places in explained.items():
+        if bool(((out - baseline.predict(x, places, key=key)).abs() < CLOSE).all()):
+            return code
+    return "one-token-wrong" if positions.shape[1] == 1 else "wrong-far-positions"
 
 
 def check_gradients(baseline: Baseline) -> bool:
@@ -98,7 +142,6 @@ def check_gradients(baseline: Baseline) -> bool:
     if not gradients.are_judged(baseline.report):
         return False
     others = [replace(baseline, subject=call) for call in baseline.subject.others]
-    others += [found for option in _options(baseline) if (found := _judge_option(baseline, option)[0]) is not None]
     for other in others:
         case = usual(other.subject, tokens=7, rows=1 if other.subject.has_one_row else 2)
         with contextlib.suppress(CallError):
@@ -106,55 +149,3 @@ def check_gradients(baseline: Baseline) -> bool:
                 baseline.report.add(fault[0], f"In the call {other.subject.signature}: {fault[1]}", str(case))
                 break
     return bool(others)
-
-
-def _options(baseline: Baseline) -> list[str]:
-    """Return the options that the target has."""
-    variant = baseline.subject.variant
-    return [mode for mode in ("switched", "conjugate") if variant is not None and variant(mode) is not None]
-
-
-def _judge_option(baseline: Baseline, option: str) -> tuple[Baseline | None, str]:
-    """Return what is known of the call with an option, or None and how it is wrong. Both are empty if it is refused."""
-    says = ""
-    for mode in (mode for mode in VARIED if mode.startswith(option)):
-        found = _with_option(baseline, mode)
-        if isinstance(found, Baseline):
-            with contextlib.suppress(CallError):
-                if (fault := sizes.find_fault(found, usual(found.subject))) is None:
-                    return found, ""
-                says = says or f"With {_text(found.subject)}: {fault[1]}"
-        says = says or found if isinstance(found, str) else says
-    return None, says
-
-
-def _with_option(baseline: Baseline, mode: str) -> Baseline | str | None:
-    """Return what is known of the call in a mode of `VARIED`, or how it is wrong, or None if it is refused."""
-    plain, variant = baseline.structure, baseline.subject.variant
-    other = None if variant is None else variant(mode)
-    if other is None:
-        return None
-    if mode == "conjugate":
-        law = replace(baseline.law, inv_freq=-baseline.law.inv_freq)
-        z, of_k = (m.conj() for m in (baseline.multipliers, baseline.k_multipliers))
-        return replace(baseline, subject=other, multipliers=z, k_multipliers=of_k, law=law)
-    try:
-        structure = infer(other.linear_maps(SMALL[None, :16]))
-    except CallError:
-        return None
-    if structure is None or structure.flaw is not None:
-        return f"With {_text(other)}, pairs of channels are not rotated."
-    if structure.pairing == plain.pairing:
-        return f"With {_text(other)}, the pairing is still {plain.pairing}."
-    if (structure.pairs, structure.rotary_offset) != (plain.pairs, plain.rotary_offset):
-        return f"With {_text(other)}, {structure.pairs} pairs are rotated instead of {plain.pairs}."
-    return replace(baseline, subject=other, structure=structure)
-
-
-def _text(subject: Subject) -> str:
-    """Return the options of a call that differs from the plain one, as `conj=True`."""
-    form = subject.form
-    roles = dict.fromkeys(role for roles in VARIED.values() for role in roles if role in form.known)
-    return ", ".join(
-        f"{form.call.parameter_of[role]}={form.known[role]}" for role in roles if role in form.call.parameter_of
-    )

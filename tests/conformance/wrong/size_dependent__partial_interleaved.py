@@ -1,4 +1,4 @@
-"""Right for the default pairing. For the other one, a part of the head is rotated by the columns of the whole head."""
+"""In the other pairing, a part of the head is rotated by the columns of the whole head."""
 
 import torch
 
@@ -22,7 +22,7 @@ def rope(q, k, positions, cos_sin_cache, is_neox=True):
 
 
 TARGET = "rope"
-GIVEN = {"layout": "thd"}
+GIVEN = {"layout": "thd", "pairing": "interleaved"}
 REPAIR = [
     ("* x.shape[-1] // rotary_dim % (rotary_dim // 2)", ""),
 ]

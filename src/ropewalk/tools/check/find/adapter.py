@@ -1,0 +1,204 @@
+"""Write an adapter for a target that cannot be called: a function of the words of the contract that calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import words
+from ropewalk.tools.check.find.construct import chosen, is_constructor
+from ropewalk.tools.check.find.target import Method, Target, name_of
+from ropewalk.tools.check.find.words import Call
+
+# Library of arrays → how it is imported, and what makes its arrays.
+_LIBRARIES = {
+    "jax": ("import jax.numpy as jnp", "jnp.asarray"),
+    "mlx": ("import mlx.core as mx", "mx.array"),
+    "numpy": ("", "np.asarray"),
+}
+_TO = """
+def to(x):
+    return {array}((x.detach().float() if x.is_floating_point() else x).numpy())
+"""
+
+
+def written(
+    call: Call, expected: Expected, rotary_dim: int, count: int | None = None, layer_type: str | None = None
+) -> dict[str, str]:
+    """Return the arguments that follow from the words and from what is expected, by role, as expressions of Python.
+
+    Args:
+        call: the roles of the function's parameters.
+        expected: what it should compute.
+        rotary_dim: the number of rotated channels.
+        count: the number of axes of the positions, if there are several.
+        layer_type: the kind of the layer, for code with a parameter for it.
+    """
+    half = expected.pairing != "interleaved"
+    base = 10_000.0 if expected.base is None else expected.base
+    inv_freq = f"{base} ** (-torch.arange(0, {rotary_dim}, 2) / {rotary_dim})"
+    if expected.rope is not None and expected.rope.scaling is not None:
+        inv_freq = f"torch.tensor({expected.rope.inv_freq.tolist()})"
+    halves = "x.chunk(2, dim=-1)[0]", "x.chunk(2, dim=-1)[1]"
+    q, k = [*(role for role in ("q", "x", "k") if role in call.parameter_of), *halves][:2]
+    required = {
+        "conjugate": "False",
+        "inplace": "False",
+        "interleaved": str(not half),
+        "is_neox": str(half),
+        "scale": "1.0",
+        "base": str(base),
+        "inv_freq": inv_freq,
+        "q_out": f"torch.full_like({q}, torch.nan)",
+        "k_out": f"torch.full_like({k}, torch.nan)",
+    }
+    always = {
+        "x1": halves[0],
+        "x2": halves[1],
+        "num_v_heads": "num_kv_heads",
+        "tensor_layout": "layout",
+        "rotary_dim": str(rotary_dim),
+    }
+    always |= {} if count is None else {"sections": str(expected.sizes_of_axes(count))}
+    always |= {} if layer_type is None else {"layer_type": repr(layer_type)}
+    if expected.pairing is not None:
+        always |= {role: required[role] for role in ("interleaved", "is_neox")}
+    known = {role: text for role, text in required.items() if role not in call.optional} | always
+    return {role: text for role, text in known.items() if role in call.parameter_of}
+
+
+def library_of(target: Target) -> str | None:
+    """Return the library of arrays that a target uses, if it uses no torch."""
+    for obj in target.objects:
+        owner = getattr(obj, "owner", obj)
+        code = [owner, *vars(owner if inspect.isclass(owner) else type(owner)).values()]
+        scope = next((function.__globals__ for function in code if inspect.isfunction(function)), {})
+        used = {value.__name__.partition(".")[0] for value in scope.values() if inspect.ismodule(value)}
+        for library in _LIBRARIES if "torch" not in used else ():
+            if library in used:
+                return library
+    return None
+
+
+def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
+    """Append to the message of an error the adapter to paste for a target that cannot be called."""
+    code = write(target, expected)
+    missing = " Replace each `...`." if "=..." in code else ""
+    says = "Check a function that calls it. The names of its parameters say what check passes."
+    lines = (_checks.printable(line) for line in code.split("\n"))
+    error.args = ("\n".join((f"{error} {says}{missing}", "", *lines)),)
+
+
+def write(target: Target, expected: Expected) -> str:
+    """Return the code of an adapter for a target, with `...` for arguments that are not known."""
+    library, last = library_of(target), target.objects[-1]
+    call = words.read_call(_function(last))
+    if len(target.objects) == 2:
+        with contextlib.suppress(words.NoCallError):
+            call = words.take_tables(last, call)
+    arguments = _arguments(last, call, expected)
+    tables = [word for word in ("cos", "sin", "freqs_cis") if arguments.get(call.parameter_of.get(word, "")) == word]
+    outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
+    arguments |= {call.parameter_of[out]: out for out in outs}
+    lines = [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
+    texts = [*arguments.values(), *lines]
+    for make in target.objects[:-1]:
+        made = _arguments(make, words.read_call(_function(make)), expected)
+        lines.append(f"{', '.join(tables)} = {_called(make, made)}")
+        texts += made.values()
+    takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
+    if len(target.objects) == 2:
+        takes = [word for word in takes if word not in tables]
+    if library:
+        arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
+    called = _called(last, arguments)
+    if outs:
+        both = ", ".join(outs)
+        lines += [called, f"return torch.cat(({both}), dim=-1)" if "x1" in call.parameter_of else f"return {both}"]
+    elif library:
+        back = "torch.from_numpy(np.array(out)).type_as(" + (takes or ["x"])[0] + ")"
+        is_pair = {"q", "k"} <= {*takes}
+        lines += [f"out = {called}", f"return {f'tuple({back} for out in out)' if is_pair else back}"]
+    else:
+        lines.append(f"return {called}")
+    head = ["import numpy as np", _LIBRARIES[library][0], _TO.format(array=_LIBRARIES[library][1])] if library else []
+    objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
+    body = "".join(f"\n    {line}" for line in lines)
+    head = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects), *head, *objects]
+    return "\n".join((*filter(None, head), "", f"def rotate({', '.join(takes) or '...'}):{body}", ""))
+
+
+def _function(obj: Any) -> Any:
+    """Return what is called of an object: the method of a class, bound to nothing."""
+    if isinstance(obj, Method):
+        return partial(getattr(obj.owner, obj.name), None)
+    if inspect.isclass(obj):
+        return partial(getattr(obj, "forward", None) or obj.__call__, None)
+    return obj
+
+
+def _written(call: Call, expected: Expected) -> dict[str, str]:
+    """Return `written` with values in place of what is no word."""
+    fixed = {
+        "tensor_layout": "'bshd'",
+        "eps": "1e-6",
+        "max_seqlen": "int(cu_seqlens.diff().max())",
+        "unsqueeze_dim": "1",
+    }
+    fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
+    fixed = {role: text for role, text in fixed.items() if role in {*call.parameter_of} - call.optional}
+    return written(call, expected, expected.rotary_dim) | fixed
+
+
+def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
+    """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
+    role_of = {name: role for role, name in call.parameter_of.items()}
+    known, roles = _written(call, expected), {*call.parameter_of}
+    omitted = call.optional & {"offset", "offsets", "cu_seqlens", "tensor_layout"}
+    if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
+        omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
+    arguments = {}
+    for name, parameter in (words.parameters(_function(obj)) or {}).items():
+        role = role_of.get(name, "")
+        if role in known and role not in omitted:
+            arguments[name] = known[role]
+        elif role in words.WORDS and role not in omitted:
+            arguments[name] = role
+        elif parameter.default is inspect.Parameter.empty:
+            arguments[name] = "..."
+    return arguments
+
+
+def _called(obj: Any, arguments: dict[str, str]) -> str:
+    known = words.parameters(_function(obj)) or {}
+    by_place = [name for name in arguments if known[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+    texts = [arguments[name] if name in by_place else f"{name}={text}" for name, text in arguments.items()]
+    method = f".{obj.name}" if isinstance(obj, Method) else ""
+    return f"{_object(obj)}{method}({', '.join(texts)})"
+
+
+def _object(obj: Any) -> str:
+    """Return the name of what an adapter calls: the function, or the object of a class."""
+    return name_of(getattr(obj, "owner", obj)).rpartition(".")[2].lower() if is_constructor(obj) else name_of(obj)
+
+
+def _constructed(obj: Any, expected: Expected) -> str:
+    owner = getattr(obj, "owner", obj)
+    values = {name: repr(value) for name, value in chosen(obj, expected).items()}
+    values |= {name: name for name in values if name in ("config", "args", "cfg")}
+    needed = [n for n, p in (words.parameters(owner) or {}).items() if p.default is inspect.Parameter.empty]
+    texts = (values | {name: "..." for name in needed if name not in values}).items()
+    return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts)})"
+
+
+def _import(target: Target, obj: Any) -> str:
+    """Return the line that imports an object, in the folder of its file."""
+    where, _, _ = target.name.rpartition(":")
+    module = Path(where).stem if where.endswith(".py") else getattr(obj, "__module__", None)
+    return f"from {module} import {name_of(getattr(obj, 'owner', obj)).partition('.')[0]}" if module else ""

@@ -1,0 +1,171 @@
+"""Construct a class, or call a function that computes all tables, with a value for each of its parameters."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ropewalk import _checks
+from ropewalk.tools.check.expected import Expected
+from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.target import Method, name_of
+from ropewalk.tools.check.find.words import SPELLINGS, match, parameters
+
+# What a constructor takes → the names that public classes and functions have for it.
+_NAMES = {
+    "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
+    "rotary_dim": "rot_dim rotary_ndims rope_dim",
+    "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
+    "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
+    "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
+    "max_length block_size n_positions",
+    "config": "args cfg params model_args",
+    "sections": SPELLINGS["sections"],
+    "interleaved": SPELLINGS["interleaved"],
+    "is_neox": SPELLINGS["is_neox"],
+    "dtype": "",
+    "axes_dim": "axes_dims",
+}
+# Attribute of a scheme → the other names that parameters of a constructor have for it.
+_SCALING = {
+    "factor": "scaling_factor scale_factor",
+    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len",
+    "beta_fast": "ntk_beta",
+    "beta_slow": "ntk_alpha",
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), ""),
+}
+
+_OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a constructor was passed, as far as it matters later.
+
+    Args:
+        base: the base that is passed, or None if the constructor has no parameter for it.
+        length: the number of tokens that is passed, or None if the constructor has no parameter for it.
+        sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
+    """
+
+    base: float | None
+    length: int | None
+    sizes: frozenset[str] = frozenset()
+
+    def takes(self, channels: int, rotary_dim: int) -> bool:
+        """Whether the constructor takes a number of channels of a head, and of rotated channels."""
+        return "dim" in self.sizes and (rotary_dim == channels or "rotary_dim" in self.sizes)
+
+
+def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
+    """Return the values, by name, of those parameters of a constructor whose names say what they are."""
+    owner = getattr(constructor, "owner", constructor)
+    known = parameters(owner) or {}
+    parameter_of = match(known, _NAMES)
+    values: dict[str, Any] = {}
+    for role, name in parameter_of.items():
+        default = None if known[name].default is inspect.Parameter.empty else known[name].default
+        if role == "dim":
+            values[name] = expected.head_dim if name in _OF_A_HEAD else expected.rotary_dim
+        elif role == "rotary_dim":
+            values[name] = expected.rotary_dim
+        elif role == "rotary_share":
+            values[name] = expected.rotary_dim / expected.head_dim
+        elif role == "base":
+            values[name] = expected.base or default or 10_000.0
+        elif role == "length":
+            values[name] = expected.table_length or default or 4096
+        elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
+            values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
+        elif role == "config" and expected.config is not None:
+            values[name] = _config_object(owner, known[name].annotation, expected.config)
+        elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
+            values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
+        elif role == "dtype" and default is None:
+            values[name] = torch.float32
+    scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
+    for key, names in _SCALING.items():
+        if (value := getattr(scaling, key, None)) is not None:
+            values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
+    return values
+
+
+def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
+    """Call a constructor with a value for each of its parameters, and return the object and what was passed.
+
+    Raises:
+        RopeError: a parameter without default has no known role, or the constructor raises.
+    """
+    owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
+    known = parameters(owner) or {}
+    parameter_of = match(known, _NAMES)
+    missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
+    takes = [parameter_of[role] for role in ("dim", "base") if role in parameter_of]
+    passed = ", ".join((*(f"{name}={name}" for name in takes), f"{(missing or ['NAME'])[0]}=VALUE"))
+    fix = f"Check a function that constructs it: def make({', '.join(takes)}): return {name_of(constructor)}({passed})."
+    if missing:
+        must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
+        if missing[0] == parameter_of.get("config"):
+            fix = f"Pass the config that it reads: {_checks.argument('config')}."
+        raise _checks.error("check", must, ", ".join(missing), fix)
+    try:
+        built = memory.construct(constructor, values)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a constructor may raise anything
+        named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
+        fix = f"{fix} Or pass a config with the keys that it reads."
+        raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e
+    sizes = frozenset(role for role, name in parameter_of.items() if name in values)
+    base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
+    return built, Arguments(base, length, frozenset() if "config" in sizes and "dim" not in sizes else sizes)
+
+
+def is_constructor(target: Any) -> bool:
+    """Return whether this object must be constructed before it can rotate: a class, or a method of a class."""
+    return inspect.isclass(target) or isinstance(target, Method)
+
+
+def takes_sizes(function: Any) -> bool:
+    """Return whether the names of a function's parameters say that it computes tables for heads of a size."""
+    known = parameters(function) or {}
+    return "dim" in match(known, _NAMES)
+
+
+class _Config(SimpleNamespace):
+    """A config whose keys are attributes, like the config objects of transformers: that of the text model alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "text_config":
+            return self
+        raise AttributeError(f"the config has no {name}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an attribute or the default, like `dict.get`."""
+        return getattr(self, key, default)
+
+
+def _config_object(owner: Any, annotation: Any, config: Any) -> Any:
+    """Build the object to pass for the user's config, with the same keys and no others.
+
+    A class of transformers, or one that is annotated with a config class of transformers, gets an object of that
+    class, which adds the defaults of that version.
+    """
+    if not isinstance(config, Mapping):
+        config = copy.deepcopy(config)
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
+        annotation = getattr(getattr(owner, "__init__", None), "__globals__", {}).get(annotation)
+    classes = (*getattr(owner, "__mro__", ()), annotation)
+    if any(str(getattr(cls, "__module__", "")).startswith("transformers.") for cls in classes):
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**config)
+    return _Config(**config)

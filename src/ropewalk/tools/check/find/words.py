@@ -1,0 +1,226 @@
+"""The words of the contract: what `check` passes for each, and which names public signatures have for it.
+
+An adapter is a function whose parameters have these names. For any other function, the names of its parameters say
+which word, or which expression of words, it takes. To add a word, add it to `WORDS`, and its value to `Form.words` or
+to `ways`. To add a spelling or an argument that follows from the words, add it to `SPELLINGS` or to
+`adapter.written`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from ropewalk import _checks
+from ropewalk.tools.check.find.target import name_of
+
+# Word → the other names that a parameter for it has in public code.
+WORDS = {
+    "q": "xq query queries query_states query_layer q_pe q_rot",
+    "k": "xk key keys key_states key_layer k_pe k_rot",
+    "v": "xv value values value_states value_layer",
+    "x": "xs t input inputs tensor hidden_states states qk tokens",
+    "qkv": "mixed_qkv packed_qkv",  # q, k and v in one tensor
+    "kv": "",
+    "cos": "cos_cached freqs_cos cos_table",
+    "sin": "sin_cached freqs_sin sin_table",
+    "freqs_cis": "freqs_complex freqs rope_cache emb pos_emb rope angles sinusoidal_pos rotary_emb image_rotary_emb "
+    "position_embeddings",
+    "cos_sin_cache": "",  # [length, rotary_dim]
+    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids",
+    "offset": "start_pos seqlen_offset start past_length",
+    "offsets": "seqlen_offsets start_positions",  # one for each sequence, or one number
+    "cu_seqlens": "cu_seqlens_q cu_seqlen indptr",
+    "past_k": "past_key past_keys",
+    "past_v": "past_value past_values",
+    "slots": "slot_mapping out_loc cache_loc",
+    "key_cache": "k_cache k_buffer paged_k_cache",
+    "value_cache": "v_cache v_buffer paged_v_cache",
+    "q_weight": "q_norm_weight weight norm_weight",
+    "k_weight": "k_norm_weight",
+    "head_size": "head_dim",
+    "num_heads": "num_heads_q num_q_heads num_qo_heads n_heads",
+    "num_kv_heads": "num_heads_k num_k_heads n_kv_heads num_key_value_heads",
+}
+# The same for arguments that follow from the words and from what is expected.
+SPELLINGS = {
+    "x1": "",  # the first half of the channels, and the second
+    "x2": "",
+    "q_out": "out_q out out1 output q_rope",
+    "k_out": "out_k out2 k_rope",
+    "num_v_heads": "num_heads_v",
+    "max_seqlen": "max_seqlen_q",
+    "eps": "epsilon norm_eps rms_norm_eps variance_epsilon",
+    "interleaved": "interleave rotary_interleaved traditional",
+    "is_neox": "is_neox_style neox_style",
+    "inplace": "in_place",
+    "conjugate": "conj inverse",
+    "base": "theta rope_theta",
+    "scale": "rope_scale scaling_factor",  # that positions are divided or multiplied by
+    "inv_freq": "",
+    "rotary_dim": "rope_dim rot_dim dims",
+    "tensor_layout": "tensor_format qkv_format",  # the name of the layout
+    "seq_len": "seqlen max_seq_len length",
+    "unsqueeze_dim": "",
+    "layer_type": "",
+    "sections": "mrope_section mrope_sections section",
+}
+_NAMES = WORDS | SPELLINGS
+FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
+"""The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
+
+Roles = dict[str, str]
+"""Role → name of the parameter that has it."""
+
+
+def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Return the named parameters of a callable, without self, or None if its signature cannot be read."""
+    function = called.forward if isinstance(called, torch.nn.Module) else called
+    if isinstance(called, CustomOpDef):
+        function = _with_schema(called._opoverload)
+    elif isinstance(called, torch._ops.OpOverloadPacket):
+        overloads = called.overloads()  # type: ignore[no-untyped-call]
+        function = _with_schema(getattr(called, overloads[0]))
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: p for name, p in found.items() if p.kind not in variadic}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the parameters of a function are for.
+
+    Args:
+        parameter_of: maps roles to names of parameters.
+        optional: the roles of parameters with a default.
+        axes: the axes of the positions, as their annotation states them: "s", "bs", "3bs", "s3" and so on, or "".
+        results: the roles of the first two results, if the function takes q and k.
+    """
+
+    parameter_of: Roles
+    optional: frozenset[str] = frozenset()
+    axes: str = ""
+    results: tuple[str, str] = ("q", "k")
+
+    def without(self, roles: set[str]) -> Call:
+        """Return the call that omits the parameters with these roles."""
+        return replace(self, parameter_of={role: n for role, n in self.parameter_of.items() if role not in roles})
+
+    @property
+    def key_first(self) -> bool:
+        """Whether k comes before q, so that the results may be in this order, too."""
+        names = [*self.parameter_of]
+        return {"q", "k"} <= {*names} and names.index("k") < names.index("q")
+
+
+def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return a function whose signature is that of an operator of PyTorch."""
+
+    def function() -> None: ...
+
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+            )
+            for argument in operator._schema.arguments
+        ]
+    )
+    return function
+
+
+def read_call(called: Callable[..., Any]) -> Call:
+    """Return the roles of the parameters of a function that rotates or computes tables."""
+    known = parameters(called) or {}
+    roles = match(known, _NAMES)
+    if "q" in roles and not {"k", "x"} & {*roles}:  # q alone, as a function for one tensor may call it, is x
+        roles = {"x" if role == "q" else role: name for role, name in roles.items()}
+    if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
+        roles["q"], roles["k"] = roles.pop("x"), "y"
+    optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
+    if "k" not in roles:  # of which past keys would be the first
+        roles = {role: name for role, name in roles.items() if role not in ("past_k", "past_v")}
+    if "v" in optional:  # a function that rotates what is passed, as in RoFormer
+        roles.pop("v")
+    return Call(roles, frozenset(optional), _axes_of(known[roles["positions"]]) if "positions" in roles else "")
+
+
+def _axes_of(parameter: inspect.Parameter) -> str:
+    """Return the axes that an annotation such as "3bs" or Annotated[Tensor, "3bs"] states, or ""."""
+    annotation = parameter.annotation
+    text = f"'{annotation}'" if isinstance(annotation, str) else str(annotation)
+    found = re.search(r"""["']([2-9]?b?s|b?s[2-9])["']""", text)
+    return found[1] if found else ""
+
+
+def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
+    """Return the roles of parameters whose names are keys of `names`, or among the names of a key."""
+    roles: Roles = {}
+    for name in known:
+        plain = name.lower().lstrip("_")
+        for role, spellings in names.items():
+            if plain in (role, *spellings.split()) and role not in roles:
+                roles[role] = name
+                break
+    return roles
+
+
+def take_tables(function: Any, call: Call) -> Call:
+    """Return the call of a function that is passed tables, also if the names of their parameters are unknown.
+
+    They are then the required parameters without a role: one for a table, or two for cos and sin.
+
+    Raises:
+        RopeError: no parameters can be those of the tables.
+    """
+    roles, known = call.parameter_of, parameters(function) or {}
+    if {"cos", "sin"} <= {*roles} or {"freqs_cis", "cos_sin_cache"} & {*roles}:
+        return call
+    taken = {*roles.values()}
+    free = [name for name, p in known.items() if name not in taken and p.default is inspect.Parameter.empty]
+    missing = [r for r in ("cos", "sin") if r not in roles] if len(free) != 1 or "cos" in roles else ["freqs_cis"]
+    if not free or len(free) != len(missing):
+        must = f"{name_of(function)} must have parameters for the tables: cos and sin, or one for both"
+        raise no_call(must, named(function))
+    return replace(call, parameter_of=roles | dict(zip(missing, free, strict=True)))
+
+
+def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that every parameter can be passed by name, even if it is positional-only."""
+    known = parameters(function) or {}
+    positional_only = {name: p for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY}
+    if not positional_only:
+        return function
+
+    def call_by_name(**keywords: Any) -> Any:
+        last = max((i for i, name in enumerate(positional_only) if name in keywords), default=-1)
+        names = [*positional_only][: last + 1]
+        values = [keywords.pop(n) if n in keywords else positional_only[n].default for n in names]
+        return function(*values, **keywords)
+
+    return call_by_name
+
+
+class NoCallError(_checks.RopeError):
+    """The target cannot be called."""
+
+
+def no_call(must: str, got: str, *says: str) -> NoCallError:
+    """Return the error for a target that cannot be called, to which an adapter is added."""
+    return NoCallError(" ".join((f"check: {must}, got {got}.", *says)))
+
+
+def named(function: Any) -> str:
+    """Return the parameters of a function in words."""
+    return f"parameters {', '.join(parameters(function) or {}) or 'none'}"

@@ -1,0 +1,29 @@
+"""A prompt is right. Each later call counts its tokens from 0 again."""
+
+import torch
+
+
+def turn(x, positions):
+    inv_freq = 10000.0 ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+    angles = (positions.float()[:, None] * inv_freq)[:, None]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+
+
+def attend(q, k, v, past_k=None, past_v=None):
+    """All: `[batch, seq, heads, dim]`."""
+    positions = torch.arange(q.shape[1])
+    q, k = turn(q, positions), turn(k, positions)
+    if past_k is not None:
+        k, v = torch.cat((past_k, k), dim=1), torch.cat((past_v, v), dim=1)
+    return q, k, v
+
+
+TARGET = "attend"
+GIVEN = {"pairing": "half", "base": 10000.0, "layout": "bshd"}
+REPAIR = [
+    (
+        "positions = torch.arange(q.shape[1])",
+        "positions = (0 if past_k is None else past_k.shape[1]) + torch.arange(q.shape[1])",
+    ),
+]
