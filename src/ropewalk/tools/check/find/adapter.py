@@ -131,7 +131,7 @@ def write(target: Target, expected: Expected) -> str:
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     body = "".join(f"\n    {line}" for line in lines)
     head = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects), *head, *objects]
-    return "\n".join((*filter(None, head), "", f"def rotate({', '.join(takes) or '...'}):{body}", ""))
+    return "\n".join((*filter(None, head), "", f"def rotate({', '.join(takes) or 'q, k, positions'}):{body}", ""))
 
 
 def _function(obj: Any) -> Any:
