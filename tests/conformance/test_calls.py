@@ -357,6 +357,26 @@ def test_common_signatures_need_no_description(name: str) -> None:
     assert all(grade.right is not False or grade.name == "gradients" for grade in report.grades), str(report)
 
 
+def test_few_calls_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[Any] = []
+    score = calls._score
+    monkeypatch.setattr(calls, "_score", lambda *args: scored.append(args) or score(*args))  # type: ignore[func-returns-value]
+    counts = []
+    for function, _ in RIGHT.values():
+        scored.clear()
+        found(function)
+        counts.append(len(scored))
+    assert sorted(counts)[len(counts) // 2] <= 10
+
+    def raises(q, k, v, q_weight, k_weight, head_size, freqs_cis, positions, slots, key_cache, value_cache) -> None:  # type: ignore[no-untyped-def]
+        raise RuntimeError("never")
+
+    scored.clear()
+    with pytest.raises(RopeError, match="never"):
+        found(raises)
+    assert max(*counts, len(scored)) <= 150
+
+
 def ignores(function: Any, **values: Any) -> Any:
     """Return a function with the same signature that replaces some of its arguments."""
 

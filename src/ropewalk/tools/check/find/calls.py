@@ -45,7 +45,7 @@ from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import Source, TableSet
 from ropewalk.tools.check.find.target import Target, name_of
-from ropewalk.tools.check.find.ways import COUNTS, ONE_HEAD, ONE_ROW, Way, count_of, ways
+from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, ONE_HEAD, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import Call
 from ropewalk.tools.check.measure import structure
 
@@ -90,6 +90,7 @@ class _Finder:
             self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
         self.found: dict[str, Any] = {}  # attributes of the form of every further call
         self.errors: list[str] = []
+        self.scored = 0  # calls
 
     def find(self, layout: str | None) -> Subject:
         """Return the best of all calls, with one position for each token or several."""
@@ -188,7 +189,8 @@ class _Finder:
     def _best(self, candidates: Iterable[Subject]) -> tuple[int, int, Subject] | None:
         """Return the largest score of the candidates, with the index and the candidate, or None if none works."""
         best: tuple[int, int, Subject] | None = None
-        for index, subject in enumerate(candidates):
+        for index, subject in enumerate(islice(candidates, _MOST - self.scored)):
+            self.scored += 1
             score = _score(subject, self.errors)
             if score is not None and (best is None or score > best[0]):
                 best = score, index, subject
@@ -245,9 +247,9 @@ class _Finder:
             written = adapter.written(each, expected, rotary_dim, count, layer_type)
             for way, name in _places(each, sources, count, layout, mode):
                 for form in forms(each, name, function, written=written):
-                    used = {*_PASSED, *written, *way.roles} & {*each.parameter_of}
-                    passed = {each.parameter_of[role] for role in used}
-                    named = [name for name in words.parameters(function) or () if name in passed]
+                    used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
+                    passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
+                    named = [parameter for parameter in words.parameters(function) or () if parameter in passed]
                     text = f"f({', '.join(named)}){form.packed}"
                     yield Subject(
                         form=replace(form, **self.found),
@@ -261,14 +263,6 @@ class _Finder:
                         arguments=arguments,
                         axes=count,
                     )
-
-
-# The roles of what is passed to every parameter that has one of them.
-_PASSED = {
-    *("q", "k", "v", "x", "qkv", "kv", "cos", "sin", "freqs_cis", "cos_sin_cache", "slots", "key_cache", "value_cache"),
-    *("q_weight", "k_weight", "eps", "head_size", "num_heads", "num_kv_heads", "unsqueeze_dim"),
-    *("past_k", "past_v"),
-}
 
 
 def _places(
@@ -292,6 +286,7 @@ def _places(
 
 
 _TOKENS, _HEADS, _MANY = 5, 4, 129
+_MOST = 150  # calls that are scored
 _PERFECT = 30  # the largest score
 _ROTATES = 12  # the smallest score of a call whose result depends on the token, and not on the head
 

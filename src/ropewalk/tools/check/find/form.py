@@ -171,7 +171,7 @@ class Form:
         if "q_weight" in roles and weights is None:
             weights = (torch.ones(q.shape[-1], dtype=q.dtype),) * 2
             if slots is None:
-                sizes = [_sizes(x) for x in (q, k) if x is not None]
+                sizes = [_sizes_of_heads(x) for x in (q, k) if x is not None]
                 q = (q / sizes[0]).to(q.dtype)
                 k = None if k is None else (k / sizes[1]).to(k.dtype)
         key = q if k is None else k
@@ -302,7 +302,7 @@ def from_layout(layout: str, x: Tensor) -> Tensor:
     return x.permute([layout.index(axis) for axis in "bshd"])
 
 
-def _sizes(x: Tensor) -> Tensor:
+def _sizes_of_heads(x: Tensor) -> Tensor:
     """Return the size of each head, with which a norm divides it. Return 1 for a head of zeros."""
     size = x.detach().float().square().mean(-1, keepdim=True).sqrt()
     return torch.where(size == 0, 1.0, size)
