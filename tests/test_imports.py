@@ -330,11 +330,11 @@ BUDGET = {
     "rotation": 1941,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 6556,
+    "tools/check": 6551,
     "tools/commands": 1113,
     "tools/convert": 1950,
-    "tools/diff": 1600,
-    "tools/extend": 1402,
+    "tools/diff": 1624,
+    "tools/extend": 1416,
     "tools/plots": 1250,
 }
 

@@ -333,8 +333,9 @@ def test_the_command(tmp_path: Path) -> None:
     (source / "model.safetensors").write_bytes(b"weights")
     (source / "tokenizer_config.json").write_text('{"model_max_length": 32768}')
     arguments = ["extend", str(source), "--to", "128k", "--method", "yarn", "--factor", "4", "--write", str(folder)]
-    shown = CliRunner().invoke(main, [*arguments, "--version", "4"])
+    shown = CliRunner().invoke(main, arguments)
     assert shown.exit_code == 0
+    assert "the config, in place of rope_theta\n" in shown.output
     assert f"vllm serve {folder} --max-model-len 131072\n" in shown.output  # it needs no other keys
     assert f"from_pretrained({str(folder)!r})" in shown.output
     assert f"--rope-scale 4 --yarn-orig-ctx 32768 {BETAS}" in shown.output
@@ -346,6 +347,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert (moved / "new" / "long" / "model.safetensors").read_bytes() == b"weights"
     moved.rename(tmp_path)
     assert json.loads((source / "config.json").read_text()) == FLAT
+    newer = CliRunner().invoke(main, [*arguments[:-1], f"{folder}5", "--version", "5"])
+    assert (newer.exit_code, "rope_scaling" in Path(f"{folder}5/config.json").read_text()) == (0, False)
     again = CliRunner().invoke(main, arguments)
     assert (again.exit_code, "the folder to write must not exist" in again.output) == (1, True)
     facts = json.loads(CliRunner().invoke(main, ["extend", str(folder), "--to", "128k", "--json"]).output)

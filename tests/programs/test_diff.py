@@ -132,6 +132,10 @@ def test_an_override(config: Path) -> None:
     for value in ("rope_theta=1", "[1]", "[]", "null"):
         ran = run(config, "--override", value)
         assert (ran.exit_code, "must be a JSON object" in ran.stderr) == (2, True)
+    ran = run(config, "--override", '{"text_config": {"rope_scaling": "yarn"}}')
+    assert (ran.exit_code, "rope_scaling in an override must be an object, got 'yarn'" in ran.stderr) == (2, True)
+    ran = run(config, "--override", '{"rope_theta": 5.0}', "--engines", "vllm,sglang")
+    assert "It does not change the ropes of vLLM and SGLang." in " ".join(ran.stdout.split())
     with pytest.raises(RopeError, match="override must have at least one key"):
         diff.engines(config, override={})
     assert "--override is for one config" in run(config, config, "--override", json.dumps(keys)).stderr

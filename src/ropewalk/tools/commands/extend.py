@@ -53,9 +53,7 @@ Examples:
 @click.option(
     "--version",
     type=click.Choice(["5", "4"]),
-    default="5",
-    show_default=True,
-    help="The version of transformers that reads what --write writes.",
+    help="The version of transformers whose schema --write writes. [default: that of the file]",
 )
 @click.option(
     "--measure",
@@ -89,7 +87,7 @@ def extend(
     method: str | None,
     new_factor: float | None,
     folder: Path | None,
-    version: str,
+    version: str | None,
     measure: bool,
     text: Path | None,
     keep: Path | None,
@@ -144,11 +142,11 @@ def extend(
         download=download,
     )
     if folder is not None:
-        found = extending.write(found, source, folder, version=int(version))
+        found = extending.write(found, source, folder, version=None if version is None else int(version))
     facts = {**found.facts, "measured": measured}
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else found.text())
     if folder is not None:
-        click.echo(f"\nwrote {folder}, whose config.json states this", err=as_json)
+        click.echo(f"\nwrote {folder}, whose config.json states these ropes and this length", err=as_json)
     context.exit(0 if found.complete else 2)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ropewalk import _checks
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.reader import SECTIONS
 from ropewalk.engines import ENGINES, TRAINERS, TRANSFORMERS_4, Answer, ConfigRope, engine, lost_in_4
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.lengths import longest_of
@@ -97,6 +98,7 @@ def engines(
     if override is not None and not (isinstance(override, Mapping) and override):
         fix = "Pass the keys and values that the engine is started with, or omit it."
         raise _checks.error("diff.engines", "override must have at least one key", _checks.shown(override), fix)
+    _check_sections(override or {})
     named = [engine("diff.engines", name) for name in dict.fromkeys(names)]
     asked = (*(named or ENGINES.values()), *(TRAINERS.values() if trainers else ()))
     chosen = list({entry.name: entry for entry in asked}.values())
@@ -121,6 +123,7 @@ def engines(
         "length": setting,
         "ignored": list(ignore),
         "override": dict(override or {}),
+        "unchanged": [name for name, each in changed.items() if each.unchanged],
         "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
         "query_scale": missing_query_scale(ropes, chosen),
@@ -130,6 +133,16 @@ def engines(
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
     verdict = "not judged" if ignore else _verdict(states, {entry.name for entry in named})
     return EngineDiff({**facts, "states": states, "verdict": verdict})
+
+
+def _check_sections(keys: Mapping[str, Any]) -> None:
+    """Raise unless rope parameters in an override are an object or null."""
+    for key, value in keys.items():
+        if key in SECTIONS and not (value is None or isinstance(value, Mapping)):
+            must, fix = f"{key} in an override must be an object", 'Pass e.g. {"rope_type": "yarn", "factor": 4}.'
+            raise _checks.error("diff.engines", must, _checks.shown(value), fix)
+        if isinstance(value, Mapping):
+            _check_sections(value)
 
 
 def _state(name: str, facts: Mapping[str, Any]) -> str:

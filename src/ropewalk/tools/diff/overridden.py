@@ -25,6 +25,7 @@ class Overridden:
         configs: maps each layer that rotates to its rope.
         note: what it does with the keys, as a sentence.
         lost: whether the override replaced the object with the base by one without it.
+        unchanged: whether the engine has the same ropes as without the override.
         stop: why it rejects the override, or was not judged; "" if neither.
         why: as in `Answer`, of `stop`.
     """
@@ -34,6 +35,7 @@ class Overridden:
     configs: Mapping[int, ConfigRope] = field(default_factory=dict)
     note: str = ""
     lost: bool = False
+    unchanged: bool = False
     stop: str = ""
     why: Literal["refused", "unknown"] = "unknown"
 
@@ -81,7 +83,14 @@ def overridden(
     how = "merges" if override.merges == ("below the top" if path else "at the top") else "replaces"
     note = f"Its override {how} rope_parameters, of which rope_scaling is another name ({override.source})."
     note += f" No rope_theta is left, so the base is {base:g}." if lost else ""
-    return Overridden(engine, (found,), {i: config for config, indices in read for i in indices}, note, lost)
+    now = _by_layer(read)
+    before = {i: engine.answer(config).rope for i, config in _by_layer(configs).items()}
+    unchanged = before == {i: engine.answer(config).rope for i, config in now.items()}
+    return Overridden(engine, (found,), now, note, lost, unchanged)
+
+
+def _by_layer(configs: list[tuple[ConfigRope, list[int]]]) -> dict[int, ConfigRope]:
+    return {i: config for config, indices in configs for i in indices}
 
 
 def _is_nested(parameters: Mapping[str, Any]) -> bool:

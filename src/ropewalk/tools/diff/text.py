@@ -54,6 +54,8 @@ def left_out(facts: Mapping[str, Any]) -> list[str]:
 def _override(facts: Mapping[str, Any]) -> list[str]:
     """Return a paragraph about the override with which the engines are started; [] if there is none."""
     said = f"Each engine is started with the override {json.dumps(facts['override'])}, which it applies in its own way."
+    if facts["unchanged"]:
+        said += f" It does not change the ropes of {_join_names(facts['unchanged'])}."
     return [*wrap(said, ""), ""] if facts["override"] else []
 
 

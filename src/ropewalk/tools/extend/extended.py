@@ -12,6 +12,7 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk._checks import RopeError
+from ropewalk.configs.hf import find_text
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.engines import Engine, Flags, engine
 from ropewalk.engines._config import to_finite
@@ -100,6 +101,11 @@ def extend(
     read = plans.read_source(source, **options)
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
+    asked = new_factor is not None or isinstance(method, str)
+    unscaled = read.length if plans.scheme_of(read.text) is None else read.text.trained_length or 0
+    if asked and target <= unscaled:
+        must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
+        raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")
     reaches = target <= read.length and method is None and new_factor is None
     ways = ways or dict.fromkeys(plans.methods(read), new_factor)
     made = [] if reaches else [plans.make(read, target, name, factor) for name, factor in ways.items()]
@@ -127,6 +133,7 @@ def extend(
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
         "asked": {"method": method, "factor": next(iter(ways.values()))},
         "plans": [_plan_facts(read, entry) for entry in made],
+        "replaces": _replaces(read, made),
         "engines": rows,
         "warnings": [*read.text.warnings, *plans.length_notes(read, target, new_factor)],
     }
@@ -138,6 +145,12 @@ def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
     keys = [key for key, value in made.written.items() if before.get(key, ...) != value]
     changed = {key: made.written[key] for key in keys if made.layers or key in LENGTHS}
     return {"method": made.method, "factor": made.factor, "layers": made.layers, "config": changed}
+
+
+def _replaces(source: Source, made: list[Plan]) -> list[str]:
+    """Return the keys of the file that the new ones replace, and that must leave it."""
+    written = made[0].written if made and made[0].layers else find_text(source.whole)[1]
+    return [k for k in ("rope_scaling", "rope_theta") if k in find_text(source.whole)[1] and k not in written]
 
 
 def _unseen(source: Source, made: Plan, target: int) -> list[int]:

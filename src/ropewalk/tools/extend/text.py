@@ -20,7 +20,8 @@ def extended_text(facts: Mapping[str, Any]) -> str:
     if facts["plans"]:
         lines += ["", *wrap(" ".join(_proposal(facts)), "")]
         config = json.dumps(facts["plans"][0]["config"], indent=2).splitlines()[1:-1]
-        lines += ["", "the config", *config]
+        instead = f", in place of {' and '.join(facts['replaces'])}" if facts["replaces"] else ""
+        lines += ["", f"the config{instead}", *config]
     for row in facts["engines"]:
         used = [] if row["plan"] is None else [facts["plans"][row["plan"]]]
         how = "".join(f" ({plan['method']}, factor {plan['factor']:g})" for plan in used)

@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 
 from ropewalk import _checks
+from ropewalk.configs.hf import find_text
 from ropewalk.tools.extend.extended import Extended, extend
 
 _WHO = "ropewalk extend"
 
 
-def write(extended: Extended, source: Path, folder: Path, *, version: int) -> Extended:
+def write(extended: Extended, source: Path, folder: Path, *, version: int | None = None) -> Extended:
     """Write a new folder with the extended config.json, and links to the other files beside the config that was read.
 
     The source is not changed. The folder appears when it is complete. Links are relative, so that they also work where
@@ -25,7 +26,7 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> Ex
         extended: the result of `extend`.
         source: the folder or the config.json that was read. Nothing is linked beside other sources.
         folder: the new folder.
-        version: the version of transformers whose schema is written, 4 or 5.
+        version: the version of transformers whose schema is written, 4 or 5. None means that of the file.
 
     Returns:
         The result with commands for the folder, which replaces no keys, if the engine has these ropes from it as well.
@@ -38,7 +39,8 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int) -> Ex
         raise _checks.error(_WHO, "the folder to write must not exist", str(folder), "Pass another one.")
     if extended.source.text.file_format:
         raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass the engine its arguments instead.")
-    config = extended.config(version=version)
+    stated = find_text(extended.source.whole)[1]
+    config = extended.config(version=version or (5 if "rope_parameters" in stated else 4))
     beside = source if source.is_dir() else source.parent if source.name == "config.json" else None
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
