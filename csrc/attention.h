@@ -168,7 +168,7 @@ struct Attention {
 
     Row row_of(int64_t row) const {
         auto larger = [](int64_t x, int64_t y) { return x > y ? x : y; };
-        const int64_t keys = a.counts ? smaller(a.keys, a.counts[row]) : a.keys;
+        const int64_t most = a.ring ? INT64_MAX : a.keys, keys = a.counts ? smaller(most, a.counts[row]) : most;
         Row r{0, 0, 0, order_of(row, 0), order_of(row, 0)};
         for (int64_t i = 1; i < a.queries; ++i) {
             r.least = smaller(r.least, order_of(row, i)), r.most = larger(r.most, order_of(row, i));
@@ -203,9 +203,11 @@ struct Attention {
         int64_t at = chunk.are_sinks ? number * KEYS : r.first + (number - of_sinks) * KEYS;
         chunk.first = at;
         chunk.count = smaller(KEYS, (chunk.are_sinks ? r.sinks : r.end) - at);
-        for (int64_t n = 0; n < chunk.count; ++n, ++at) {
+        const int64_t front = a.keys - a.ring;  // with a ring, the slots in front of it
+        int64_t in_row = a.ring && at > front ? front + (at - front) % a.ring : at;
+        for (int64_t n = 0; n < chunk.count; ++n, ++at, in_row = a.ring && in_row + 1 == a.keys ? front : in_row + 1) {
             int64_t block = a.blocks ? a.blocks[row * a.block_stride + at / a.block_size] : row;
-            int64_t slot = a.blocks ? at % a.block_size : at;
+            int64_t slot = a.blocks ? at % a.block_size : in_row;
             chunk.key[n] = block * a.key_stride[0] + slot * a.key_stride[1];
             chunk.value[n] = block * a.value_stride[0] + slot * a.value_stride[1];
             if constexpr (SCALED) {

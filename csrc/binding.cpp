@@ -635,7 +635,7 @@ bool read_rows(nb::handle numbers, int64_t batch, const int64_t *&to) {
 // arguments are those of ropewalk_attention; window 0 means none. Returns a new tensor, or None if the call is left to Python.
 nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::handle values, nb::handle blocks, int64_t count,
                         nb::handle order, nb::handle counts, int64_t window, int64_t sinks,
-                        nb::handle key_scales, nb::handle value_scales, double scale, bool profiled) {
+                        nb::handle key_scales, nb::handle value_scales, int64_t ring, double scale, bool profiled) {
     const nb::object left_to_python = nb::none();
     ropewalk::TensorView of_q, of_far, of_keys, of_values, of_key_scales, of_value_scales, of_blocks, of_order, of_out;
     if (!kernels->attend || torch.is_observed(profiled)) return left_to_python;
@@ -681,6 +681,7 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     }
     const int64_t pool = of_keys.shape[0];
     a.block_size = of_keys.shape[1], a.keys = count;
+    if (ring < 0 || ring > count || (ring && !blocks.is_none())) return left_to_python;
     if (blocks.is_none()) {
         if (a.batch > pool || count < 0 || count > a.block_size) return left_to_python;
     } else {
@@ -703,7 +704,7 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     }
     a.order = reinterpret_cast<const int64_t *>(of_order.first());
     a.order_stride[0] = of_order.strides[0], a.order_stride[1] = of_order.strides[1];
-    a.window = window, a.sinks = sinks, a.scale = scale;
+    a.window = window, a.sinks = sinks, a.ring = ring, a.scale = scale;
     nb::object out = nb::steal(ropewalk::call(torch.empty_like, q.ptr()));
     if (!out.ptr()) throw nb::python_error();
     if (!torch.view(out.ptr(), of_out) || of_out.strides[3] != 1) return left_to_python;
@@ -751,7 +752,7 @@ NB_MODULE(_cpu, m) {
           nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("attend_plain", &attend_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
-          nb::arg());
+          nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -114,6 +114,9 @@ typedef struct {
  * order n, the index of the token in the row, attends to the keys i <= n, and with a window only to those with n - i < window and
  * to the first `sinks` keys. The result of a token without keys is 0. Slots that no token attends to are not read.
  *
+ * With a ring, a row has `keys` slots and any number of keys: those that do not fit overwrite others in the last `ring` slots, in
+ * their order. So the key i >= keys - ring is in slot keys - ring + (i - keys + ring) % ring.
+ *
  * The channels of keys, values and `out` are adjacent. dtype is float32, bfloat16 or float16. kept is the same or has 8 bits. Then
  * each head of a key and a value is multiplied by a scale. */
 typedef struct {
@@ -132,6 +135,7 @@ typedef struct {
     int64_t order_stride[2];
     const int64_t *counts; /* NULL, or [batch]: how many of its keys a row has */
     int64_t window, sinks; /* window 0: no limit */
+    int64_t ring;          /* 0: none; otherwise at most keys, without blocks, and at least window + queries - 1 */
     double scale;
     int64_t parts; /* into which the work is divided, at least 1 */
     float *work;   /* memory of attention_floats() numbers */

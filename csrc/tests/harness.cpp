@@ -490,6 +490,7 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
 // Attention over a pool of blocks in which every slot that no token attends to is NaN.
 void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const Place &place, bool has_blocks, bool has_sinks) {
     if (!kernels.attend) return;
+    const int64_t length = a.ring ? 3 * a.keys + 1 : a.keys, front = a.keys - a.ring;  // of a row; with a ring, most keys are overwritten
     const int64_t blocks_of_row = (a.keys + a.block_size - 1) / a.block_size, pool = has_blocks ? a.batch * blocks_of_row + 1 : a.batch;
     const int64_t slots = has_blocks ? a.block_size : a.keys;
     const int64_t sizes[] = {a.batch, a.queries, a.heads, a.head_dim};
@@ -510,9 +511,9 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     for (int64_t i = 0; i < a.batch * blocks_of_row; ++i) blocks[static_cast<size_t>(i)] = static_cast<int32_t>(pool - 1 - i);
     std::unique_ptr<int64_t[]> order(new int64_t[batch * queries]), counts(new int64_t[batch]);
     for (int64_t row = 0; row < a.batch; ++row) {
-        counts[static_cast<size_t>(row)] = row == 2 ? 0 : a.keys - row;
+        counts[static_cast<size_t>(row)] = row == 2 ? 0 : length - row;
         for (int64_t i = 0; i < a.queries; ++i) {
-            int64_t last = a.keys - row - a.queries + i;
+            int64_t last = length - row - a.queries + i;
             order[static_cast<size_t>(row * a.queries + i)] = last < 0 ? 0 : last;
         }
     }
@@ -525,6 +526,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         return i < counts[static_cast<size_t>(row)] && distance >= 0 && (i < a.sinks || !a.window || distance < a.window);
     };
     auto place_of = [&](const int64_t *strides, int64_t row, int64_t i, int64_t head, int64_t channel) {
+        if (a.ring && i >= front) i = front + (i - front) % a.ring;
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
         return at(strides, block, has_blocks ? i % a.block_size : i, head, channel);
     };
@@ -532,7 +534,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     random_keys.set_random(), random_values.set_random();
     const auto size = static_cast<size_t>(SIZES[a.kept]);
     for (int64_t row = 0; row < a.batch; ++row) {
-        for (int64_t i = 0; i < a.keys; ++i) {
+        for (int64_t i = 0; i < length; ++i) {
             bool seen = false;
             for (int64_t token = 0; token < a.queries; ++token) seen = seen || sees(row, token, i);
             for (int64_t head = 0; seen && head < a.kv_heads; ++head) {
@@ -564,7 +566,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         std::vector<double> scores;
         std::vector<int64_t> seen;
         double most = -INFINITY, total = 0, largest = 0;
-        for (int64_t i = 0; i < a.keys; ++i) {
+        for (int64_t i = 0; i < length; ++i) {
             if (!sees(row, token, i)) continue;
             bool far = i < a.sinks;
             double score = 0, sum = 0;
@@ -668,7 +670,7 @@ void test_level(const ropewalk_kernels &kernels) {
                     a.kept = kept, a.dtype = SIZES[kept] == 1 ? dtypes[variant % 3] : kept, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
                     a.heads = a.kv_heads * group, a.head_dim = head_dim;
                     a.keys = keys, a.block_size = variant % 7 ? 16 : 3, a.window = variant % 4 ? 0 : 9, a.scale = 0.25;
-                    a.parts = 1 + variant % 6;
+                    a.parts = 1 + variant % 6, a.ring = a.window && keys > 30 && variant % 2 == 0 ? keys - (keys > 100 ? 40 : 5) : 0;
                     std::snprintf(now, sizeof now, "%s, attention, %s, head_dim %d, %d keys, %d of %d heads, batch %d, %d tokens, %d parts",
                                   kernels.name, NAMES[kept], int(head_dim), int(keys), int(a.kv_heads), int(a.heads), int(a.batch),
                                   int(a.queries), int(a.parts));

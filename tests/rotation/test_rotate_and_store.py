@@ -396,8 +396,8 @@ def decoded(size: dict[str, int], rope: Any, dtype: torch.dtype) -> tuple[list[T
 
 ROPES: dict[str, tuple[dict[str, int], Any, int]] = {  # and the number of layers in the four passes that are one call
     "capacity": ({"capacity": 9}, ROPE, 8),
-    "window": ({"window": 5}, ROPE, 7),
-    "sinks": ({"window": 4, "sinks": 1}, ROPE, 1),
+    "window": ({"window": 5}, ROPE, 8),
+    "sinks": ({"window": 4, "sinks": 1}, ROPE, 2),
     "Self-Extend": ({"capacity": 9}, SelfExtend(ROPE, group=2, window=2), 0),
 }
 

@@ -54,8 +54,11 @@ def draw(seed: int) -> Case:
     counts = torch.tensor([rng.choice([total, rng.randint(0, total)]) for _ in range(batch)])
     order = (counts[:, None] - seq + torch.arange(seq)).clamp(min=0)
     table = torch.randperm(pool, generator=generator)[: batch * blocks].view(batch, blocks).int() if paged else None
-    sinks = rng.choice([0, 0, 4])
-    visible = VisibleKeys(order, total, table, counts if rng.random() < 0.7 else None, rng.choice([None, 1, 33]), sinks)
+    sinks, given = rng.choice([0, 0, 4]), counts if rng.random() < 0.7 else None
+    visible = VisibleKeys(order, total, table, given, rng.choice([None, 1, 33]), sinks)
+    if not paged and total > 2 * (seq + 4) and rng.random() < 0.7:  # rows that are longer than their slots
+        order, ring = order + rng.choice([0, 1, total, 5 * total + 3]), total - rng.choice([sinks, 4])
+        visible = VisibleKeys(order, total, None, None, rng.randint(1, ring - seq + 1), sinks, ring=ring)
     hide_unseen(keys, values, visible)
     q = normal(batch, seq, kv_heads * group, head_dim) * rng.choice([1, 5])
     far_q = normal(*q.shape) if sinks and rng.random() < 0.8 else None
@@ -90,6 +93,12 @@ def places_of(visible: VisibleKeys, row: int, size: int) -> list[tuple[int, int]
     """Return the block and the slot of each key that a row has."""
     count = visible.keys if visible.counts is None else min(visible.keys, int(visible.counts[row]))
     blocks = [row] if visible.blocks is None else visible.blocks[row].tolist()
+    if visible.ring:  # a slot for each key of the row in turn, most of which are overwritten later
+        front = visible.keys - visible.ring
+        return [
+            (row, i if i < front else front + (i - front) % visible.ring)
+            for i in range(int(visible.order[row].max()) + 1)
+        ]
     return [(blocks[i // size], i % size) for i in range(count)]
 
 

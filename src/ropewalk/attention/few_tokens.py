@@ -14,6 +14,7 @@ from torch._library.custom_ops import get_library_allowing_overwrite
 
 from ropewalk import _checks
 from ropewalk.attention.attend import attend
+from ropewalk.attention.pairs import Pairs, order_in_ring
 from ropewalk.kernels import backend, cpu, observed
 from ropewalk.kernels.visible import VisibleKeys
 from ropewalk.positions.sizes import can_read
@@ -21,9 +22,10 @@ from ropewalk.rotation.writable import check_memory
 
 _WHO = "paged_attention"
 
-MAX_TOKENS = 8
+MAX_TOKENS, MOST_TOKENS = 8, 32
 """New tokens of a row, such as a token and the drafts after it, up to which this kernel is used. For more tokens, the
-blocked products of PyTorch's attention are faster."""
+blocked products of PyTorch's attention are faster. On a CPU, the second number is that for keys in 8 bits and for sinks
+with another rotation, which PyTorch's attention needs in another form."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,11 +48,13 @@ def attend_cached(
 
     Returns:
         A new tensor of the shape of q, with 0 for a token that attends to no key. None if the caller must use
-        PyTorch's attention: there are more than `MAX_TOKENS` tokens, or a dynamic number of them; there is no kernel
+        PyTorch's attention: there are too many tokens (`MAX_TOKENS`), or a dynamic number of them; there is no kernel
         for these tensors, a gradient is recorded, a transform or a mode is active, or the program is exported or
         compiled for a GPU.
     """
-    if not isinstance(q.shape[1], int) or q.shape[1] > MAX_TOKENS:  # a graph for any number must not depend on it
+    many = q.is_cpu and (far_q is not None or visible.key_scales is not None)
+    most = MOST_TOKENS if many else MAX_TOKENS
+    if not isinstance(q.shape[1], int) or q.shape[1] > most:  # a graph for any number must not depend on it
         return None
     if not torch.compiler.is_compiling():
         return _run(q, far_q, keys, values, visible, scale)
@@ -68,9 +72,9 @@ def _run(
     with torch.profiler.record_function("ropewalk::attend_cached") if profiled else nullcontext():
         if not (backend.FAST_PATH and q.is_cpu):
             return _run_kernel(q, far_q, keys, values, visible, scale)
-        order, count, blocks, counts, window, sinks, k_scales, v_scales = visible
-        at = blocks, count, order, counts, window or 0, sinks
-        attended: Tensor | None = cpu.attend_plain(q, far_q, keys, values, *at, k_scales, v_scales, scale, profiled)
+        order, count, blocks, counts, window, sinks, k_scales, v_scales, ring = visible
+        at = blocks, count, order, counts, window or 0, sinks, k_scales, v_scales, ring
+        attended: Tensor | None = cpu.attend_plain(q, far_q, keys, values, *at, scale, profiled)
         return attended
 
 
@@ -104,7 +108,7 @@ _library: Any = get_library_allowing_overwrite("ropewalk", "attend_cached")  # a
 _library.define(
     "attend_cached(Tensor q, Tensor? far_q, Tensor keys, Tensor values, Tensor order, SymInt count, Tensor? blocks, "
     "Tensor? counts, SymInt? window, SymInt sinks, Tensor? key_scales, Tensor? value_scales, "
-    "float scale) -> Tensor"
+    "SymInt ring, float scale) -> Tensor"
 )
 
 
@@ -124,7 +128,7 @@ def _define(
     k, v = (x.repeat_interleave(group, 2) for x in _gather(keys, values, visible, seen, wide))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k)
     if far_q is not None:
-        is_sink = torch.arange(visible.keys, device=q.device) < visible.sinks
+        is_sink = torch.arange(visible.keys, device=q.device) < visible.sinks  # they are in the first slots of a ring
         scores = torch.where(is_sink, torch.einsum("bqhd,bkhd->bhqk", far_q.to(wide), k), scores)
     scores = (scale * scores).masked_fill(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1).masked_fill(~seen.any(-1)[:, None, :, None], 0)
@@ -134,10 +138,11 @@ def _define(
 
 def _seen(visible: VisibleKeys, device: torch.device) -> Tensor:
     """Return which keys each new token attends to, bool `[batch, seq, keys]`."""
-    window, counts, index = visible.window, visible.counts, torch.arange(visible.keys, device=device)
-    distance = visible.order[:, :, None] - index
-    seen = distance >= 0 if window is None else (distance >= 0) & ((distance < window) | (index < visible.sinks))
-    return seen if counts is None else seen & (index < counts[:, None, None])
+    index = torch.arange(visible.keys, device=device)[None]
+    if visible.ring:
+        index = order_in_ring(visible.order.amax(1), visible.keys, visible.ring)
+    seen = Pairs(visible.order, index, window=visible.window, sinks=visible.sinks).mask()[:, 0]
+    return seen if visible.counts is None else seen & (index < visible.counts[:, None])[:, None]
 
 
 def _gather(
@@ -180,9 +185,10 @@ def paged_attention(
     Store the new tokens first, e.g. with `rotate_and_store`. A token attends to itself and to the tokens before it in
     its row.
 
-    For up to 8 new tokens of each row, one kernel reads keys and values in place, on the CPU and on a GPU: for float32,
-    bfloat16 and float16, values as wide as keys, and on a GPU heads of up to 1 KiB in the dtype of q. Other calls copy
-    the keys and values of the rows, for PyTorch's attention. So split long prompts into pieces of some hundred tokens.
+    For up to 8 new tokens of each row (32 on the CPU with `sink_q` or 8 bits), one kernel reads keys and values in
+    place, on the CPU and on a GPU: for float32, bfloat16 and float16, values as wide as keys, and on a GPU heads of up
+    to 1 KiB in the dtype of q. Other calls copy the keys and values of the rows, for PyTorch's attention. So split long
+    prompts into pieces of some hundred tokens.
 
     Args:
         q: rotated queries, `[batch, new, heads, head_dim]`; kv_heads divides heads. The last token of row i is token

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.attention.pairs import EMPTY
 from ropewalk.cache import tokens
 from ropewalk.cache.plan import Plan
-from ropewalk.cache.ring import EMPTY, Ring
+from ropewalk.cache.ring import Ring
 from ropewalk.cache.step import CacheStep, Kept
 from ropewalk.cache.store import Store, create_stores
 from ropewalk.cache.tokens import read_range
@@ -88,8 +89,8 @@ class KVCache:
         RopeError: a number is out of range, or not exactly one of capacity and window is given.
 
     Memory:
-        2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers. With a window, sinks + window
-        replaces capacity. The extra slot receives the tokens that are not kept.
+        2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers. With a window, sinks + window + 31
+        replaces capacity, so 32 new tokens overwrite no key that they see. The extra slot is for tokens not kept.
 
     Examples:
         >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=1, head_dim=4, capacity=8)
@@ -274,7 +275,10 @@ class KVCache:
         row = _checks.integer(who, "row", row, at_least=0, at_most=len(self.length) - 1)
         tokens.check_no_sinks(who, "move must not be called", self.sinks)
         moved, slots = self._key_positions.clone(), slice(0, self._ring.count)
-        moved[row, slots] = places = tokens.moved_positions(who, moved[row, slots], old, new)
+        held, kept = moved[row, slots], self.window or self._ring.count
+        evicted = self._ring.order(self.length)[row] < self.length[row] - kept  # but still in the ring
+        places = tokens.moved_positions(who, held.masked_fill(evicted, EMPTY), old, new)
+        moved[row, slots] = torch.where(evicted, held, places)
         by = (moved - self._key_positions)[row : row + 1].to(torch.int64)
         position = self.position.clone()
         position[row] = places.masked_fill(places == EMPTY, new.amin().to(places.device)).amax() + 1
@@ -361,7 +365,7 @@ class KVCache:
         a step that is still open. Tokens dropped through `at` are not restored.
 
         Raises:
-            RopeError: the cache has a window, the step had several tokens, and a layer has appended, but not all are
+            RopeError: the cache has a window, the step had over 32 tokens, and a layer has appended, but not all are
                 done. Those layers have overwritten keys of older tokens. Or an exception has stopped another call.
         """
         if self._kept.changing:
@@ -371,7 +375,7 @@ class KVCache:
         if pending is not None and stored and not pending._plan.can_be_undone:
             raise _checks.error(
                 "KVCache.rollback",
-                "with a window, a step of several tokens cannot be undone once a layer has stored it",
+                "with a window, a step of many tokens cannot be undone once a layer has stored it",
                 f"one that {stored} of {self.num_layers} layers have stored",
                 "Call reset(), and process the text again from its beginning.",
             )

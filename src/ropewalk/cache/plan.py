@@ -6,8 +6,8 @@ read, and whether a step can be undone; `ring.py` computes slots:
 | cache | new tokens | they attend to | `visible`, for the kernel over the slots | `mask` |
 |---|---|---|---|---|
 | capacity | any number | slots from 0, after the write | with any window of the layer | slot ≤ order |
-| window, sinks | one in each row | all slots, after the write | without a shorter window of the layer | slot ≤ order |
-| window, sinks | several | all slots before the write, then the new keys | none | by the order of both |
+| window, sinks | up to `MOST_TOKENS` | all slots, after the write | with any window of the layer | by order |
+| window, sinks | more | all slots before the write, then the new keys | none | by order |
 
 A shorter window of a layer hides the sinks. Sinks that are seen have another distance, so their scores belong to
 another rotation of the queries (`find_sinks`).
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.attention.few_tokens import MOST_TOKENS
 from ropewalk.attention.mask_tensors import select
-from ropewalk.attention.pairs import Pairs
+from ropewalk.attention.pairs import EMPTY, Pairs
 from ropewalk.attention.two_pass import TwoPass
-from ropewalk.cache.ring import EMPTY, Ring
+from ropewalk.cache.ring import Ring
 from ropewalk.cache.store import Store
 from ropewalk.cache.tokens import NewTokens, read_range
 from ropewalk.kernels.visible import VisibleKeys
@@ -61,13 +62,13 @@ class Plan:
         self._padding = None if real is None else ~real
         slot = ring.assign(new.order, real, new.length)
         self.slots, self.flat_slots = (row, slot), torch.add(slot, row, alpha=ring.count + 1)
-        # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
-        # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
-        self.concatenates = ring.evicts and seq > 1
+        # With a window, many tokens would overwrite keys that the earliest of them still need, so their keys are
+        # concatenated to the cached ones for attention.
+        self.concatenates = ring.evicts and seq > MOST_TOKENS
         self.can_be_undone = not self.concatenates
         self.lengths = lengths = read_range(length if self.concatenates else new.length)
         longest = None if lengths is None else lengths[1] + (seq if self.concatenates else 0)
-        self.evicts_nothing = longest is not None and longest <= ring.count
+        self.evicts_nothing = longest is not None and longest <= ring.sinks + (ring.window or ring.ring)
         self._key_order: Tensor | None = None  # computed on first use, which saves time in a decode step
         if self.concatenates:
             is_first = lengths is not None and lengths[1] == 0
@@ -77,6 +78,7 @@ class Plan:
         else:
             self.filled = slice(0, ring.count if lengths is None else min(ring.count, max(lengths[1], 1)))
             causal = lengths is not None and lengths[0] == lengths[1] and seq in (1, lengths[1])
+            causal = causal and (self.evicts_nothing or not ring.evicts)
         self.causal = causal and real is None
         self.keys = ring.count + (seq if self.concatenates else 0)
         self.kept: dict[int | str | None, Any] = {}
@@ -111,7 +113,7 @@ class Plan:
         ring = self.ring
         if not ring.sinks or self.evicts_nothing:  # no query moves back
             return None
-        excess = (self.order - (ring.sinks + ring.ring - 1)).clamp(min=0)
+        excess = (self.order - (ring.sinks + (ring.window or 0) - 1)).clamp(min=0)
         slot = torch.arange(self.keys, device=self.order.device)[None]
         is_sink = slot < ring.sinks if self._key_order is None else self._key_order < ring.sinks
         return excess, is_sink
@@ -158,10 +160,10 @@ class Plan:
         count = self.ring.count if torch.compiler.is_compiling() else self.filled.stop  # as `reads_all`
         if not self.ring.evicts:
             return VisibleKeys(self.order, count, window=window)
-        if self.concatenates or window != self.ring.window:
+        if self.concatenates:
             return None
-        # The slots of a ring are not in the order of their tokens, but all of them are visible.
-        return VisibleKeys(self.order, count, sinks=sinks)
+        sinks = sinks if window == self.ring.window else 0
+        return VisibleKeys(self.order, self.ring.count, window=window, sinks=sinks, ring=self.ring.ring)
 
     def mask(self) -> Tensor:
         """Return the mask of all keys, bool `[batch, 1, seq, keys]`."""
@@ -201,7 +203,8 @@ class Plan:
         ring, sinks = self.ring, self.ring.sinks
         if ring.evicts:
             key_order = self.key_order
-            window, sinks = (window, 0) if window is not None and window < ring.ring else (ring.ring, sinks)
+            sinks = sinks if window is None or window == ring.window else 0
+            window = ring.window if window is None else window
         else:  # token n is in slot n
             key_order = torch.arange(ring.count if keys.stop is None else keys.stop, device=self.order.device)[None]
         return Pairs(self.order, key_order[:, keys], window=window, sinks=sinks, padding=self._padding)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EMPTY = 2**62
-"""Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
+from ropewalk.attention.few_tokens import MOST_TOKENS
+from ropewalk.attention.pairs import order_in_ring
 
 
 class Ring:
     """The slots of a row. They are the same in every row and layer.
 
     The first tokens of a row stay in the sink slots. The others fill the remaining slots, the ring, in their order.
-    With a window, the ring wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not
-    fit are discarded.
+    With a window, the ring wraps around, and each new token evicts the oldest one. It has `MOST_TOKENS` - 1 slots more
+    than the window, so that many new tokens overwrite no key that the first of them sees. With a capacity, tokens that
+    do not fit are discarded.
 
     Args:
         capacity: number of slots in a cache that keeps every token. None with a window.
-        window: number of slots in the ring of a cache with a window. None with a capacity.
+        window: number of tokens that a token attends to in a cache with a window. None with a capacity.
         sinks: with window, number of slots in front of the ring.
 
     Attributes:
@@ -30,7 +31,7 @@ class Ring:
     def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
         self.window, self.sinks = window, sinks
         self.evicts = window is not None
-        self.ring = capacity or window or 0
+        self.ring = (capacity or 0) if window is None else window + MOST_TOKENS - 1
         self.count = sinks + self.ring
 
     def assign(self, order: Tensor, real: Tensor | None, total: Tensor) -> Tensor:
@@ -57,11 +58,4 @@ class Ring:
         Args:
             length: number of tokens in each row, int64 `[batch]`.
         """
-        slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
-        if not self.evicts:
-            return torch.where(slot <= last, slot, EMPTY)
-        in_ring = last - (last - slot) % self.ring  # the newest token that maps to this slot
-        in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
-        if not self.sinks:
-            return in_ring
-        return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
+        return order_in_ring(length - 1, self.count, self.ring)

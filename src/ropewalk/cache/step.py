@@ -62,7 +62,7 @@ class CacheStep:
         order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
             before it, or of the first token.
         key_order: indices of all keys in their rows, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶²
-            for empty slots. Compare it with `order` to build a mask by the order of tokens.
+            for empty slots. Compare it with `order` to build a mask. `mask` also hides tokens behind the window.
         key_positions: positions of the same keys, int64 or float `[batch, keys]`, and 2⁶² for empty slots. For a token
             with a position on each of several axes, it is the largest of them. Read it before the next call that
             changes the cache; the first use of an outdated step raises a `RopeError`.
@@ -292,8 +292,8 @@ class LayerCache:
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        One kernel attends for up to 8 new tokens of each row if mask is None and the keys are in the slots in a way
-        that it can read (`ropewalk.cache.plan` has the table). It reads the keys and values where they are, each once.
+        One kernel attends for few new tokens of each row (`few_tokens.MAX_TOKENS`) if mask is None and the keys are in
+        the slots in a way that it can read (`ropewalk.cache.plan` has the table). It reads each key and value once.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.

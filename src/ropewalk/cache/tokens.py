@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.cache.ring import EMPTY
+from ropewalk.attention.pairs import EMPTY
 from ropewalk.positions import sizes
 from ropewalk.rope.rope import Rope
 from ropewalk.rotation.api import Rotation

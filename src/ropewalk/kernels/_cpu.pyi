@@ -116,6 +116,7 @@ def attend_plain(
     sinks: int,
     key_scales: object,
     value_scales: object,
+    ring: int,
     scale: float,
     profiled: bool,
     /,

@@ -328,7 +328,7 @@ def attention_launches(
     out: Tensor,
 ) -> list[Launch]:
     """Return the launches of `attend` and, if keys are divided, of `combine`."""
-    order, count, blocks, counts, window, sinks, key_scales, value_scales = visible
+    order, count, blocks, counts, window, sinks, key_scales, value_scales, ring = visible
     keys, values = _numbers(keys), _numbers(values)
     q = q if q.stride(-1) == 1 else q.contiguous()
     far_q = far_q if far_q is None or far_q.stride(-1) == 1 else far_q.contiguous()
@@ -344,7 +344,7 @@ def attention_launches(
         (q.shape, keys.shape),
         _forms(arguments),
         tuple([x is not None for x in optional]),
-        (count, window or 0, sinks, scale),
+        (count, window or 0, sinks, ring, scale),
         _processors(q.device),
         torch.version.hip is not None,
         division,
@@ -361,14 +361,14 @@ def _attention_plans(
     shapes: tuple[torch.Size, ...],
     forms: _Forms,
     given: tuple[bool, ...],
-    numbers_of_keys: tuple[int, int, int, float],
+    numbers_of_keys: tuple[int, int, int, int, float],
     processors: int,
     is_amd: bool,
     division: Division,
 ) -> tuple[Plan, Plan | None]:
     (batch, tokens, heads, head_dim), (_, page, kv_heads, _) = shapes
     has_scales, has_blocks, has_counts = given
-    count, window, sinks, scale = numbers_of_keys
+    count, window, sinks, ring, scale = numbers_of_keys
     dtypes, (q, f, k, v, ks, vs, blocks, order, counts, _) = zip(*forms, strict=True)
     dtype, group, queries = dtypes[0], heads // kv_heads, batch * tokens * heads
     block_d = max(16, power_of_two(head_dim))
@@ -387,7 +387,7 @@ def _attention_plans(
         "kv_heads": kv_heads,
         "group": group,
         "tokens": tokens,
-        "count": count,
+        "count": 2**31 - 1 if ring else count,
         "window": window or 2**31 - 1,
         "sinks": sinks,
         "splits": splits,
@@ -405,6 +405,8 @@ def _attention_plans(
         "BLOCK_N": tile.keys,
         "STAGES": tile.stages,
         "PAGE": page if has_blocks else 0,
+        "FRONT": count - ring if ring else 0,
+        "RING": ring,
         "COUNTS": has_counts,
         "SINKS": sinks > 0,
         "SPLIT": splits > 1,

@@ -533,8 +533,8 @@ def _attend_keys(
     begin, end, most, weights, sums, q, keys, values, blocks, row, first_key, last_key, k_b, k_t, v_b, v_t,
     key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    PAGE: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
-    SCALED: tl.constexpr,
+    PAGE: tl.constexpr, FRONT: tl.constexpr, RING: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGN: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [begin, end) of a row to the maximum score, the sum of weights and the weighted values.
 
@@ -552,7 +552,7 @@ def _attend_keys(
             block = tl.load(blocks + key // PAGE, mask=here, other=0).to(tl.int64)
             slot = (key % PAGE).to(tl.int64)
         else:
-            block, slot = row, key.to(tl.int64)
+            block, slot = row, (tl.where(key < FRONT, key, FRONT + (key - FRONT) % RING) if RING else key).to(tl.int64)
         k_rows = keys + (block * k_b + slot * k_t) * ALIGN
         v_rows = values + (block * v_b + slot * v_t) * ALIGN
         k = tl.load(k_rows[:, None] + channel, mask=here[:, None] & inside, other=0)
@@ -623,7 +623,8 @@ def attend(
     q_b, q_t, q_h, f_b, f_t, f_h, k_b, k_t, k_h, v_b, v_t, v_h, ks_b, ks_t, ks_h, vs_b, vs_t, vs_h,
     blocks_b, order_b, order_t, counts_b,
     SCALE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, COUNTS: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, RING: tl.constexpr, COUNTS: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, ALIGN: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -682,14 +683,14 @@ def attend(
             part, front, most, weights, sums, tl.load(f_rows[:, None] + channel, mask=known, other=0.0),
             of_keys, of_values, table, row, tl.zeros_like(last_sink), last_sink, k_b, k_t, v_b, v_t,
             key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
-            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
+            SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, FRONT, RING, dot, PARTS, PRECISION, ALIGN, SCALED,
         )  # fmt: skip
     q_rows = q + (row * q_b + token * q_t + of_head * q_h) * ALIGN
     most, weights, sums = _attend_keys(
         begin, end, most, weights, sums, tl.load(q_rows[:, None] + channel, mask=known, other=0.0),
         of_keys, of_values, table, row, first_key, last_key, k_b, k_t, v_b, v_t,
         key_scales, value_scales, ks_b, ks_t, vs_b, vs_t,
-        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, dot, PARTS, PRECISION, ALIGN, SCALED,
+        SCALE, HEAD_DIM, BLOCK_D, BLOCK_N, STAGES, PAGE, FRONT, RING, dot, PARTS, PRECISION, ALIGN, SCALED,
     )  # fmt: skip
     if not dot:
         most, weights, sums = _join(most, weights, sums)

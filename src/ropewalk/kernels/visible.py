@@ -21,6 +21,9 @@ class VisibleKeys(NamedTuple):
         counts: number of keys that each row has, int64 `[batch]`. None means `keys`.
         window: number of tokens that each token attends to, itself included. None means no limit.
         sinks: number of first keys that no window hides, and to which another rotation of the queries may belong.
+        ring: if positive, a row has `keys` slots and any number of keys, without `blocks`: the last `ring` slots are
+            overwritten in turn, so key i ≥ keys - ring is in slot keys - ring + (i - keys + ring) % ring. The window is
+            at most ring - new tokens + 1.
         key_scales, value_scales: factor of each head of keys and of values that have 8 bits, float32 `[blocks,
             block_size, kv_heads]`. None for other keys and values.
     """
@@ -33,6 +36,7 @@ class VisibleKeys(NamedTuple):
     sinks: int = 0
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    ring: int = 0
 
 
 class StoreArguments(NamedTuple):
