@@ -157,6 +157,13 @@ LLAMA_5 = {
 }
 
 
+STEP = {
+    "head_dim": 64,
+    "layer_types": ["full_attention"] * 2,
+    "rope_parameters": {"full_attention": LLAMA_5["rope_parameters"]},
+}
+
+
 def state(config: dict[str, Any], name: str) -> tuple[str, list[str]]:
     """Return the state of an engine, and its notes and refusals for the first rope."""
     facts = diff.engines(config).facts
@@ -189,6 +196,28 @@ class TestSentences:
         with pytest.raises(RopeError, match=r"mlx-lm 0\.32\.2 must run the config, got has no model arcee"):
             from_config({**LLAMA_5, "model_type": "arcee"}, engine="mlx-lm")
 
+    @pytest.mark.parametrize(
+        ("model", "name", "keys", "wanted"),
+        [
+            ("phimoe", "llama.cpp", {}, "unknown"),  # PhiMoEForCausalLM
+            ("step3p5", "llama.cpp", STEP, "unknown"),
+            ("step3p5", "vllm", STEP, "unknown"),
+            ("step3p5", "sglang", STEP, "unknown"),
+            ("exaone", "vllm", {}, "absent"),  # its transformers has no class for the config
+            ("exaone", "vllm", {"auto_map": {"AutoConfig": "configuration_exaone.ExaoneConfig"}}, "unknown"),
+            ("internvl_chat", "llama.cpp", {}, "absent"),
+            ("internvl_chat", "llama.cpp", {"architectures": ["LlamaForCausalLM"]}, "unknown"),
+        ],
+    )
+    def test_a_model_by_the_class_of_a_published_config(
+        self, model: str, name: str, keys: dict[str, Any], wanted: str
+    ) -> None:
+        """Transformers has no class of this name, or the text model or the model's own code names it."""
+        config = {**LLAMA_5, **keys, "model_type": model}
+        if model == "internvl_chat":
+            config = {"model_type": model, "llm_config": {**LLAMA_5, **keys}}
+        assert [*diff.engines(config, names=[name]).facts["states"].values()] == [wanted]
+
     def test_a_config_that_an_engine_cannot_load(self) -> None:
         granite = {**LLAMA_5, "model_type": "granite"}
         refused = "TypeError: ModelArgs.__init__() missing 1 required positional argument: 'rope_theta'"
@@ -214,7 +243,9 @@ class TestSentences:
         assert "What it reads for mine, if it has such a model, was not recorded." in " ".join(found.text().split())
         assert "run)" not in found.text(verbose=True)
         warned = from_config(mine, pairing="half", engine="sglang").warnings
-        assert any(warning.startswith("SGLang 0.5.23 (not recorded for this model): What its") for warning in warned)
+        assert any(
+            warning.startswith("SGLang 0.5.23 (not recorded for this model): What it reads") for warning in warned
+        )
 
     def test_other_channels(self) -> None:
         """mlx-lm's file for GLM rotates the whole head."""

@@ -58,7 +58,14 @@ def table(golden: dict[str, Any]) -> dict[str, Any]:
         models = {"*": {"file": "", "as_transformers": True}}
     version = golden["peer"].get("version") or golden["peer"]["commit"][:9]
     inside = {"inside": True} if golden.get("inside") else {}
-    return {"version": version, **inside, "absent": list(absent), "models": models}
+    without = [row["model_type"].partition("/")[0] for row in rows if "has no config" in row.get("absent", "")]
+    unless = {"auto_map": list(dict.fromkeys(without))}  # the engine has the class, but not that of the config
+    if golden.get("by_text"):  # it has the class that the text model names
+        unless["architectures"] = [name for name in absent if any(f"{name}/" in row["model_type"] for row in rows)]
+    exceptions = (
+        {"absent_unless": {key: names for key, names in unless.items() if names}} if any(unless.values()) else {}
+    )
+    return {"version": version, **inside, "absent": list(absent), **exceptions, "models": models}
 
 
 _OF_ROPES = {

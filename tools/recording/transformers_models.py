@@ -14,6 +14,11 @@ from .model_files import AbsentError, BorrowedError, configs
 _TASKS = ("IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 _TASKS += ("MASKED_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION")
 _OTHERS = ("SPEECH_SEQ_2_SEQ", "CTC", "RETRIEVAL", "TEXT_TO_WAVEFORM")
+_PUBLISHED = {
+    "qwen2_5_omni": "Qwen2_5OmniModel",
+    "step3p5": "Step3p5ForCausalLM",
+}
+"""The classes that published configs name and transformers does not have, beside those of the golden configs."""
 
 
 def record(row: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +64,7 @@ def class_of(config: dict[str, Any], known: Container[str], lent: Callable[[str]
     """
     name = config["model_type"]
     published = [one for each in configs().get(name, ()) for one in each.get("architectures") or ()]
+    published += [_PUBLISHED[name]] if name in _PUBLISHED else []
     text, others = classes().get(name, []), classes("others").get(name, [])
     names = [*(config.get("architectures") or ()), *text, *published, *others]
     if not names and name not in classes():

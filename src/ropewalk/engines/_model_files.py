@@ -98,23 +98,27 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 @functools.cache
-def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str], bool]:
-    """Return the rows of an engine's table, the model_types that the engine does not have, and `inside`.
+def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str], Mapping[str, list[str]], bool]:
+    """Return the rows of an engine's table, the model_types that the engine does not have, `unless` and `inside`.
 
-    The row "*" is that of all other model_types that ropewalk knows. `inside` is whether the engine reads a text model
-    that another model contains by the row of its own model_type.
+    The row "*" is that of all other model_types that ropewalk knows. `unless` maps a key to the model_types that the
+    engine may have if a config has this key: "auto_map", the model's own code, or "architectures" of a text model
+    inside. `inside` is whether the engine reads a text model that another model contains by the row of its own
+    model_type.
     """
     table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
     rows = {model: _row(values) for model, values in table["models"].items()}
-    return rows, frozenset(table["absent"]), table.get("inside", False)
+    return rows, frozenset(table["absent"]), table.get("absent_unless", {}), table.get("inside", False)
 
 
 def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     """Return the row for a config, and the model_type that the engine does not have; None and "" if there is none."""
-    rows, absent, inside = _table(table)
+    rows, absent, unless, inside = _table(table)
     names = [config.model, *([config.model_type] if inside else [])]
     whole = config.model.partition("/")[0]  # of its parts, an engine may have one without a name of its own
-    lacking = whole if whole in absent else ""
+    places = {"auto_map": config.whole, "architectures": config.values}
+    may_have = any(whole in models and places[key].get(key) for key, models in unless.items())
+    lacking = whole if whole in absent and not may_have else ""
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
 
 
