@@ -119,7 +119,7 @@ def test_known_differences(trainer: str, model_type: str, scaling: Any, more: di
         ("mistral.rs", "llama", {"rope_type": "default"}, "refused", "missing field `factor`"),
         ("mistral.rs", "llama", {"type": "linear", "factor": 4.0}, "refused", "missing field `rope_type`"),
         ("mistral.rs", "gpt_oss", YARN, "refused", "it needs the keys layer_types"),
-        ("mistral.rs", "qwen2_moe", YARN, "unknown", "was not looked up"),
+        ("mistral.rs", "qwen2_moe", YARN, "unknown", "if it has one, was not looked up"),
     ],
 )
 def test_what_a_trainer_does_not_run(trainer: str, model_type: str, scaling: Any, state: str, reason: str) -> None:

@@ -44,7 +44,8 @@ def _answer(config: ConfigRope, scaling: Any) -> Answer:
     """Return the rope of the struct of the model."""
     schemes = _SCHEMES.get(config.model_type)
     if schemes is None:
-        return Answer(None, refusal="which schemes its file for this model has was not looked up", why="unknown")
+        said = "which schemes its file for this model has, if it has one, was not looked up"
+        return Answer(None, refusal=said, why="unknown")
     if scaling.rope_type not in schemes:
         return Answer(None, refusal=_UNKNOWN)
     if isinstance(scaling, YaRN):
