@@ -226,6 +226,9 @@ class TestSentences:
             "refused",
             ["it needs the keys mlp_bias, post_norm, qk_norm"],
         )
+        stablelm = {**granite, "model_type": "stablelm", "partial_rotary_factor": None}
+        needs = "it needs the keys rope_theta, partial_rotary_factor (TypeError: missing positional arguments)"
+        assert state(stablelm, "mlx-lm") == ("refused", [needs])
 
     def test_a_model_of_transformers(self) -> None:
         """vLLM has no file of its own for GPT-NeoX."""

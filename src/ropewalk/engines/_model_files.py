@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -92,6 +93,7 @@ class Reading:
 
 
 _OTHER = "another scheme"
+_ARGUMENT = r"missing 1 required positional argument: '(\w+)'"
 _ALL = "all"  # the kind of the layers of a config in which all are alike
 _LISTS = ("base", "scaling", "fraction", "needs", "section_needs", "every")
 _SECTIONS = ("rope_scaling", "rope_parameters")
@@ -198,6 +200,10 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
         stop = f"it needs the keys {', '.join(missing)} in {' or '.join(file.scaling)}"
         return Reading(None, file, stop=stop, why="refused")
     rotary_dim = _rotary_dim(file, config)
+    missing = re.findall(_ARGUMENT, f"{base} {rotary_dim}")
+    if len(missing) > 1:  # each error was recorded for a config that lacks only this key
+        stop = f"it needs the keys {', '.join(missing)} (TypeError: missing positional arguments)"
+        return Reading(None, file, stop=stop, why="refused")
     for found in (base, scaling, rotary_dim):
         if found == _OTHER:
             return Reading(
