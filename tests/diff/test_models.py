@@ -180,6 +180,22 @@ class TestSentences:
         assert state({**LLAMA_5, "rope_theta": 500_000.0}, "mlx-lm") == ("same", [])
         assert diff.engines(LLAMA_5).verdict == "differ"
 
+    @pytest.mark.parametrize("model", ["phi3", "phi4_multimodal", "phimoe"])
+    @pytest.mark.parametrize("scheme", ["default", "linear", "dynamic", "llama3"])
+    def test_schemes_that_the_classes_for_phi_reject(self, model: str, scheme: str) -> None:
+        for_model = pytest.importorskip("transformers").AutoConfig.for_model
+        llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32_768}
+        schemes: dict[str, dict[str, Any]] = {"default": {}, "llama3": {"factor": 4.0, **llama3}}
+        parameters = {"rope_theta": 1e4, "rope_type": scheme, **schemes.get(scheme, {"factor": 4.0})}
+        config = {**LLAMA_5, "rope_parameters": parameters}
+        try:
+            for_model(model, **{key: value for key, value in config.items() if key != "model_type"})
+            wanted = "same"
+        except Exception:
+            wanted = "refused"
+        found = diff.engines({**config, "model_type": model}, names=["transformers"])
+        assert found.facts["states"]["transformers"] == wanted
+
     def test_a_scaling_that_is_not_read(self) -> None:
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
         mixtral = {**LLAMA_5, "model_type": "mixtral", "rope_theta": 1e6, "rope_scaling": scaling}

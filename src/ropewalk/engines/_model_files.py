@@ -103,10 +103,9 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str], Mapping[str, list[str]], bool]:
     """Return the rows of an engine's table, the model_types that the engine does not have, `unless` and `inside`.
 
-    The row "*" is that of all other model_types that ropewalk knows. `unless` maps a key to the model_types that the
-    engine may have if a config has this key: "auto_map", the model's own code, or "architectures" of a text model
-    inside. `inside` is whether the engine reads a text model that another model contains by the row of its own
-    model_type.
+    The row "*" is that of all other model_types that ropewalk knows. `unless` maps "auto_map", or "architectures" of a
+    text model inside, to the model_types that the engine may have if a config has this key. `inside` is whether the
+    engine reads a text model that another model contains by the row of its own model_type.
     """
     table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
     rows = {model: _row(values) for model, values in table["models"].items()}

@@ -26,6 +26,16 @@ from ropewalk.engines._override import Override, call
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Scaling, YaRN
 
 _FILE = "modeling_rope_utils.py"
+_NO_MSCALES = "its class for this model needs short_mscale and long_mscale (TypeError)"
+
+
+def _accepted(config: ConfigRope, scaling: Scaling) -> Answer:
+    """Return the rope of the config, unless the class of a model for Phi rejects its scheme, which is not LongRoPE."""
+    if config.model_type in ("phi3", "phi4_multimodal"):
+        return Answer(None, refusal="its class for this model has no scheme but longrope")
+    if config.model_type == "phimoe" and not config.section.keys() >= {"short_mscale", "long_mscale"}:
+        return Answer(None, refusal=_NO_MSCALES)
+    return Answer(config.rope)
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
@@ -33,7 +43,8 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
         "The length is that of the longest call since the last one within max_position_embeddings, so a long call can "
         "change the rotation of later, shorter ones."
     )
-    return Answer(config.rope, "the call", (note,))
+    found = _accepted(config, scaling)
+    return found if found.refusal else replace(found, decided_by="the call", notes=(note,))
 
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
@@ -48,14 +59,14 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if config.nested and not scaling.truncate:
         note = "It ignores truncate and rounds the ramp if the parameters are nested by the kind of layer."
         return Answer(config.with_scaling(replace(scaling, truncate=True)), notes=(note,))
-    return Answer(config.rope)
+    return _accepted(config, scaling)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.model_type == "phimoe":
         if scaling.short_mscale is None:
-            return Answer(None, refusal="its class for this model needs short_mscale and long_mscale (TypeError)")
+            return Answer(None, refusal=_NO_MSCALES)
         note = "PhiMoE uses the short list at every length. Only long_mscale depends on the length."
         rope = config.with_scaling(replace(scaling, long_factor=scaling.short_factor))
         return Answer(rope, "the call", (note,), reads=_PHIMOE_KEYS)
@@ -108,12 +119,12 @@ TRANSFORMERS = Engine(
     rounding=_rounding,
     rules={
         "default": Rule(_FILE),
-        "linear": Rule(_FILE),
+        "linear": Rule(_FILE, _accepted),
         "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
         "yarn": Rule(_FILE, _yarn),
         "longrope": Rule(_FILE, _longrope, _LONGROPE_KEYS),
-        "llama3": Rule(_FILE),
+        "llama3": Rule(_FILE, _accepted),
         "proportional": Rule(_FILE),
         "reversed": Rule("models/nanochat/modeling_nanochat.py", evidence="read"),
     },
