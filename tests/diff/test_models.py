@@ -16,6 +16,7 @@ from ropewalk import Rope, RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.wrappers import WRAPPERS
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
+from ropewalk.schemes import YaRN
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden" / "engine_models"
@@ -195,6 +196,20 @@ class TestSentences:
             wanted = "refused"
         found = diff.engines({**config, "model_type": model}, names=["transformers"])
         assert found.facts["states"]["transformers"] == wanted
+
+    def test_yarn_without_a_length_beside_rope_parameters(self) -> None:
+        """mlx-lm takes 4,096 tokens, and the others max_position_embeddings."""
+        scaling = {"rope_type": "yarn", "factor": 4.0}
+        alone = {**LLAMA_5, "rope_parameters": {**LLAMA_5["rope_parameters"], **scaling}}
+        twice = {**LLAMA_5, "rope_theta": 500_000.0, "rope_scaling": scaling}
+        read = [
+            diff.engines(config, names=["vllm", "sglang", "llama.cpp", "mlx-lm"]).facts["ropes"][0]["at"][0]["engines"]
+            for config in (alone, twice)
+        ]
+        first = {name: found["inv_freq"] for name, found in read[0].items() if name != "mlx-lm"}
+        assert first == {name: read[1][name]["inv_freq"] for name in first}
+        wanted = YaRN(factor=4.0, original_max_position_embeddings=4096)
+        assert read[1]["mlx-lm"]["inv_freq"] == Rope(64, 500_000.0, "half", scaling=wanted).inv_freq.tolist()
 
     def test_a_scaling_that_is_not_read(self) -> None:
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}

@@ -269,6 +269,8 @@ def _scheme(section: Mapping[str, Any], longest: int | None) -> Scaling | None:
         return None
     scheme = known.class_for_keys(section.keys())
     values = {f.name: section[f.name] for f in fields(cast(Any, scheme)) if section.get(f.name) is not None}
+    if longest is not None and scheme.rope_type in ("yarn", "llama3"):  # `Engine.without_length` may replace it
+        values.setdefault("original_max_position_embeddings", longest)
     derived = {key: value for key, (value, _) in scheme.derived_fields(values, longest).items()}
     return build(scheme, {**values, **derived})
 
