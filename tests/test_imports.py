@@ -324,7 +324,7 @@ BUDGET = {
     "configs/tables": 2150,
     "engines": 2900,
     "integrations": 2450,
-    "kernels": 1907,
+    "kernels": 1914,
     "parallel": 600,
     "positions": 1550,
     "rope": 800,

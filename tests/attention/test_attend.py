@@ -255,7 +255,7 @@ class TestDropout:
             made(hidden(2), step.rotation(ROPE), cache=step.layer(0))
         with torch.no_grad():
             made.eval()(hidden(2), step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
-        blocks = masks.sliding_window_blocks(2, 2)
+        blocks = masks.packed_blocks(torch.tensor([0, 2]), 2)
         with pytest.raises(RopeError, match=r"attend: dropout must be 0 with a BlockMask, got 0.1\."):
             made.train()(hidden(2), ROPE.at(torch.arange(2)[None]), mask=blocks)
         with pytest.raises(

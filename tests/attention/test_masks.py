@@ -113,14 +113,14 @@ def test_blocks() -> None:
     made, x, at = layer(), hidden(3), torch.arange(SEQ)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        ours = made(x, ROPE.at(at, dtype=torch.float64), mask=masks.sliding_window_blocks(SEQ, 3))
-    seen = masks.sliding_window(SEQ, 3).expand(3, 1, SEQ, SEQ)
+        ours = made(x, ROPE.at(at, dtype=torch.float64), mask=masks.packed_blocks(CU_SEQLENS, SEQ))
+    seen = masks.packed(CU_SEQLENS, SEQ).expand(3, 1, SEQ, SEQ)
     torch.testing.assert_close(ours, reference(made, x, at, seen), **EXACT)
 
 
-def test_window_skips_blocks() -> None:
-    blocks = masks.sliding_window_blocks(512, 128)
-    assert blocks.to_dense().squeeze().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+def test_documents_skip_blocks() -> None:
+    blocks = masks.packed_blocks(torch.tensor([0, 256, 512]), 512)
+    assert blocks.to_dense().squeeze().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
 
 def test_compiles_with_a_length_that_changes() -> None:
@@ -249,7 +249,6 @@ class TestAmbiguousMasks:
         ),
         (lambda: masks.sliding_window(5, 0), "masks.sliding_window: window must be an integer of at least 1, got 0"),
         (lambda: masks.sliding_window(2.0, 1), "masks.sliding_window: seq must be an integer of at least 0, got 2.0"),
-        (lambda: masks.sliding_window_blocks(5, True), "masks.sliding_window_blocks: window must be an integer"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

@@ -194,7 +194,7 @@ class TestOneProcess:
             ),
             (
                 4,
-                {"mask": masks.sliding_window_blocks(3, 2)},
+                {"mask": masks.packed_blocks(torch.tensor([0, 3]), 3)},
                 "mask must be None or a BlockMask of 4 queries and 4 keys",
             ),
         ],

@@ -5,8 +5,8 @@ attends to a key. Its four axes `[batch, heads, seq, keys]` each have the full s
 
     masks.packed(cu_seqlens, seq) & masks.sliding_window(seq, 4096)
 
-The functions ending in `_blocks` build the same mask for PyTorch's FlexAttention, which skips blocks of 128 by 128
-tokens that are fully masked. FlexAttention is fused only under torch.compile, and otherwise warns. On the CPU it has no
+`packed_blocks` builds the same mask as `packed` for PyTorch's FlexAttention, which skips blocks of 128 by 128 tokens
+that are fully masked. FlexAttention is fused only under torch.compile, and otherwise warns. On the CPU it has no
 gradients, and is compiled only with AVX2 (PyTorch 2.13).
 """
 
@@ -20,7 +20,7 @@ from ropewalk import _checks, positions
 from ropewalk.positions.sizes import check_mask, real_tokens
 from ropewalk.rotation.writable import check_memory
 
-__all__ = ["packed", "packed_blocks", "padding", "sliding_window", "sliding_window_blocks"]
+__all__ = ["packed", "packed_blocks", "padding", "sliding_window"]
 __dir__ = __all__.copy
 
 
@@ -96,31 +96,11 @@ def sliding_window(seq: int, window: int, *, device: torch.device | str | None =
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    _check_window("masks.sliding_window", seq, window)
+    _check_count("masks.sliding_window", "seq", seq)
+    _checks.length("masks.sliding_window", "window", window)
     token = torch.arange(seq, device=device)
     distance = token[:, None] - token
     return ((distance >= 0) & (distance < window))[None, None]
-
-
-def sliding_window_blocks(seq: int, window: int, *, device: torch.device | str | None = None) -> BlockMask:
-    """Build the mask of `sliding_window` for FlexAttention.
-
-    Args:
-        seq, window, device: as in `sliding_window`.
-
-    Returns:
-        A PyTorch `BlockMask` for every batch row and head.
-
-    Raises:
-        RopeError: seq or window is not an integer in its range.
-    """
-    _check_window("masks.sliding_window_blocks", seq, window)
-
-    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < window)
-
-    device = torch.empty(0, device=device).device  # resolves None to the default device
-    return create_block_mask(attends, None, None, seq, seq, device=str(device))
 
 
 def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
@@ -166,11 +146,6 @@ def _starts(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     position = positions.packed(cu_seqlens, total)
     token = torch.arange(total, device=cu_seqlens.device)
     return token, token - position
-
-
-def _check_window(who: str, seq: int, window: int) -> None:
-    _check_count(who, "seq", seq)
-    _checks.length(who, "window", window)
 
 
 def _check_count(who: str, name: str, value: int) -> None:
