@@ -117,9 +117,8 @@ def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     rows, absent, unless, inside = _table(table)
     names = [config.model, *([config.model_type] if inside else [])]
     whole = config.model.partition("/")[0]  # of its parts, an engine may have one without a name of its own
-    places = {"auto_map": config.whole, "architectures": config.values}
-    may_have = any(whole in models and places[key].get(key) for key, models in unless.items())
-    lacking = whole if whole in absent and not may_have else ""
+    stated = {"auto_map": config.whole.get("auto_map"), "architectures": config.values.get("architectures")}
+    lacking = whole if whole in absent and not any(stated[key] and whole in unless[key] for key in unless) else ""
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
 
 
@@ -201,8 +200,7 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     rotary_dim = _rotary_dim(file, config)
     missing = re.findall(_ARGUMENT, f"{base} {rotary_dim}")
     if len(missing) > 1:  # each error was recorded for a config that lacks only this key
-        stop = f"it needs the keys {', '.join(missing)} (TypeError: missing positional arguments)"
-        return Reading(None, file, stop=stop, why="refused")
+        base = f"it needs the keys {', '.join(missing)} (TypeError: missing positional arguments)"
     for found in (base, scaling, rotary_dim):
         if found == _OTHER:
             return Reading(
