@@ -42,7 +42,6 @@ MAY_IMPORT = {
     "attention": BOTTOM | {"kernels", "positions", "rope", "rotation"},
     "cache": BOTTOM | {"attention", "kernels", "positions", "rope", "rotation"},
     "learned": BOTTOM | {"kernels", "rope", "rotation"},
-    "memory": BOTTOM,
     "xpos": BOTTOM | {"rope", "rotation"},
     "parallel": BOTTOM | {"attention", "positions", "rotation"},
     # An integration converts between another program and ropewalk: configs, schemes, ropes and rotations.

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import VisionRopes as VisionRopes
     from ropewalk.configs import from_config as from_config
+    from ropewalk.integrations.glibc import keep_memory as keep_memory
     from ropewalk.kernels.backend import backends as backends
     from ropewalk.learned import LearnedRope as LearnedRope
-    from ropewalk.memory import keep_memory as keep_memory
     from ropewalk.rope.axes import Axes as Axes
     from ropewalk.rope.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
@@ -80,7 +80,7 @@ _MODULE_OF = {
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
-    "keep_memory": "memory",
+    "keep_memory": "integrations.glibc",
     "move_keys": "cache.move",
     "paged_attention": "attention.few_tokens",
     "rotate_and_store": "rotation.store",

@@ -164,9 +164,8 @@ class TestSections:
 
     def test_what_writing_refuses(self) -> None:
         config = {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
-        with pytest.raises(RopeError, match=r"the ropes of qwen2_vl must have axes, got .* without text_only=True"):
-            from_config(config, text_only=True).to_hf_config(version=5)
         ropes = from_config(config)
+        assert from_config(config, text_only=True).to_hf_config(version=5) == ropes.to_hf_config(version=5)
         other = replace(ropes, layers=(replace(ropes.rope, axes=Axes([2, 0, 1, 0, 0, 0, 0, 0])),) * 2)
         with pytest.raises(RopeError, match="the config of qwen2_vl must be able to express the axes"):
             other.to_hf_config(version=4)

@@ -476,7 +476,7 @@ class Trace:
         first = next(iter(rows.values()))
         if self.reference.inside and not first["base"]:
             raise CannotRecordError("it reads the text model from another place, or no key of its base")
-        needs = {**self._needed_base(first), **self._needed_in_section()}
+        needs = self._needed_base(first)
         alike = not self.nested and all(row == first for row in rows.values())
         return {**needs, **(first if alike else {"kinds": rows}), **(self._pattern() if self.runs else {})}
 
@@ -492,16 +492,6 @@ class Trace:
                 continue
             return {"needs": [".".join((*self.reference.inside, path)) for path in more]} if more else {}
         return {}
-
-    def _needed_in_section(self) -> dict[str, Any]:
-        """Return the keys of `EXTRA` without which the file does not load a config."""
-        needed, values = [], self._values(self.everywhere)
-        for key in EXTRA.get(str(self.reference.whole["model_type"]), {}):
-            try:
-                self.probe(self.reference.with_keys({k: v for k, v in values.items() if not k.endswith(f".{key}")}))
-            except Exception:
-                needed.append(key)
-        return {"section_needs": needed} if needed else {}
 
     def _pattern(self) -> dict[str, Any]:
         """Record which key assigns the kinds of layers, if it is not `layer_types`."""
@@ -622,12 +612,21 @@ class Trace:
         if len(read) == 2 and both:
             read = self._order(kind, index, both[0], pairs)
         row: dict[str, Any] = {"scaling": read}
-        others = {}
+        others: dict[str, str] = {}
+        needed: list[str] = []
         for section in read:
             for scheme in schemes:
                 if outcomes[section, scheme] != "applied":
                     others[scheme if len(read) == 1 else f"{section} {scheme}"] = outcomes[section, scheme]
             applied = next(scheme for scheme in schemes if outcomes[section, scheme] == "applied")
+            stated = dict(self._form(section, index, plain)[0])
+            stated.pop(section, None)
+            stated |= self._scaled(section, kind, applied, pairs, 8.0, _NAMES)
+            for key in self.reference.extra:
+                try:
+                    self._rope({path: each for path, each in stated.items() if not path.endswith(f".{key}")}, index)
+                except (KeyError, TypeError):
+                    needed.append(key)
             for key in ("type", "rope_type"):
                 alone = self._outcome(section, kind, index, plain, applied, pairs, (key,))
                 if alone != "applied":
@@ -639,6 +638,8 @@ class Trace:
                 others["default" if len(read) == 1 else f"{section} default"] = (
                     OTHER if default == "applied" else default
                 )
+        if needed:
+            row["section_needs"] = list(dict.fromkeys(needed))
         values = self._values(self.everywhere, always=False)
         for name, more in (("none", {}), ("null", {"rope_scaling": None}), ("empty", {"rope_scaling": {}})):
             outcome = self._attempt({**values, **more}, index, plain)

@@ -5,9 +5,7 @@ attends to a key. Its four axes `[batch, heads, seq, keys]` each have the full s
 
     masks.packed(cu_seqlens, seq) & masks.sliding_window(seq, 4096)
 
-`packed_blocks` builds the same mask as `packed` for PyTorch's FlexAttention, which skips blocks of 128 by 128 tokens
-that are fully masked. FlexAttention is fused only under torch.compile, and otherwise warns. On the CPU it has no
-gradients, and is compiled only with AVX2 (PyTorch 2.13).
+`packed_blocks` builds the mask of `packed` for FlexAttention, which is fused only under torch.compile.
 """
 
 from __future__ import annotations

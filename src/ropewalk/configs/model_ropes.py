@@ -337,9 +337,9 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
 
 def _sections(rope: Rope, rule: AxesRule, ropes: ModelRopes) -> dict[str, Any]:
     """Return the keys of `rope_parameters` that assign the pairs of a rope to axes."""
-    if rope.axes is None:
-        fix = "Read the config without text_only=True."
-        raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), fix)
+    if rope.axes is None:  # read with text_only=True: the axes of the config stay
+        keys, config = {*rule.keys, "mrope_interleaved"} - ropes.stated_twice, ropes.config or {}
+        return {key: own[key] for section in SECTIONS if (own := config.get(section)) for key in keys & own.keys()}
     sections = rule.sections(rope.axes)
     if sections is None:
         must = f"the config of {ropes.model_type} must be able to express the axes"

@@ -21,8 +21,7 @@ torch.set_num_threads(1)
 faults()
 new = faults()
 ropewalk.keep_memory()
-faults()
-print(new, faults())
+print(new, min(faults() for _ in range(8)))  # the first grow the heap
 """
 
 
