@@ -126,7 +126,7 @@ class TestChat:
         assert int(without) >= 48
         assert name == "g"
         assert other != "g"
-        assert re.findall(r"memory: ([\d,]+) bytes at first, ([\d,]+) now", out) == [("22,016",) * 2, ("20,992",) * 2]
+        assert re.findall(r"memory: ([\d,]+) bytes at first, ([\d,]+) now", out) == [("37,888",) * 2, ("36,864",) * 2]
         assert all(float(difference) < 1e-4 for difference in re.findall(r"difference .*: (\S+)$", out, re.MULTILINE))
 
     @pytest.mark.parametrize("sinks", [2, 0])
