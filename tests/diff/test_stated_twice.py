@@ -145,6 +145,22 @@ def test_an_override_in_transformers(stated: dict[str, Any], keys: dict[str, Any
     assert ours["attention_factor"] == pytest.approx(theirs.attention_scaling)
 
 
+def test_axes_that_transformers_does_not_read() -> None:
+    """It takes rope_scaling in place of rope_parameters, with the base and the sections in it."""
+    from transformers import Qwen3_5TextConfig
+
+    axes = {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    parameters = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, **axes}
+    config = {**DEFAULTS["qwen3_5_text"], "rope_parameters": parameters, "rope_scaling": YARN}
+    theirs = Qwen3_5TextConfig.from_dict(copy.deepcopy(config)).rope_parameters
+    assert axes.keys().isdisjoint(theirs)
+    found = diff.engines(config, names=("transformers", "vllm"))
+    assert "4 · 1,024 tokens" not in found.text(verbose=True)  # the ramp that vLLM computes with mrope_section
+    assert found.verdict == "agree"
+    ours = found.facts["ropes"][0]["at"][0]["engines"]["vLLM"]["inv_freq"]
+    assert ours[1] == pytest.approx(theirs["rope_theta"] ** (-1 / 32))
+
+
 def test_an_override_that_sglang_merges() -> None:
     config = {**LLAMA, "max_position_embeddings": 4096, "rope_theta": 5e5}
     found = diff.engines(config, override={"rope_scaling": YARN})

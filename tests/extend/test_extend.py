@@ -310,6 +310,9 @@ def test_refusals() -> None:
         RopeError, match="new_factor must be at least 4, the target divided by the length before scaling"
     ):
         extend(FLAT, LONG, new_factor=2.0)
+    for asked in ({"new_factor": 4.0}, {"method": "yarn"}):
+        with pytest.raises(RopeError, match="to must be more than the 32,768 tokens of the config"):
+            extend(FLAT, 16_384, **asked)
     two = {"model_type": "gptj", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 16, "rotary_dim": 2}
     with pytest.raises(RopeError, match="rotary_dim must be at least 4"):
         extend(two, 64, method="ntk")

@@ -134,6 +134,11 @@ class TestAnotherProcess:
         for line in ("printed at import", "written at import", "by a process", "printed in a call", "written by C"):
             assert line in stderr
 
+    def test_the_system_limits_the_time(self, tmp_path: Path) -> None:
+        code = "import resource\nprint('limit', resource.getrlimit(resource.RLIMIT_CPU)[0])\ndef f(x):\n    return x\n"
+        _, stderr = self.start(tmp_path, code, "--time-limit", "50").communicate()
+        assert 50 < int(stderr.partition("limit ")[2].split()[0]) < 120  # with what the process has used before
+
     @pytest.mark.parametrize("loop", LOOPS)
     def test_the_time_limit_ends_a_loop(self, tmp_path: Path, loop: str) -> None:
         process = self.start(tmp_path, f"def f(x):\n{loop}", "--time-limit", "0.5")

@@ -138,6 +138,7 @@ def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind:
     section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
     place: Any = {"kind": kind, "section_name": name, "layer": layer, "window": ropes.window(layer)}
     found = ConfigRope(rope, section=section, nested=nested, **place, **shared)
+    # With a class that keeps both sections, engines read the file as it is.
     if not ropes.stated_twice or getattr(ARCHITECTURES.get(ropes.model_type), "sections", "") == "rope_parameters":
         return found
     values = found.as_transformers(find_text(ropes.to_hf_config(version=5))[1])

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from ropewalk._checks import argument, possible, short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.model_ropes import VisionRopes
-from ropewalk.configs.reader import Fields
+from ropewalk.configs.reader import SECTIONS, Fields
 from ropewalk.configs.tables.towers import TOWER_OF_MODEL, TOWER_ONLY, TOWERS
 from ropewalk.configs.tower import Tower
 
 _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
-_SECTIONS = ("rope_scaling", "rope_parameters")
 # Sizes of learned positions, which are added to the patches.
 _LEARNED = ("num_position_embeddings", "position_embedding_size")
 _TYPES = ("axial", "default", None)
@@ -67,7 +66,7 @@ def _read(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> Visio
     origins = {"pairing, axes": f"implied by model_type {model_type} ({row.source})"}
     head_dim, origins["head_dim"] = _head(fields, row, model_type, inside=inside)
     base, origins["base"] = _base(fields, row, model_type)
-    for section in _SECTIONS:
+    for section in SECTIONS:
         _check_section(fields, section, model_type)
     unread_keys.refuse(fields, {}, (*row.position_keys, *_LEARNED))
     with fields.prefix_errors():

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from ropewalk._checks import Assumed, shown
-from ropewalk.configs.reader import Fields
+from ropewalk.configs.reader import SECTIONS, Fields
 from ropewalk.configs.tables.wrappers import (
     DEFAULTS,
     FLAT_AS,
@@ -137,7 +137,7 @@ def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     """
     model_type = inner.get("model_type")
     defaults = DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
-    sections = [value for key in ("rope_scaling", "rope_parameters") if isinstance(value := inner.get(key), Mapping)]
+    sections = [value for key in SECTIONS if isinstance(value := inner.get(key), Mapping)]
     nested = [value for section in sections for value in section.values() if isinstance(value, Mapping)]
     has_base = any("rope_theta" in section for section in [*sections, *nested])
     added = [

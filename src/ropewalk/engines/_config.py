@@ -10,6 +10,9 @@ from typing import Any
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Scaling
 
+SECTIONS = ("rope_scaling", "rope_parameters")
+"""The objects of a config that may hold the parameters of a rope."""
+
 
 @dataclass(frozen=True)
 class ConfigRope:
@@ -62,7 +65,7 @@ class ConfigRope:
 
     def read_section(self) -> Mapping[str, Any]:
         """Return the object with rope parameters that transformers reads of the file for this rope, as it is there."""
-        old, new = (self.values.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+        old, new = (self.values.get(name) or {} for name in SECTIONS)
         own = new.get(self.section_name)
         return {**own, **old} if isinstance(own, Mapping) else old or new
 
@@ -81,8 +84,7 @@ class ConfigRope:
         """
         fraction = "partial_rotary_factor"
         values = {**written, **{key: value for key, value in self.values.items() if key == fraction}}
-        sections = (self.values.get(section) or {} for section in ("rope_scaling", "rope_parameters"))
-        known = {"rope_type", "rope_theta"}.union(self.values, *sections)
+        known = {"rope_type", "rope_theta"}.union(self.values, *(self.values.get(name) or {} for name in SECTIONS))
         parameters = values.get("rope_parameters") or {}
         kept = {k: v for k, v in parameters.items() if k in known or isinstance(v, Mapping)}
         if parameters.get(fraction, 1.0) != 1.0:

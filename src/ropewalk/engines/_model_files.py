@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ropewalk._checks import RopeError, without_fix
-from ropewalk.engines._config import ConfigRope, to_finite
+from ropewalk.engines._config import SECTIONS, ConfigRope, to_finite
 from ropewalk.schemes import ALIASES, SCHEMES, Scaling, build
 
 Evidence = Literal["run", "read", "not recorded"]
@@ -96,7 +96,6 @@ _OTHER = "another scheme"
 _ARGUMENT = r"missing 1 required positional argument: '(\w+)'"
 _ALL = "all"  # the kind of the layers of a config in which all are alike
 _LISTS = ("base", "scaling", "fraction", "needs", "section_needs", "every")
-_SECTIONS = ("rope_scaling", "rope_parameters")
 
 
 @functools.cache
@@ -240,7 +239,7 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
 
 def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Scaling | str | None]:
     """Return the object from which the file reads the scaling, and the scheme or the engine's error."""
-    sections = {name: section for name in _SECTIONS if (section := _section(config, name))}
+    sections = {name: section for name in SECTIONS if (section := _section(config, name))}
     name = next((name for name in file.scaling if name in sections), "")
     section = sections.get(name, {})
     empty = config.values.get("rope_scaling") == {} and "rope_scaling" in file.scaling

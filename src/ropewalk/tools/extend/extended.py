@@ -149,8 +149,9 @@ def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
 
 def _replaces(source: Source, made: list[Plan]) -> list[str]:
     """Return the keys of the file that the new ones replace, and that must leave it."""
-    written = made[0].written if made and made[0].layers else find_text(source.whole)[1]
-    return [k for k in ("rope_scaling", "rope_theta") if k in find_text(source.whole)[1] and k not in written]
+    stated = find_text(source.whole)[1]
+    written = made[0].written if made and made[0].layers else stated
+    return [key for key in ("rope_scaling", "rope_theta") if key in stated and key not in written]
 
 
 def _unseen(source: Source, made: Plan, target: int) -> list[int]:

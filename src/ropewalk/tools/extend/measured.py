@@ -117,8 +117,7 @@ def _in_pytorch(facts: Mapping[str, Any]) -> list[str]:
         return []
     said = (
         f"In PyTorch code, Self-Extend with groups of {row['factor']:g} beyond {row['window']:,} tokens reaches it too "
-        f"(copies {row['at_target']:.2f}, short texts {row['short']:+z.3f}). No engine has it. It computes each score "
-        "twice:"
+        f"(copies {row['at_target']:.2f}, short texts {row['short']:+z.3f}). No engine has it. It scores pairs twice:"
     )
     rope = f"ropewalk.SelfExtend(ropes.layers[{facts['layer']}], group={row['factor']:g}, window={row['window']})"
     given = rope if facts["kind"] is None else f"{{{facts['kind']!r}: {rope}}}"
