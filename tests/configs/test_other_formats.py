@@ -119,8 +119,9 @@ def test_a_draft_of_speculators() -> None:
     assert (ropes.model_type, ropes.rope.base, ropes.max_position_embeddings) == ("llama", 1e4, 2048)
     assert from_config({key: value for key, value in draft.items() if key != "model_type"}).layers == ropes.layers
     target = {**layers, "num_hidden_layers": 4, "rope_theta": 1e6, "max_position_embeddings": 4096}
-    found = diff.draft(target, draft)
-    assert (found.alike, found.facts["reached"], found.facts["too_short"]) == (False, 2048, True)
+    assert "1 layers instead of 4, 1 of 1 layers rotate differently" in diff.configs(target, draft).text()
+    alike = {**draft, "transformer_layer_config": {**layers, "rope_theta": 1e6}}
+    assert "Different: 1 layers instead of 4, the first rotates identically." in diff.configs(target, alike).text()
 
 
 MISTRAL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e8,

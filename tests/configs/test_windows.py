@@ -113,7 +113,6 @@ def test_a_window_bounds_what_is_said_about_a_length() -> None:
     for found in (
         diff.engines(config).facts["ropes"],
         diff.configs(config, config | {"rope_theta": 300_000.0}).facts["layers"],
-        diff.draft(config, config | {"rope_theta": 300_000.0}).facts["layers"],
     ):
         assert [row["layers"] for row in found] == [[0, 2], [1, 3]]
         far = [set(distances_in(row["at"])) for row in found]

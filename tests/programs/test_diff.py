@@ -66,7 +66,7 @@ def test_the_exit_status(config: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "missing.json").exit_code == 2
 
 
-@pytest.mark.parametrize("more", [(), ("--engines", "vllm"), ("itself",), ("itself", "--draft")])
+@pytest.mark.parametrize("more", [(), ("--engines", "vllm"), ("itself",)])
 def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Without the key all engines agree, and both configs are the same."""
     path = written(tmp_path, "twice", rope_parameters={"rope_theta": 10_000.0, "my_rope_key": 1})

@@ -30,7 +30,6 @@ Examples:
   ropewalk diff path/to/config.json
   ropewalk diff path/to/config.json --length 32768 --engines vllm,sglang
   ropewalk diff path/to/base path/to/fine-tune
-  ropewalk diff path/to/target path/to/draft --draft
 """,
 )
 @click.argument("source", type=_options.Source())
@@ -57,7 +56,6 @@ Examples:
     callback=_options.json_object,
     help="Start each engine with these keys, such as rope_scaling, by its own argument for them.",
 )
-@click.option("--draft", is_flag=True, help="SOURCE2 is the draft of SOURCE in speculative decoding.")
 @_options.pairing
 @_options.base
 @_options.factor
@@ -74,7 +72,6 @@ def diff(
     trainers: bool,
     verbose: bool,
     override: dict[str, Any] | None,
-    draft: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -82,7 +79,7 @@ def diff(
 
     With one config, show the attention factor, the frequencies and the scores in each engine, how much the engines
     differ, and which of them do not support the config. With two configs, show what changed, and whether weights and
-    KV caches are still valid. With --draft, show whether SOURCE2 rotates like SOURCE and reaches its length.
+    KV caches are still valid.
 
     A source is a config.json, the folder of a model, params.json of Meta or Mistral, a GGUF file, or a hub id
     (owner/name). No model is run, and no weights are read.
@@ -99,13 +96,8 @@ def diff(
             raise click.UsageError(
                 f"{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
             )
-        if draft and source2 is None:
-            raise click.UsageError("--draft needs SOURCE2.")
-        if source2 is not None and draft:
-            found: Any = ropewalk.diff.draft(source, source2, **options)
-            status = int(not found.alike)
-        elif source2 is None:
-            found = ropewalk.diff.engines(source, names=engine, trainers=trainers, override=override, **options)
+        if source2 is None:
+            found: Any = ropewalk.diff.engines(source, names=engine, trainers=trainers, override=override, **options)
             status = _STATUS[found.verdict]
         else:
             found = ropewalk.diff.configs(source, source2, **options)

@@ -9,10 +9,8 @@ from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
 from ropewalk.tools.diff.between_configs import ConfigDiff, configs
 from ropewalk.tools.diff.between_engines import EngineDiff, engines
 from ropewalk.tools.diff.for_engine import ForEngine, for_engine
-from ropewalk.tools.diff.with_draft import DraftDiff, draft
 
 __all__ = [
-    "ENGINES", "MORE_ENGINES", "TRAINERS", "ConfigDiff", "DraftDiff", "EngineDiff", "ForEngine", "configs", "draft",
-    "engines", "for_engine",
+    "ENGINES", "MORE_ENGINES", "TRAINERS", "ConfigDiff", "EngineDiff", "ForEngine", "configs", "engines", "for_engine",
 ]  # fmt: skip
 __dir__ = __all__.copy

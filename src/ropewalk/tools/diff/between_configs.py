@@ -66,7 +66,7 @@ def configs(
         RopeError: a config cannot be read or describes only a vision tower, a key to ignore is in neither config, or
             `length` is None and neither config states a length.
     """
-    a, b = read_both((first, second), pairing, base, factor, ignore, download)
+    a, b = _read_both((first, second), pairing, base, factor, ignore, download)
     longest = longest_of("diff.configs", length, a, b)
     converted = a.file_format != b.file_format
     rows = _compare_all(a, b, longest, converted)
@@ -74,8 +74,8 @@ def configs(
         {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
     ]
     facts: dict[str, Any] = {
-        "first": summary(a),
-        "second": summary(b),
+        "first": _summary(a),
+        "second": _summary(b),
         "length": longest,
         "layers": rows,
         "layer_counts": [len(a.layers), len(b.layers)],
@@ -88,7 +88,7 @@ def configs(
     return ConfigDiff(facts)
 
 
-def read_both(
+def _read_both(
     both: tuple[Any, Any],
     pairing: str | None,
     base: float | None,
@@ -130,7 +130,7 @@ def _asked_of(
     return tuple(keys), factor if source.is_params(values) and meta.needs_factor(values) else None
 
 
-def summary(ropes: ModelRopes) -> dict[str, Any]:
+def _summary(ropes: ModelRopes) -> dict[str, Any]:
     return {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -152,13 +152,13 @@ def _compare_all(a: ModelRopes, b: ModelRopes, longest: int, converted: bool) ->
         if converted and rope_a and rope_b:
             rope_b = dataclasses.replace(rope_b, pairing=rope_a.pairing)
         tolerance = FLOAT32 if converted else LAST_BITS
-        row = compare_layers(rope_a, rope_b, sorted({short, longest}), tolerance, windows)
+        row = _compare_layers(rope_a, rope_b, sorted({short, longest}), tolerance, windows)
         if row is not None:
             rows.append({"layers": layers, **row})
     return rows
 
 
-def compare_layers(
+def _compare_layers(
     a: Rope | None, b: Rope | None, lengths: list[int], tolerance: float, windows: tuple[int | None, ...]
 ) -> dict[str, Any] | None:
     """Compare the ropes of two layers at some lengths. Return facts, or None if they are the same."""

@@ -240,9 +240,11 @@ def _notes(row: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
 def configs_text(facts: Mapping[str, Any]) -> str:
     """Format the facts of a comparison of two configs for a terminal."""
     first, second = facts["first"], facts["second"]
-    lines = [f"first:  {describe_source(first)}", f"second: {describe_source(second)}", ""]
+    lines = [f"first:  {_describe_source(first)}", f"second: {_describe_source(second)}", ""]
     lines += [*left_out(facts), _verdict_of_configs(facts)]
-    lines += describe_layers(facts["layers"], min(facts["layer_counts"]))
+    for row in facts["layers"]:
+        head = layers(row["layers"], min(facts["layer_counts"]))
+        lines += ["", head, *map(_change, row["changed"]), *map(_difference, row["at"])]
     if facts["beside"]:
         lines += ["", "other differences", *map(_change, facts["beside"])]
     lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
@@ -251,15 +253,7 @@ def configs_text(facts: Mapping[str, Any]) -> str:
     return "\n".join(map(printable, lines))
 
 
-def describe_layers(rows: Iterable[Mapping[str, Any]], count: int, of: str = "") -> list[str]:
-    """Describe how the ropes of layers differ, of `count` layers."""
-    lines = []
-    for row in rows:
-        lines += ["", layers(row["layers"], count) + of, *map(_change, row["changed"]), *map(_difference, row["at"])]
-    return lines
-
-
-def describe_source(about: Mapping[str, Any]) -> str:
+def _describe_source(about: Mapping[str, Any]) -> str:
     """Return the name of a config, its model_type and its length."""
     length = about["max_position_embeddings"]
     positions = "" if length is None else f", {length:,} positions"
@@ -271,9 +265,11 @@ def _verdict_of_configs(facts: Mapping[str, Any]) -> str:
     first_count, second_count = facts["layer_counts"]
     if first_count != second_count:
         parts.append(f"{second_count} layers instead of {first_count}")
+    count, both = sum(len(row["layers"]) for row in facts["layers"]), min(first_count, second_count)
     if facts["layers"]:
-        count = sum(len(row["layers"]) for row in facts["layers"])
-        parts.append(f"{count} of {min(first_count, second_count)} layers rotate differently")
+        parts.append(f"{count} of {both} layers rotate differently")
+    elif first_count != second_count:
+        parts.append(f"the first {both} rotate identically" if both > 1 else "the first rotates identically")
     if facts["beside"]:
         parts.append("other properties of the attention differ")
     if not parts:
