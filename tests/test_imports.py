@@ -331,10 +331,10 @@ BUDGET = {
     "schemes": 1900,
     "tools": 700,
     "tools/check": 6551,
-    "tools/commands": 1113,
+    "tools/commands": 1100,
     "tools/convert": 1950,
-    "tools/diff": 1624,
-    "tools/extend": 1416,
+    "tools/diff": 1500,
+    "tools/extend": 1441,
     "tools/plots": 1250,
 }
 

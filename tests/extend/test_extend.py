@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import gguf_files
 from ropewalk import RopeError, from_config
 from ropewalk.tools.cli import main
-from ropewalk.tools.extend import extend
+from ropewalk.tools.extend import extend, write
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "engine_commands.json").read_text())
 ROWS = {(row["engine"], row["case"]): row for row in GOLDEN["rows"]}
@@ -317,8 +317,9 @@ def test_refusals() -> None:
     with pytest.raises(RopeError, match="rotary_dim must be at least 4"):
         extend(two, 64, method="ntk")
     assert not extend(two, 64).complete
-    with pytest.raises(RopeError, match="engine must be one of"):
-        extend(FLAT, LONG, engines=("vlm",))
+    for name in ("vlm", "torchtitan"):  # a trainer reads no config.json
+        with pytest.raises(RopeError, match="engine must be one of"):
+            extend(FLAT, LONG, engines=(name,))
     without = {key: value for key, value in FLAT.items() if key != "max_position_embeddings"}
     with pytest.raises(
         RopeError, match=r"must state a length in tokens, got none\. Add max_position_embeddings to the file"
@@ -362,11 +363,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
 
 
+GGUF = {
+    "context_length": 40_960, "embedding_length": 1024, "block_count": 28, "rope.freq_base": 1e6,
+    "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,
+    "attention.value_length": 128, "feed_forward_length": 3072, "attention.layer_norm_rms_epsilon": 1e-6,
+}  # fmt: skip
+
+
 def test_a_gguf_file(tmp_path: Path) -> None:
-    keys_ = {"context_length": 40_960, "embedding_length": 1024, "block_count": 28, "rope.freq_base": 1e6}
-    heads = {"attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128}
-    more = {"attention.value_length": 128, "feed_forward_length": 3072, "attention.layer_norm_rms_epsilon": 1e-6}
-    path = gguf_files.write(tmp_path / "q.gguf", {**keys_, **heads, **more}, architecture="qwen3")
+    path = gguf_files.write(tmp_path / "q.gguf", GGUF, architecture="qwen3")
     found = CliRunner().invoke(main, ["extend", str(path), "--to", "160k", "--for", "llama.cpp,vllm"])
     flags = "--rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 40960 --yarn-beta-fast 32 --yarn-beta-slow 1"
     assert f"llama-server -m {path} {flags} --rope-freq-base 1000000 -c 163840" in found.output
@@ -425,6 +430,23 @@ def test_an_engine_gets_the_first_method_that_it_has() -> None:
     assert "rule from two small models" not in found.text()
 
 
+def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> None:
+    """mlx-lm's models/qwen2.py reads rope_scaling and no rope_parameters, and models/gemma2.py reads neither."""
+    (tmp_path / "config.json").write_text(json.dumps(FLAT))
+    ran = CliRunner().invoke(main, ["extend", str(tmp_path), "--to", "128k", "--for", "mlx-lm"])
+    assert (ran.exit_code, "It reads these ropes from the config that --write writes." in ran.output) == (0, True)
+    extended = extend(tmp_path, LONG, engines=("mlx-lm",))
+    written = write(extended, tmp_path, tmp_path / "new")
+    assert "mlx-lm 0.32.2\n  It reads these ropes from the config as it is." in written.text()
+    newer = write(extended, tmp_path, tmp_path / "newer", version=5)
+    assert not newer.complete
+    found = extend(GEMMA_2, LONG, engines=("mlx-lm",))
+    assert (found.complete, "It reads no scaling" in of(found, "mlx-lm")["why_not"][0]) == (False, True)
+    assert of(found, "mlx-lm")["why_not"][-1] == "It can with method ntk"
+    path = gguf_files.write(tmp_path / "q.gguf", GGUF, architecture="qwen3")
+    assert not extend(path, 163_840, engines=("mlx-lm",)).complete
+
+
 def test_written_for_an_engine_that_is_refused(tmp_path: Path) -> None:
     """A config of another name has no weights beside it, and an engine without a command does not read the folder."""
     (tmp_path / "gemma2.json").write_text(json.dumps(GEMMA_2))
@@ -434,7 +456,7 @@ def test_written_for_an_engine_that_is_refused(tmp_path: Path) -> None:
         ["extend", str(tmp_path / "gemma2.json"), "--to", "64k", "--for", "sglang", "--write", str(tmp_path / "new")],
     )
     assert ran.exit_code == 2
-    reason = "No command: It reads no scaling, so nothing is scaled.\n  It has a command with --method ntk."
+    reason = "No command: It reads no scaling, so nothing is scaled.\n  It can with --method ntk."
     assert reason in ran.output
     assert extend(GEMMA_2, LONG, engines=("sglang",), method="ntk").complete
     assert str(tmp_path) + " " not in ran.output

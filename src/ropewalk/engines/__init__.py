@@ -53,17 +53,18 @@ TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORC
 """The trainers, by their names in lower case. They are compared only if they are named."""
 
 
-def engine(who: str, name: object) -> Engine:
+def engine(who: str, name: object, known: dict[str, Engine] | None = None) -> Engine:
     """Look up an engine or a trainer by its name, in upper or lower case.
 
     Args:
         who: the function that the user called, for the error message.
         name: the name, such as "vllm".
+        known: the engines that it may be, by their names in lower case. None means all.
 
     Raises:
         RopeError: no engine has this name.
     """
     key = name.lower() if isinstance(name, str) else name
-    known = {**ENGINES, **MORE_ENGINES, **TRAINERS}
+    known = {**ENGINES, **MORE_ENGINES, **TRAINERS} if known is None else known
     _checks.choice(who, _checks.option("engine"), key, tuple(known))
     return known[str(key)]

@@ -75,22 +75,17 @@ def explore(
     """
     from ropewalk import plots
 
-    if sources:
-        models: dict[str, ropewalk.Rope | ropewalk.ModelRopes] = {}
-        for source in sources:
-            name = _name(source) if _name(source) not in models else str(source)
-            if name in models:
-                raise click.UsageError(f"{source} is listed twice. List each source once.")
-            models[name] = ropewalk.from_config(source, **asked)
-        page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None)
-    else:
-        page = plots.explorer(
-            _llama3_under_five_schemes(),
-            length=length or _LONGEST,
-            trained_length=trained_length or _TRAINED,
-            pairs=pairs or None,
-            note=_NOTE,
-        )
+    models: dict[str, ropewalk.Rope | ropewalk.ModelRopes] = {}
+    for source in sources:
+        name = _name(source) if _name(source) not in models else str(source)
+        if name in models:
+            raise click.UsageError(f"{source} is listed twice. List each source once.")
+        models[name] = ropewalk.from_config(source, **asked)
+    note = "" if sources else _NOTE
+    if not sources:
+        models.update(_llama3_under_five_schemes())
+        length, trained_length = length or _LONGEST, trained_length or _TRAINED
+    page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None, note=note)
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as e:

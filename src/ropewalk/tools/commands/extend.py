@@ -27,7 +27,7 @@ Examples:
 )
 @click.option(
     "--for",
-    "engines",
+    "engine",
     multiple=True,
     metavar="NAME",
     callback=_options.names,
@@ -83,7 +83,7 @@ def extend(
     context: click.Context,
     source: Path,
     target: int,
-    engines: tuple[str, ...],
+    engine: tuple[str, ...],
     method: str | None,
     new_factor: float | None,
     folder: Path | None,
@@ -105,7 +105,8 @@ def extend(
     SOURCE is a config.json, the folder of a model, a GGUF file, a params.json, litgpt's model_config.yaml, or a hub id.
     With --measure, it must have weights.
 
-    The exit status is 2 if an engine has no command.
+    The exit status is 2 if an engine has no command. One that takes no arguments for this, such as mlx-lm, needs none
+    if it reads the config that --write writes.
     """
     from ropewalk.tools import extend as extending
 
@@ -132,7 +133,7 @@ def extend(
     found = extending.extend(
         source,
         target,
-        engines=engines or extending.DEFAULT,
+        engines=engine or extending.DEFAULT,
         method=measured["engines"] if measured and measured["engines"] else method,
         new_factor=new_factor,
         model=_model(source),

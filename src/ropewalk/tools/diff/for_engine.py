@@ -13,7 +13,7 @@ from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.configs.reader import LENGTHS as _LENGTHS
-from ropewalk.engines import ConfigRope, Engine, Flags, engine, put, spellings
+from ropewalk.engines import ENGINES, ConfigRope, Engine, Flags, engine, put, spellings
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared
 from ropewalk.tools.diff.lengths import longest_of, stated_length
@@ -60,7 +60,7 @@ def for_engine(
 
     Args:
         source: as in `diff.engines`.
-        name: the engine, from `ropewalk.diff.ENGINES`, such as "vllm".
+        name: the engine: "transformers", "vllm", "sglang" or "llama.cpp".
         length: as in `diff.engines`.
         pairing, base, ignore, download: as in `from_config`.
 
@@ -68,15 +68,12 @@ def for_engine(
         A `ForEngine`, with the result as text (`.text()`) and as data (`.facts`).
 
     Raises:
-        RopeError: the config cannot be read or states no length, or the engine is unknown or has no known arguments.
+        RopeError: the config cannot be read or states no length, or the engine has no known arguments.
     """
-    chosen = engine("diff.for_engine", name)
-    if chosen.override is None:
-        must, fix = "the engine must have known arguments", "Pass 'transformers', 'vllm', 'sglang' or 'llama.cpp'."
-        raise _checks.error("diff.for_engine", must, repr(name), fix)
+    chosen = engine("diff.for_engine", name, {key: each for key, each in ENGINES.items() if each.override})
     ropes, configs = ropes_for_engines(source, chosen, pairing=pairing, base=base, ignore=ignore, download=download)
     setting = longest_of("diff.for_engine", length, ropes)
-    apart, unknown = _apart(chosen, configs, dict(enumerate(ropes.layers)), setting)
+    apart, unknown = apart_of(chosen, configs, dict(enumerate(ropes.layers)), setting)
     notes = dict.fromkeys(note for config, _ in configs for note in chosen.answer(config).notes)
     scale = missing_query_scale(ropes, [chosen])
     apart += [f"It does not scale q by its position: {why}." for why in scale.values()]
@@ -94,13 +91,6 @@ def for_engine(
     too_long = _too_long(ropes, length)
     verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
     verdict = "not judged" if unknown or ignore else verdict
-    if (
-        verdict == "nothing needed"
-        and length is not None
-        and isinstance(chosen.override, Flags)
-        and chosen.reads(ropes.file_format)
-    ):
-        command = chosen.override.command(str(source), "", length)
     return ForEngine(
         {
             "source": ropes.source,
@@ -115,7 +105,7 @@ def for_engine(
             "differences": unknown or apart,
             "notes": [] if unknown else [note for note in notes if note not in " ".join(apart)],
             "command": command or None,
-            "command_source": chosen.override.source if command else None,
+            "command_source": chosen.override.source if command and chosen.override else None,
             "not_compared": not_compared(ropes),
             "warnings": list(ropes.warnings),
         }
@@ -127,7 +117,7 @@ def _refused_by_rule(chosen: Engine, config: ConfigRope) -> bool:
     return chosen.apply_rule(config).refusal == chosen.answer(config).refusal
 
 
-def _apart(
+def apart_of(
     chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], own: Mapping[int, Rope | None], setting: int
 ) -> tuple[list[str], list[str]]:
     """Return how the ropes of the engine differ from those of the model, and why they cannot be judged, as sentences.
@@ -239,7 +229,7 @@ def find_command(
         except RopeError as e:
             reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
             continue
-        apart, unknown = _apart(chosen, found, own, setting)
+        apart, unknown = apart_of(chosen, found, own, setting)
         if not (apart or unknown):
             replaced = put({}, path, {**keys, "rope_parameters": new})
             forms = (override.write, override.python)

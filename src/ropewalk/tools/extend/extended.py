@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ropewalk import _checks
-from ropewalk._checks import RopeError
+from ropewalk._checks import RopeError, without_fix
+from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
-from ropewalk.engines import Engine, Flags, engine
+from ropewalk.engines import ENGINES, MORE_ENGINES, Engine, Flags, engine
 from ropewalk.engines._config import to_finite
-from ropewalk.tools.diff.for_engine import LENGTHS, find_command, for_engine
+from ropewalk.rope.rope import Rope
+from ropewalk.tools.diff.for_engine import LENGTHS, apart_of, find_command, for_engine
 from ropewalk.tools.extend import plan as plans
 from ropewalk.tools.extend.plan import METHODS, Plan, Source
 from ropewalk.tools.extend.text import extended_text
@@ -40,8 +42,8 @@ class Extended:
 
     @property
     def complete(self) -> bool:
-        """Whether every engine that was asked for has a command."""
-        return all(entry["commands"] for entry in self.facts["engines"])
+        """Whether every engine that was asked for has a command, or needs none beside the config."""
+        return all(entry["commands"] or entry["reads"] for entry in self.facts["engines"])
 
     def text(self) -> str:
         """Return the result as text for a terminal."""
@@ -73,12 +75,13 @@ def extend(
     """Find the config and the command of each engine with which a model reads texts of a length.
 
     A command is returned only if the engine's rules, applied to the config with its arguments, give the ropes that are
-    meant, up to this length. No engine is run, and no weights are read.
+    meant, up to this length. Of engines without such arguments, the rules are applied to the config that `write`
+    writes. No engine is run, and no weights are read.
 
     Args:
         source: as in `diff.engines`.
         target: the length to reach, in tokens.
-        engines: names of `ropewalk.diff.ENGINES`.
+        engines: names of `ropewalk.diff.ENGINES` or `MORE_ENGINES`.
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
             Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
             factors; an engine gets the first that it has.
@@ -92,7 +95,7 @@ def extend(
             argument is invalid; or no method that was asked for can be stated.
     """
     target = _checks.length("ropewalk extend", "to", target)
-    chosen = [engine("ropewalk extend", name) for name in dict.fromkeys(engines)]
+    chosen = [engine("ropewalk extend", name, {**ENGINES, **MORE_ENGINES}) for name in dict.fromkeys(engines)]
     if new_factor is not None:
         new_factor = _checks.number("ropewalk extend", _checks.option("new_factor"), new_factor, at_least=1.0)
     ways = dict(method) if isinstance(method, Mapping) else {} if method is None else {method: new_factor}
@@ -117,7 +120,7 @@ def extend(
         row = {**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name])
         if row["commands"]:
             row["notes"] = _notes(row, read, made, target, models[entry.name])
-        elif find is _extended and method is None and not far:
+        elif find is _extended and method is None and not far and not row["reads"]:
             row["why_not"] += _others(read, entry, target, ways)
         rows.append(row)
     facts = {
@@ -176,7 +179,7 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     """Return the command for a config whose ropes reach the length as they are."""
     override, row = chosen.override, _row(chosen)
     if override is None:
-        return {**row, "why_not": [_NO_ARGUMENTS]}
+        return _by_its_file(source, chosen, source.whole, source.text.layers, min(target, source.length))
     found = for_engine(source.whole, chosen.name, length=min(target, source.length), **source.asked)
     if found.verdict != "nothing needed":
         return {**row, "why_not": [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]}
@@ -190,7 +193,11 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     """Return the command of an engine for the first plan whose ropes it computes, or why there is none."""
     row = _row(chosen)
     if chosen.override is None:
-        return {**row, "why_not": [_NO_ARGUMENTS]}
+        try:
+            config = plans.config_of(source, made[0].ropes, target, plans.version_of(source))[1]
+        except RopeError as e:
+            return {**row, "why_not": [without_fix(e)]}
+        return {**_by_its_file(source, chosen, config, made[0].text.layers, target), "plan": 0}
     flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
@@ -208,14 +215,26 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     return {**row, "why_not": said}
 
 
+def _by_its_file(
+    source: Source, chosen: Engine, config: Mapping[str, Any], layers: Sequence[Rope | None], length: int
+) -> dict[str, Any]:
+    """Return whether an engine without arguments for this has the ropes of `layers` from a config, or why not."""
+    if source.text.file_format:
+        return {**_row(chosen), "why_not": ["it reads a config.json, which is not what was passed"]}
+    _, found = ropes_for_engines(config, chosen, **source.asked)
+    apart, unknown = apart_of(chosen, found, dict(enumerate(layers)), length)
+    return {**_row(chosen), "reads": not (apart or unknown), "why_not": [*unknown, *apart]}
+
+
 def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any]) -> list[str]:
     """Return a sentence about the other methods for which an engine has a command, if there are any."""
     found = []
     for name in METHODS.keys() - tried.keys():
         with contextlib.suppress(RopeError):  # the config cannot state it
             made = plans.make(source, target, name, None)
-            found += [name] if _extended(source, chosen, [made], target, "MODEL")["commands"] else []
-    return [f"It has a command with {_checks.option('method')} {' or '.join(sorted(found))}"] if found else []
+            row = _extended(source, chosen, [made], target, "MODEL")
+            found += [name] if row["commands"] or row["reads"] else []
+    return [f"It can with {_checks.option('method')} {' or '.join(sorted(found))}"] if found else []
 
 
 def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int, model: str) -> list[str]:
@@ -247,9 +266,8 @@ def _tokenizer_limit(folder: Path) -> float | None:
 
 
 _OWN_CODE = "it loads this config with the model's own code, whose keys an argument does not replace"
-_NO_ARGUMENTS = "it takes no such arguments, or they were not looked up"
 
 
 def _row(chosen: Engine) -> dict[str, Any]:
     about = {"name": chosen.name, "version": chosen.version, "reads_config": not isinstance(chosen.override, Flags)}
-    return {**about, "plan": None, "commands": [], "why_not": [], "notes": []}
+    return {**about, "plan": None, "commands": [], "reads": False, "why_not": [], "notes": []}

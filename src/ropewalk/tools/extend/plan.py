@@ -239,6 +239,11 @@ def _lengths(text: Mapping[str, Any], target: int) -> dict[str, int]:
     return {key: target for key in LENGTHS if key == first or (type(text.get(key)) is int and text[key] < target)}
 
 
+def version_of(source: Source) -> int:
+    """Return the version of transformers whose schema the file has, 4 or 5."""
+    return 5 if "rope_parameters" in find_text(source.whole)[1] else 4
+
+
 def config_of(
     source: Source, ropes: ModelRopes, target: int, version: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,9 +28,12 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         lines += ["", f"{row['name']} {row['version']}{how}"]
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
-        if not row["commands"]:
+        if row["reads"]:
+            how = "the config that --write writes" if used else "the config as it is"
+            lines += bullets([f"It reads these ropes from {how}. Its own limits of length were not looked up."])
+        elif not row["commands"]:
             lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
-    if any(row["commands"] for row in facts["engines"]):
+    if any(row["commands"] or row["reads"] for row in facts["engines"]):
         lines += ["", *wrap(_CLAIM, "")]
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
@@ -92,6 +95,6 @@ _WORDS = {
 }
 
 _CLAIM = (
-    "Each command was checked with ropewalk's rules for the engine: with it, the engine has the ropes of the config, "
-    "up to this length. No engine was run."
+    "Each was checked with ropewalk's rules for the engine: with it, the engine has the ropes of the config, up to "
+    "this length. No engine was run."
 )

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from ropewalk import _checks
-from ropewalk.configs.hf import find_text
 from ropewalk.tools.extend.extended import Extended, extend
+from ropewalk.tools.extend.plan import version_of
 
 _WHO = "ropewalk extend"
 
@@ -39,8 +39,7 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int | None
         raise _checks.error(_WHO, "the folder to write must not exist", str(folder), "Pass another one.")
     if extended.source.text.file_format:
         raise _checks.error(_WHO, "--write needs a config.json", str(source), "Pass the engine its arguments instead.")
-    stated = find_text(extended.source.whole)[1]
-    config = extended.config(version=version or (5 if "rope_parameters" in stated else 4))
+    config = extended.config(version=version or version_of(extended.source))
     beside = source if source.is_dir() else source.parent if source.name == "config.json" else None
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -56,8 +55,8 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int | None
         raise
     names = [row["name"] for row in extended.facts["engines"]]
     read = extend(folder, extended.facts["target"], engines=names, model=str(folder), **extended.source.asked)
-    rows = [
-        {**new, "plan": old["plan"]} if old["commands"] and new["commands"] and new["reads_config"] else old
-        for old, new in zip(extended.facts["engines"], read.facts["engines"], strict=True)
-    ]
+    rows = []
+    for old, new in zip(extended.facts["engines"], read.facts["engines"], strict=True):
+        same = old["commands"] and new["commands"] and new["reads_config"]
+        rows.append(new if old["reads"] else {**new, "plan": old["plan"]} if same else old)
     return dataclasses.replace(extended, facts={**extended.facts, "engines": rows})
