@@ -40,6 +40,15 @@ def test_rules_of_a_known_model(like: str, keys: dict[str, Any], rope: Rope) -> 
     assert ropes.explain().startswith("config (model_type fern)")
 
 
+def test_a_config_without_model_type() -> None:
+    without = {key: value for key, value in FERN.items() if key != "model_type"}
+    with pytest.raises(RopeError, match=r'must be a string, got None\. Add it, such as "llama", if'):
+        from_config(without)
+    ropes = from_config(without, like="cohere")
+    assert (ropes.model_type, ropes.rope) == ("cohere", Rope(16, 50_000.0, "interleaved"))
+    assert ropes.warnings[0] == "The missing model_type is read by the rules of cohere, as like='cohere' asks."
+
+
 def test_inside_a_known_model() -> None:
     ropes = from_config({"model_type": "llava", "text_config": FERN}, like="cohere")
     assert ropes.rope == Rope(16, 50_000.0, "interleaved")
@@ -76,7 +85,7 @@ def test_written_configs_keep_the_model_type(version: int) -> None:
     [
         ({**FERN, "model_type": "mistral"}, {}, "config: model_type must be one that ropewalk does not know if like is passed, got 'mistral'. Omit like."),
         ({"model_type": "llava", "text_config": {**FERN, "model_type": "llama"}}, {}, "config: text_config: model_type must be one that ropewalk does not know"),
-        ({**FERN, "model_type": None}, {}, "model_type must be one that ropewalk does not know if like is passed, got None"),
+        ({**FERN, "model_type": 3}, {}, "model_type must be one that ropewalk does not know if like is passed, got 3"),
         ({"model_type": "qwen2_5_vl_vision", "hidden_size": 64, "num_heads": 4}, {}, "model_type must be that of a text model if pairing, base or like is passed"),
         (FERN, {"like": "lama"}, "from_config: like must be a model_type that ropewalk knows, got 'lama'. `ropewalk explain --list` lists them. Did you mean 'llama'?"),
         (FERN, {"like": "bert"}, "bert has no rotary positions"),

@@ -89,16 +89,15 @@ def _read_like(fields: Fields, like: str, **others: Any) -> ModelRopes:
         raise error("from_config", f"{option('like')} must be a model_type that ropewalk knows", shown(like), fix)
     text = text_model(fields, ARCHITECTURES, False)
     own = text.get("model_type")
-    if not isinstance(own, str) or own in ARCHITECTURES:
+    if own is not None and (not isinstance(own, str) or own in ARCHITECTURES):
         must = f"must be one that ropewalk does not know if {option('like')} is passed"
         raise text.error("model_type", must, shown(own), f"Omit {option('like')}.")
     path = text.path.split(".")[:-1]
     ropes = read(_with_model_type(fields.config, path, like), fields.source, pairing=None, **others)
-    warning = (
-        f"model_type {own!a:.80} is not known and is read by the rules of {like}, as {argument('like', like)} asks."
-    )
+    unknown = "The missing model_type" if own is None else f"model_type {own!a:.80} is not known and"
+    warning = f"{unknown} is read by the rules of {like}, as {argument('like', like)} asks."
     ropes = replace(ropes, warnings=(warning, *ropes.warnings))
-    if ropes.model_type != like:  # a model that contains others
+    if own is None or ropes.model_type != like:  # a model that contains others
         return ropes
     return replace(ropes, model_type=own, like=like, config={**(ropes.config or {}), "model_type": own})
 
@@ -303,7 +302,8 @@ def _find_row(c: Reader) -> Architecture:
     """
     model_type = c.get("model_type")
     if not isinstance(model_type, str):
-        fix = "Pass a model's config.json as transformers writes it; other programs use other keys."
+        fix = 'Add it, such as "llama", if the keys are those of a config as transformers writes it; '
+        fix += "other programs use other keys."
         raise c.error("model_type", "must be a string", shown(model_type), fix)
     row = row_of(model_type, c.config)
     if row is not None:
