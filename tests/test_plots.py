@@ -528,46 +528,6 @@ def test_numbers_out_of_range_are_refused(function, arguments):
         function(LLAMA, **arguments)
 
 
-THREE = {"one": PLAIN, "other": LLAMA, "again": ropewalk.Rope(head_dim=128, base=10_000.0, pairing="half")}
-
-
-class TestDifferences:
-    def test_each_rope_is_a_line_and_equal_ones_share_it(self) -> None:
-        figure = plots.differences(THREE, longest=1000)
-        upper, lower = figure.axes
-        labels = ["one, again", "other"]
-        assert [line.get_label() for line in upper.lines] == labels
-        ratio = np.array(upper.lines[1].get_ydata())
-        np.testing.assert_allclose(ratio, np.array(llama3_speeds()) / speeds(10_000.0), rtol=1e-12)
-        np.testing.assert_array_equal(upper.lines[0].get_ydata(), 1.0)
-        m, score = (np.array(x) for x in lower.lines[1].get_data())
-        assert m[0] == 0
-        assert m[-1] == 1000
-        wanted = [math.fsum(math.cos(k * w) for w in llama3_speeds()) / 64 for k in m]
-        np.testing.assert_allclose(score, wanted, rtol=0, atol=1e-12)
-        assert "2 different ropes among 3" in figure.get_suptitle()
-
-    def test_the_attention_factor_is_in_the_score(self) -> None:
-        lower = plots.differences({"yarn": YARN}).axes[1]
-        assert lower.lines[0].get_ydata()[0] == pytest.approx((1 + 0.1 * math.log(16)) ** 2, rel=1e-12)
-
-    def test_pairs_that_do_not_rotate_are_omitted(self) -> None:
-        figure = plots.differences({"idle": IDLE, "turning": ropewalk.Rope(head_dim=16, base=10_000.0, pairing="half")})
-        assert list(figure.axes[0].lines[1].get_xdata()) == [0, 1, 2, 3]
-
-    @pytest.mark.parametrize(
-        ("ropes", "longest", "message"),
-        [
-            ({}, 10, "ropes must be one or more ropes with the same number of pairs, got none"),
-            ({"a": PLAIN, "b": YARN}, 10, r"got \[64, 4\] pairs"),
-            ({"a": PLAIN}, 0, "longest"),
-        ],
-    )
-    def test_errors(self, ropes: dict, longest: int, message: str) -> None:
-        with pytest.raises(ropewalk.RopeError, match=message):
-            plots.differences(ropes, longest=longest)
-
-
 def test_colours_can_be_read_on_white_and_inverted_as_the_site_does_in_dark_mode() -> None:
     """The contrast that WCAG 2 asks of text, with the matrices that CSS defines for invert and hue-rotate."""
 
