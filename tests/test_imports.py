@@ -334,8 +334,8 @@ BUDGET = {
     "tools/commands": 1100,
     "tools/convert": 1950,
     "tools/diff": 1500,
-    "tools/extend": 1441,
-    "tools/plots": 1250,
+    "tools/extend": 1452,
+    "tools/plots": 1110,
 }
 
 

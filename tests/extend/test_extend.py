@@ -438,8 +438,10 @@ def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> No
     extended = extend(tmp_path, LONG, engines=("mlx-lm",))
     written = write(extended, tmp_path, tmp_path / "new")
     assert "mlx-lm 0.32.2\n  It reads these ropes from the config as it is." in written.text()
-    newer = write(extended, tmp_path, tmp_path / "newer", version=5)
-    assert not newer.complete
+    write(extended, tmp_path, tmp_path / "newer", version=5)
+    newer = json.loads((tmp_path / "newer" / "config.json").read_text())
+    [row] = extend(newer, 2 * LONG, engines=("mlx-lm",)).facts["engines"]
+    assert row["reads"] == "the config that --write --version 4 writes"
     found = extend(GEMMA_2, LONG, engines=("mlx-lm",))
     assert (found.complete, "It reads no scaling" in of(found, "mlx-lm")["why_not"][0]) == (False, True)
     assert of(found, "mlx-lm")["why_not"][-1] == "It can with method ntk"

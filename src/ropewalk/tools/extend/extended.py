@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk import _checks
-from ropewalk._checks import RopeError, without_fix
+from ropewalk._checks import RopeError
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
@@ -193,11 +193,7 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     """Return the command of an engine for the first plan whose ropes it computes, or why there is none."""
     row = _row(chosen)
     if chosen.override is None:
-        try:
-            config = plans.config_of(source, made[0].ropes, target, plans.version_of(source))[1]
-        except RopeError as e:
-            return {**row, "why_not": [without_fix(e)]}
-        return {**_by_its_file(source, chosen, config, made[0].text.layers, target), "plan": 0}
+        return _written(source, chosen, made[0], target)
     flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
@@ -215,6 +211,20 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     return {**row, "why_not": said}
 
 
+def _written(source: Source, chosen: Engine, plan: Plan, target: int) -> dict[str, Any]:
+    """Return the schema in which an engine without arguments for this reads the ropes of a plan, or why in none."""
+    own, why_not = plans.version_of(source), list[str]()
+    for version in (own, 9 - own):
+        with contextlib.suppress(RopeError):  # this schema cannot state the ropes
+            config = plans.config_of(source, plan.ropes, target, version)[1]
+            row = _by_its_file(source, chosen, config, plan.text.layers, target)
+            if row["reads"]:
+                other = "" if version == own else f" --version {version}"
+                return {**row, "plan": 0, "reads": f"the config that --write{other} writes"}
+            why_not = why_not or row["why_not"]
+    return {**_row(chosen), "why_not": why_not or [_OWN_CODE]}
+
+
 def _by_its_file(
     source: Source, chosen: Engine, config: Mapping[str, Any], layers: Sequence[Rope | None], length: int
 ) -> dict[str, Any]:
@@ -223,7 +233,8 @@ def _by_its_file(
         return {**_row(chosen), "why_not": ["it reads a config.json, which is not what was passed"]}
     _, found = ropes_for_engines(config, chosen, **source.asked)
     apart, unknown = apart_of(chosen, found, dict(enumerate(layers)), length)
-    return {**_row(chosen), "reads": not (apart or unknown), "why_not": [*unknown, *apart]}
+    reads = "" if apart or unknown else "the config as it is"
+    return {**_row(chosen), "reads": reads, "why_not": [*unknown, *apart]}
 
 
 def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any]) -> list[str]:
@@ -270,4 +281,4 @@ _OWN_CODE = "it loads this config with the model's own code, whose keys an argum
 
 def _row(chosen: Engine) -> dict[str, Any]:
     about = {"name": chosen.name, "version": chosen.version, "reads_config": not isinstance(chosen.override, Flags)}
-    return {**about, "plan": None, "commands": [], "reads": False, "why_not": [], "notes": []}
+    return {**about, "plan": None, "commands": [], "reads": "", "why_not": [], "notes": []}

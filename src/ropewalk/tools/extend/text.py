@@ -29,8 +29,8 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
         if row["reads"]:
-            how = "the config that --write writes" if used else "the config as it is"
-            lines += bullets([f"It reads these ropes from {how}. Its own limits of length were not looked up."])
+            limits = "Its own limits of length were not looked up."
+            lines += bullets([f"It reads these ropes from {row['reads']}. {limits}"])
         elif not row["commands"]:
             lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
