@@ -288,7 +288,8 @@ def test_a_model_with_its_own_code() -> None:
     del qwen["rope_theta"]
     found = extend(qwen, LONG)
     assert "--rope-scale 32 --yarn-orig-ctx 8192 " in commands(found)
-    assert "with the model's own code" in of(found, "vLLM")["why_not"][0]
+    assert "with the model's own code" in of(found, "SGLang")["why_not"][0]
+    assert of(found, "vLLM")["why_not"] == ["it has no model qwen"]
 
 
 def test_factors_in_a_gguf_are_not_replaced() -> None:

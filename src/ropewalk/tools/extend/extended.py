@@ -198,7 +198,9 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:
-        return {**row, "why_not": [_OWN_CODE]}
+        answers = [chosen.answer(config) for config, _ in source.configs]
+        absent = [f"it {answer.refusal}" for answer in answers if answer.why == "absent"]
+        return {**row, "why_not": absent[:1] or [_OWN_CODE]}
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
