@@ -134,7 +134,7 @@ class _Finder:
         works = best is not None and best[0] >= _ROTATES  # then positions on several axes have the same form
         found = [self.search(count, best[1].layout if works and best else layout, first=works) for count in COUNTS]
         rated = [(_all_axes_matter(each[1]), *each) for each in found if each and (best is None or each[0] >= best[0])]
-        if rated and (best is None or any(matter for matter, *_ in rated)):
+        if rated and (not works or any(matter for matter, *_ in rated)):
             return max(rated, key=lambda each: each[:2])[1:]
         return best
 
@@ -307,8 +307,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         return None
     differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
-    if differs_by_token != differs_by_head:
-        score += _ROTATES if differs_by_token else -_ROTATES
+    score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
     if subject.way.given is not None and subject.accepts(many):
         try:  # tables of fewer tokens than channels also fit other axes

@@ -63,6 +63,8 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
             rope = replace(subject.way.given, axes=interleaved)
     alone = measured[:, : len(SMALL)]
     if rope is None or rope.axes is None:
+        if ignored := [name for of, name in enumerate(names) if min(axis) >= 0 and of not in axis]:
+            report.add("axis-ignored", f"Positions on {' and '.join(ignored)} turn no pair.")
         return subject, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
     moving = rope.inv_freq != 0
     right = tuple(np.array(rope.axes.axis)[moving].tolist())
