@@ -27,6 +27,8 @@ _NAMES = {
     "max_length block_size n_positions",
     "config": "args cfg params model_args",
     "sections": SPELLINGS["sections"],
+    "mixed": "mrope_interleaved",  # whether the sections are interleaved
+    "scaling": "rope_scaling rope_parameters scaling_config",
     "interleaved": SPELLINGS["interleaved"],
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
@@ -35,11 +37,11 @@ _NAMES = {
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
     "factor": "scaling_factor scale_factor",
-    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len",
+    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len orig_max_position",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
-    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), ""),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "truncate"), ""),
 }
 
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
@@ -53,11 +55,13 @@ class Arguments:
         base: the base that is passed, or None if the constructor has no parameter for it.
         length: the number of tokens that is passed, or None if the constructor has no parameter for it.
         sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
+        adapter: if options are not passed because nothing says what they are, the function to write that passes them.
     """
 
     base: float | None
     length: int | None
     sizes: frozenset[str] = frozenset()
+    adapter: str = ""
 
     def takes(self, channels: int, rotary_dim: int) -> bool:
         """Whether the constructor takes a number of channels of a head, and of rotated channels."""
@@ -86,6 +90,10 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "config" and expected.config is not None:
             values[name] = _config_object(owner, known[name].annotation, expected.config)
+        elif role == "mixed" and expected.axes is not None:
+            values[name] = [*expected.axes.axis] != sorted(expected.axes.axis)
+        elif role == "scaling" and isinstance(expected.config, Mapping):
+            values[name] = expected.config.get("rope_scaling", expected.config.get("rope_parameters"))
         elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "dtype" and default is None:
@@ -107,9 +115,12 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
     known = parameters(owner) or {}
     parameter_of = match(known, _NAMES)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
-    takes = [parameter_of[role] for role in ("dim", "base") if role in parameter_of]
-    passed = ", ".join((*(f"{name}={name}" for name in takes), f"{(missing or ['NAME'])[0]}=VALUE"))
-    fix = f"Check a function that constructs it: def make({', '.join(takes)}): return {name_of(constructor)}({passed})."
+    options = [name for name in known if name not in values and name not in ("device", "dtype")]
+    texts = [f"{name}={name}" for name in values] + [f"{name}=VALUE" for name in missing or ["NAME"][bool(options) :]]
+    passed = ", ".join((*texts, *(f"{name}={known[name].default!r}" for name in options if name not in missing)))
+    method = f".{constructor.name}" if isinstance(constructor, Method) else ""
+    returned = f"{name_of(owner)}({passed}){method}"
+    fix = f"Check a function that constructs it: def make({', '.join(values)}): return {returned}."
     if missing:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         if missing[0] == parameter_of.get("config"):
@@ -125,7 +136,8 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
-    return built, Arguments(base, length, frozenset() if "config" in sizes and "dim" not in sizes else sizes)
+    sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
+    return built, Arguments(base, length, sizes, fix if options and "config" not in parameter_of else "")
 
 
 def is_constructor(target: Any) -> bool:

@@ -36,6 +36,9 @@ from ropewalk.tools.check.report import Report
 _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incremental", "inference"}
 """Words in the names of parameters that only calls of decoding have."""
 
+_OF_OPTIONS = {"scaling-ignored", "section-layout", "yarn-truncate"}
+"""The findings that are expected of a class whose option for it was not passed."""
+
 
 def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
@@ -66,6 +69,9 @@ def run(subject: Subject, report: Report) -> None:
         report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
     if (baseline := _measure(subject, report)) is None:
         return
+    if (adapter := subject.arguments.adapter if subject.arguments else "") and (of := _OF_OPTIONS & {*report.codes}):
+        must = f"every option that may be the reason for {min(of)} must be passed"
+        raise _checks.error("check", must, "some whose names are not known", adapter)
     multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
