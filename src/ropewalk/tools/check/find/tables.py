@@ -113,7 +113,7 @@ _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats o
 # The formats of one argument: complex numbers, matrices of 2 × 2, angles, cos and sin stacked, concatenated or in a
 # tuple.
 _IN_ONE = (
-    *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half"),
+    *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half", "sin, cos each"),
     *(f"{kind}{width}" for kind in ("angles ", "(cos, sin) ") for width in reversed(_WIDTHS)),
 )
 # Names of a parameter → the formats that are tried first.
