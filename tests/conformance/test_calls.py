@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, RopeError, conformance
+from ropewalk.schemes import Linear
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import adapter, calls
 from ropewalk.tools.check.find import target as targets
@@ -472,6 +473,31 @@ class TestAdapter:
         assert str(e.value).endswith("query=q, key=k, spin=..., position_ids=positions)\n")
         assert "def rotate(q, k, positions):\n" in str(e.value)
 
+    @pytest.mark.parametrize("name", ["Listed.forward", "in_two", "fixed_tables,apply_tables"])
+    def test_runs_with_only_the_dots_replaced(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "theirs.py").write_text(UNKNOWN)
+        with pytest.raises(RopeError) as e:
+            conformance.check(f"{tmp_path / 'theirs.py'}:{name}")
+        code = str(e.value).partition("\n\n")[2]
+        for argument, text in (("spin", "1.0"), ("both", "[q, k]"), ("one", "q"), ("two", "k"), ("setup", "64")):
+            code = code.replace(f"{argument}=...", f"{argument}={text}")
+        (tmp_path / "mine.py").write_text(code)
+        names = "tables,apply_tables" if "def tables(" in code else "rotate"
+        report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
+        assert (report.verdict, report.found["pairing"]) == ("right", "half")
+
+    @pytest.mark.parametrize(("constructor", "value"), [("Scaled", "spin=VALUE"), ("Optional", "ramp=None")])
+    def test_of_a_constructor_with_unknown_arguments(self, constructor: str, value: str) -> None:
+        theirs: dict[str, Any] = {}
+        exec(UNKNOWN, theirs)
+        rope = Rope(64, 10_000.0, "half", scaling=Linear(4.0))
+        with pytest.raises(RopeError, match=r"def make\(head_dim, base, is_neox\)") as e:
+            conformance.check(theirs[constructor], rope=rope)
+        code = "def make" + str(e.value).partition("def make")[2].removesuffix(".")
+        assert value in code
+        exec(code.replace(value, value.partition("=")[0] + "=4.0"), theirs)
+        assert conformance.check(theirs["make"], rope=rope).codes == []
+
     def test_of_a_class_and_a_function(self) -> None:
         names = pasted((Rotary, apply_tables))
         assert conformance.check(names["rotate"]).codes == []
@@ -512,6 +538,44 @@ class Rotary:
 
 def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     return turn(query, cosines, sines), turn(key, cosines, sines)
+
+
+UNKNOWN = """
+import torch
+
+def turn(x, positions, scale=1.0, head_dim=64, base=10_000.0):
+    inv_freq = base ** (-torch.arange(0, head_dim, 2).double() / head_dim) / scale
+    angles = (positions[..., None] * inv_freq)[..., None, :]
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+
+class Scaled:
+    def __init__(self, head_dim, base, is_neox, spin):
+        self.given = spin, head_dim, base
+
+    def __call__(self, q, k, positions):
+        return turn(q, positions, *self.given), turn(k, positions, *self.given)
+
+class Optional(Scaled):
+    def __init__(self, head_dim, base, is_neox, ramp=None):
+        self.given = ramp or 1.0, head_dim, base
+
+class Listed(Scaled):
+    def forward(self, positions, both):
+        return [turn(x, positions, *self.given) for x in both]
+
+def in_two(one, two, positions):
+    return turn(one, positions), turn(two, positions)
+
+def fixed_tables(setup):
+    angles = torch.arange(512)[:, None] * 10_000.0 ** (-torch.arange(0, setup, 2).double() / setup)
+    return angles.cos(), angles.sin()
+
+def apply_tables(x, cos, sin):
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+"""
 
 
 NUMPY = """

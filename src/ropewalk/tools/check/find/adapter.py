@@ -88,31 +88,44 @@ def library_of(target: Target) -> str | None:
 
 def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     """Append to the message of an error the adapter to paste for a target that cannot be called."""
-    code = write(target, expected)
+    code = write(target, expected, has_failed=True)
     missing = " Replace each `...`." if "=..." in code else ""
     says = "Check a function that calls it. The names of its parameters say what check passes."
+    if "def tables(" in code:
+        says = f"Check FILE:tables,{name_of(target.objects[-1])}, where FILE contains this."
     lines = (_checks.printable(line) for line in code.split("\n"))
     error.args = ("\n".join((f"{error} {says}{missing}", "", *lines)),)
 
 
-def write(target: Target, expected: Expected) -> str:
-    """Return the code of an adapter for a target, with `...` for arguments that are not known."""
+def write(target: Target, expected: Expected, *, has_failed: bool = False) -> str:
+    """Return the code of an adapter for a target, with `...` for arguments that are not known.
+
+    With `has_failed`, those are also the tables of a call that has failed although all its arguments are known.
+    """
     library, last = library_of(target), target.objects[-1]
-    call = words.read_call(_function(last))
+    imports = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects)]
+    call = words.read_call(function_of(last))
     if len(target.objects) == 2:
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
     arguments = _arguments(last, call, expected)
     tables = [word for word in ("cos", "sin", "freqs_cis") if arguments.get(call.parameter_of.get(word, "")) == word]
+    is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
+    arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open and len(target.objects) == 1 else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
     lines = [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
-    texts = [*arguments.values(), *lines]
+    texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
     for make in target.objects[:-1]:
-        made = _arguments(make, words.read_call(_function(make)), expected)
+        of_make = words.read_call(function_of(make))
+        made = _arguments(make, of_make, expected)
+        if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
+            return "\n".join((*imports, "", f"def tables(seq_len):\n    return {_called(make, made)}", ""))
         lines.append(f"{', '.join(tables)} = {_called(make, made)}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
+    if not {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of}:
+        takes = ["q", "k", *takes]
     if len(target.objects) == 2:
         takes = [word for word in takes if word not in tables]
     if library:
@@ -130,11 +143,10 @@ def write(target: Target, expected: Expected) -> str:
     head = ["import numpy as np", _LIBRARIES[library][0], _TO.format(array=_LIBRARIES[library][1])] if library else []
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     body = "".join(f"\n    {line}" for line in lines)
-    head = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects), *head, *objects]
-    return "\n".join((*filter(None, head), "", f"def rotate({', '.join(takes) or 'q, k, positions'}):{body}", ""))
+    return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def rotate({', '.join(takes)}):{body}", ""))
 
 
-def _function(obj: Any) -> Any:
+def function_of(obj: Any) -> Any:
     """Return what is called of an object: the method of a class, bound to nothing."""
     if isinstance(obj, Method):
         return partial(getattr(obj.owner, obj.name), None)
@@ -164,7 +176,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
     arguments = {}
-    for name, parameter in (words.parameters(_function(obj)) or {}).items():
+    for name, parameter in (words.parameters(function_of(obj)) or {}).items():
         role = role_of.get(name, "")
         if role in known and role not in omitted:
             arguments[name] = known[role]
@@ -176,7 +188,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
 
 
 def _called(obj: Any, arguments: dict[str, str]) -> str:
-    known = words.parameters(_function(obj)) or {}
+    known = words.parameters(function_of(obj)) or {}
     by_place = [name for name in arguments if known[name].kind is inspect.Parameter.POSITIONAL_ONLY]
     texts = [arguments[name] if name in by_place else f"{name}={text}" for name, text in arguments.items()]
     method = f".{obj.name}" if isinstance(obj, Method) else ""

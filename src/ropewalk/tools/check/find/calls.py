@@ -214,12 +214,17 @@ class _Finder:
             RopeError: the parameters allow no known call. The message shows an adapter.
         """
         second = self.target.objects[1] if len(self.target.objects) == 2 else None
-        first, arguments = _construct(self.target.objects[0], expected)
+        target = self.target.objects[0]
+        if second is None and is_constructor(target) and words.parameters(adapter.function_of(target)):
+            _require_tensors(adapter.function_of(target))  # before the arguments of its constructor
+        first, arguments = _construct(target, expected)
         function = first if second is None else second
         call = Call({}) if isinstance(function, TableSet) else words.read_call(function)
         layer_type = None if arguments is None else expected.layer_type
         if second is not None:
             call = words.take_tables(second, call)
+        else:
+            _require_tensors(first)
         roles = {*call.parameter_of}
         objects = (first, getattr(first, "__self__", None))
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
@@ -227,8 +232,6 @@ class _Finder:
         if second is not None:
             sources = tables.of_target(first, layer_type, count)
             calls = [(call, sources)] if sources else []
-        elif not ({"x", "qkv", "kv", "x1"} & roles or {"q", "k"} <= roles):
-            raise words.no_call("TARGET must have parameters for q and k, or for x or qkv", words.named(first))
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:
                 calls = [(call.without(_TABLES), [])]  # their default may be right
@@ -263,6 +266,11 @@ class _Finder:
                         arguments=arguments,
                         axes=count,
                     )
+
+
+def _require_tensors(function: Any) -> None:
+    if not ({"x", "qkv", "kv", "x1"} & (roles := {*words.read_call(function).parameter_of}) or {"q", "k"} <= roles):
+        raise words.no_call("TARGET must have parameters for q and k, or for x or qkv", words.named(function))
 
 
 def _places(
