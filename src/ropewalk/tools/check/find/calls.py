@@ -114,10 +114,12 @@ class _Finder:
         if _writes_into_its_input(chosen):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
-        modes = [
-            self.candidates(self.expected, self.given, chosen.axes, layout, mode) for mode in ("offsets", "packed")
-        ]
-        others = [other for of_mode in modes if (other := _like(chosen, of_mode)) is not None]
+        modes = {
+            mode: self.candidates(self.expected, self.given, chosen.axes, layout, mode)
+            for mode in ("offsets", "packed", "rows")
+        }
+        found = [_like(chosen, of_mode, 7 if mode == "rows" else 0) for mode, of_mode in modes.items()]
+        others = [other for other in found if other is not None]
         if layout is None and not chosen.form.is_fused and chosen.layout not in ONE_HEAD:
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
             chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
@@ -208,7 +210,7 @@ class _Finder:
             given: the rope of the tables that are passed, if positions have one axis.
             count: the number of axes of the positions, or None if a token has one position.
             layout: the only layout that is tried, or None.
-            mode: "offsets" or "packed": the way to pass positions, if it is optional. None is the plain call.
+            mode: "offsets", "packed" or "rows": the way to pass positions, if it is optional. None is the plain call.
 
         Raises:
             RopeError: the parameters allow no known call. The message shows an adapter.
@@ -401,9 +403,11 @@ def _added_to_weights(subject: Subject) -> tuple[float, float]:
     return q, q if results.k is None else k
 
 
-def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
-    """Return the one of other calls that computes the same at positions 0 to 4, or else any that works."""
-    x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
+def _like(chosen: Subject, others: Iterable[Subject], first: int) -> Subject | None:
+    """Return the one of other calls that computes the same at 5 positions, or else any that works from 0 on."""
+    x, positions = _tokens(chosen), first + torch.arange(_TOKENS)[None]
+    if not chosen.accepts(positions):
+        return None
     right, _ = chosen(x, x, positions)
     working = None
     for other in others:
@@ -413,7 +417,7 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
                 if torch.allclose(out, right, atol=1e-5):
                     return other
                 working = working or other
-    return working
+    return None if first else working  # a parameter that some functions have, and do not read
 
 
 def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:

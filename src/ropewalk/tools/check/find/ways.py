@@ -73,7 +73,8 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         call: the roles of the target's parameters.
         count: the number of axes of the positions, or None if a token has one position.
         tables: whether tables are passed as well, which may state the positions.
-        mode: "offsets" or "packed" returns this way alone, if its parameter is optional, and so not passed otherwise.
+        mode: "offsets", "packed" or "rows" (of tables for all positions) returns this way alone, if its parameter is
+            optional, and so not passed otherwise.
     """
     roles = {*call.parameter_of}
     required = roles - call.optional
@@ -82,6 +83,8 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         names = (mode,) if {"offset", "offsets"} & (call.optional | (roles & {"offset"})) else ()
     elif mode == "packed":
         names = (mode,) if "cu_seqlens" in call.optional else ()
+    elif mode == "rows":
+        names = (mode,) if tables and "positions" in call.optional and "cos_sin_cache" not in roles else ()
     elif count is None and "cu_seqlens" in required:
         names = ("runs",) if {"offset", "offsets"} & required else ("packed",)
     elif "positions" in (required if tables and "cos_sin_cache" not in roles else roles):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from itertools import product
 from typing import cast
 
 import torch
@@ -241,21 +242,22 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
     order of the axes tells a head from a token.
     """
     x = subject.equal_heads(TOKENS, HEADS)
-    right, _ = subject(x, x, SMALL[None, :TOKENS])
-    for heads in (HEADS, 4, subject.channels, TOKENS):
+    right = subject(x, x, SMALL[None, :TOKENS])
+    for heads, of in product((HEADS, 4, subject.channels, TOKENS), range(1 + subject.has_k)):
         x = subject.equal_heads(TOKENS, heads)
         try:
-            out, _ = subject(x, x, SMALL[None, :TOKENS])
+            out = cast(Tensor, subject(x, x, SMALL[None, :TOKENS])[of])
         except CallError:
             continue  # sizes.judge reports it
-        wrong = ((out - right[:, :, :1]).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
+        first = cast(Tensor, right[of])[:, :, :1]
+        wrong = ((out - first).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
         if wrong and bool((out - out[:, :1]).abs().max() < 1e-6):
             says = f"In layout {subject.layout}, the angle depends on the head instead of the token."
             report.add("heads-taken-for-tokens", says)
         elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
             case = str(usual(subject, heads=heads))
-            report.add("heads-differ", f"Of {heads} heads, numbers {listed} differ. No more was judged.", case)
+            report.add("heads-differ", f"Of {heads} heads of {'qk'[of]}, numbers {listed} differ. No more was judged.", case)
         else:
             continue
         return True
