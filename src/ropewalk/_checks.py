@@ -118,15 +118,16 @@ def unreadable_file(where: str, e: Exception) -> RopeError:
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
-def error_from(action: str, e: BaseException, fix: str) -> RopeError:
+def error_from(action: str, e: BaseException, fix: str, place: str = "") -> RopeError:
     """Wrap an exception raised by other code in a RopeError.
 
     Args:
         action: what failed.
         e: the exception. Its type and the first line of its message are quoted.
         fix: one or more whole sentences that say how to fix it.
+        place: where it was raised, to follow the message.
     """
-    return RopeError(f"{action}: {type(e).__name__}: {message_of(e).rstrip('.')}. {fix}")
+    return RopeError(f"{action}: {type(e).__name__}: {message_of(e).rstrip('.')}{place}. {fix}")
 
 
 def message_of(e: BaseException) -> str:

@@ -133,7 +133,8 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
     except BaseException as e:  # a constructor may raise anything
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         fix = f"{fix} Or pass a config with the keys that it reads."
-        raise _checks.error_from(f"check: {name_of(constructor)}({named}) cannot be constructed", e, fix) from e
+        action = f"check: {name_of(constructor)}({named}) cannot be constructed"
+        raise _checks.error_from(action, e, fix, memory.place_of(e)) from e
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes

@@ -6,10 +6,12 @@ import contextlib
 import copy
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,15 +108,24 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         raise
     except BaseException as e:  # the target may raise anything
         says = f"{type(e).__name__}: {_checks.message_of(e)[:200]}"
-        raise CallError(
-            "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises", says
-        ) from e
+        code = "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises"
+        raise CallError(code, says + place_of(e)) from e
     finally:
         if os.getpid() != me:  # a copy of the process, which the target has forked, must not go on with the check
             os._exit(0)
     memory.overwritten += pieces.bring_back()
     is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
     return _map(returned, _bring) if is_moved else returned
+
+
+_NOT_THEIRS = tuple(str(Path(str(module.__file__)).parent) for module in (_checks, torch))
+
+
+def place_of(e: BaseException) -> str:
+    """Return the last line of the user's code that an exception went through, as " (file.py, line 3)", or ""."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(e.__traceback__)]
+    theirs = [(name, line) for name, line in places if not name.startswith((*_NOT_THEIRS, "<"))]
+    return f" ({Path(theirs[-1][0]).name}, line {theirs[-1][1]})" if theirs else ""
 
 
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ropewalk import _checks
+from ropewalk.tools.check.find import memory
 
 _WHO = "check"
 _FORMS = (
@@ -114,7 +115,7 @@ def _load_module(where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:  # a file may raise anything, or be a script that exits
         fix = "Pass a file that can be imported."
-        raise _checks.error_from(f"{_WHO}: {where} cannot be run", e, fix) from e
+        raise _checks.error_from(f"{_WHO}: {where} cannot be run", e, fix, memory.place_of(e)) from e
     finally:
         sys.path[:] = paths
         sys.modules.pop(name, None)

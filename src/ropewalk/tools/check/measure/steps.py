@@ -257,7 +257,9 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
         elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
             case = str(usual(subject, heads=heads))
-            report.add("heads-differ", f"Of {heads} heads of {'qk'[of]}, numbers {listed} differ. No more was judged.", case)
+            report.add(
+                "heads-differ", f"Of {heads} heads of {'qk'[of]}, numbers {listed} differ. No more was judged.", case
+            )
         else:
             continue
         return True
