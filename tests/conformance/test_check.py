@@ -568,6 +568,19 @@ class TestReport:
         assert "WRONG  cos-and-sin-swapped: cos and sin are swapped" in text
         assert "How to fix it: Swap them" in text
 
+    @pytest.mark.parametrize(
+        ("given", "listed"),
+        [
+            ({}, "pairing, base, scaling, attention factor"),
+            ({"pairing": "half"}, "base, scaling, attention factor"),
+            ({"pairing": "half", "base": 10_000.0}, None),
+            ({"rope": Rope(64, 10_000.0, "half")}, None),
+        ],
+    )
+    def test_what_nothing_states_is_not_judged(self, given: dict[str, Any], listed: str | None) -> None:
+        report = conformance.check(lambda x, positions: rotated(x, positions), **given)
+        assert report.found.get("not judged", "").partition(", which ")[0] == (listed or "")
+
     def test_json(self) -> None:
         report = conformance.check(f"{WRONG / 'output_order.py'}:Rotary")
         said = json.loads(json.dumps(report.to_dict(), allow_nan=False))

@@ -94,7 +94,8 @@ BUGS: dict[str, Bug] = {
     "key-unlike-query": Bug("k is rotated differently from q", "Use the same formula and the same tables for both."),
     "attention-factor": Bug(
         "cos and sin are multiplied by the wrong factor",
-        "Multiply cos and sin by the attention factor once for q and once for k. The score then contains its square.",
+        "Multiply cos and sin by the attention factor of the scheme, if it has one, once for q and once for k. The "
+        "score then contains its square.",
     ),
     "base-ignored": Bug(
         "a second object ignores the base that was passed to it",
@@ -104,7 +105,7 @@ BUGS: dict[str, Bug] = {
         "an axis of the positions has no effect", "Read the position of each pair on the axis of its section."
     ),
     "axes-exchanged": Bug(
-        "two axes of the positions are exchanged", "Keep the order of the axes: time, height, width."
+        "two axes of the positions are exchanged", "Keep the order of the axes, such as time, height, width."
     ),
     "sections-permuted": Bug(
         "the sections are in another order", "Give the first pairs to the first section, and so on, as in the config."
@@ -118,9 +119,12 @@ BUGS: dict[str, Bug] = {
         "Number the pairs once over all axes, or again for each axis, as the model does.",
     ),
     "positions-off-by-one": Bug(
-        "positions are off by one or more", "Start at 0: the first token has position 0 and is not rotated."
+        "positions are off by one or more",
+        "Count from 0: the first token has position 0 and is not rotated, and a token after n others has position n.",
     ),
-    "scaling-ignored": Bug("the scaling of the config has no effect", "Read rope_scaling (rope_parameters)."),
+    "scaling-ignored": Bug(
+        "the scaling of the config has no effect", "Apply it. In a config, it is rope_scaling (rope_parameters)."
+    ),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
     "scaling-twice": Bug("the scaling is applied twice", "Scale the frequencies in one place only."),
     "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
@@ -153,7 +157,7 @@ BUGS: dict[str, Bug] = {
     ),
     "length-ignored": Bug(
         "the scaling does not depend on the sequence length as it should",
-        "Choose the factors by the length of the sequence, not by the position of each token.",
+        "Compute the frequencies from the length of the sequence, not from the position of each token.",
     ),
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep it in float32; .bfloat16() rounds it."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
@@ -161,7 +165,9 @@ BUGS: dict[str, Bug] = {
     "low-precision-positions": Bug(
         "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
     ),
-    "wrong-frequencies": Bug("the frequencies are wrong", "Compare inv_freq with `ropewalk explain`."),
+    "wrong-frequencies": Bug(
+        "the frequencies are wrong", "Compare inv_freq with what `ropewalk explain` says of a config."
+    ),
     "earlier-calls-matter": Bug(
         "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
     ),
@@ -210,7 +216,8 @@ BUGS: dict[str, Bug] = {
     "cache-not-written": Bug("the cache is not written", "Store the key and the value of each token at its slot."),
     "wrong-slot": Bug(
         "keys or values are stored at other slots",
-        "Store token i at slots[i]: block slots[i] // block_size, row slots[i] % block_size.",
+        "Store token i at slots[i]. If the cache has blocks, that is row slots[i] % block_size of block slots[i] // "
+        "block_size.",
     ),
     "padding-stored": Bug("a token with slot −1 is stored", "Store nothing for tokens whose slot is negative."),
     "stored-key-unlike-key": Bug(

@@ -48,6 +48,8 @@ def run(subject: Subject, report: Report) -> None:
     report.found["call"] = subject.signature + (
         f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     )
+    if unstated := _unstated(subject):
+        report.found["not judged"] = f"{unstated}, which {_checks.argument('config')} states"
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
@@ -97,6 +99,15 @@ def run(subject: Subject, report: Report) -> None:
     states.judge(baseline, sure)
     if "earlier-calls-matter" not in report.codes:
         positions.judge_cast(baseline)
+
+
+def _unstated(subject: Subject) -> str:
+    """Return what nothing states, so that any is accepted, or ""."""
+    expected = subject.expected
+    parts = ["pairing"] if expected.pairing is None else []
+    if expected.base is None and subject.way.given is None:
+        parts += ["base", "scaling", "attention factor"]
+    return ", ".join(parts) if expected.rope is None else ""
 
 
 def _measure(subject: Subject, report: Report) -> Baseline | None:

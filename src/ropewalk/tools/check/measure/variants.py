@@ -112,8 +112,8 @@ def check_decoding(baseline: Baseline) -> bool:
             return True
         for name, x, out in (("q", q, results.q), ("k", k, keys[:, start:])):
             if (code := _code_of_decoding(baseline, x, out, positions, key=name == "k")) is not None:
-                at = f"positions {start} to {start + tokens - 1}"
-                says = f"{tokens} token(s) of {name} after {start} are not rotated by {at}."
+                at = f"position {start}" if tokens == 1 else f"positions {start} to {start + tokens - 1}"
+                says = f"After {start} tokens, {name} of the next {tokens} is not rotated by {at}."
                 baseline.report.add(code, says, str(case))
                 return True
         known, start = keys, start + tokens
