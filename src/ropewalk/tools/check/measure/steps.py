@@ -328,13 +328,11 @@ def _judge_structure(structure: Structure, subject: Subject, report: Report) -> 
     if structure.lost:
         report.add("rest-not-passed", f"Channel {structure.lost[0]} and {len(structure.lost) - 1} more are changed.")
     rope = expected.rope
-    if (
-        rope is not None
-        and subject.way.given is None
-        and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
-    ):
-        if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
-            return
+    if rope is None or subject.way.given is not None:
+        return
+    # In half pairing, channels between those that rotate may belong to pairs with frequency 0.
+    dim = rope.rotary_dim if structure.pairing == "half" else 2 * int((rope.inv_freq != 0).sum())
+    if (structure.rotary_dim, structure.rotary_offset) != (dim, rope.rotary_offset):
         expected_range = f"{rope.rotary_offset} to {rope.rotary_offset + rope.rotary_dim - 1}"
         report.add(
             "wrong-slice", f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {expected_range}."
