@@ -139,6 +139,22 @@ class TestCall:
             conformance.check(Rotary)
         assert conformance.check(lambda dim: Rotary(dim=dim, flavour="plain")).codes == []
         assert conformance.check(lambda dim: Rotary(dim=dim, flavour="none")).codes == ["not-rotated"]
+        with pytest.raises(RopeError, match=r"def make\(\): return .*Fixed\(flavour=VALUE\)"):
+            conformance.check(
+                type("Fixed", (Rotary,), {"__init__": lambda self, flavour: setattr(self, "flavour", flavour)})
+            )
+        assert conformance.check(lambda: Rotary(64, "plain")).codes == []
+
+    def test_a_constructor_with_a_width_and_a_number_of_heads(self) -> None:
+        class Rotary:
+            def __init__(self, n_embd: int, n_head: int) -> None:
+                self.dim = n_embd // n_head
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                assert x.shape[-1] == self.dim == 128
+                return rotated(x, positions)
+
+        assert "wrong-base" not in conformance.check(Rotary, config={**LLAMA, "head_dim": 128}).codes
 
     @pytest.mark.parametrize(
         ("make", "apply", "message"),

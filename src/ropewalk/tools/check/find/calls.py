@@ -460,7 +460,6 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
     """
     if is_constructor(target):
         return construct(target, expected)
-    known = words.parameters(target) or {}
     called = words.read_call(target).parameter_of
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
         if "positions" in called:  # all other arguments are fixed
@@ -469,7 +468,8 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
                 return partial(target, **values)
 
             with_positions.__qualname__ = name_of(target)
-            kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in known.items() if name != called["positions"]]
+            known = (words.parameters(target) or {}).values()
+            kept = [p.replace(kind=p.KEYWORD_ONLY) for p in known if p.name != called["positions"]]
             with_positions.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
             return construct(with_positions, expected)
         returned, arguments = construct(target, expected)

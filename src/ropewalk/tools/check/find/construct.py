@@ -33,6 +33,8 @@ _NAMES = {
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
     "axes_dim": "axes_dims",
+    "width": "n_embd hidden_size d_model embed_dim",
+    "heads": "n_head n_heads num_heads num_attention_heads nhead",
 }
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
@@ -98,6 +100,8 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "dtype" and default is None:
             values[name] = torch.float32
+        elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
+            values[name] = 4 * expected.head_dim if role == "width" else 4
     scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
     for key, names in _SCALING.items():
         if (value := getattr(scaling, key, None)) is not None:
@@ -147,9 +151,9 @@ def is_constructor(target: Any) -> bool:
 
 
 def takes_sizes(function: Any) -> bool:
-    """Return whether the names of a function's parameters say that it computes tables for heads of a size."""
-    known = parameters(function) or {}
-    return "dim" in match(known, _NAMES)
+    """Return whether a function makes an object or tables: it takes the size of a head, or nothing."""
+    is_empty = inspect.isfunction(function) and not inspect.signature(function).parameters
+    return is_empty or "dim" in match(parameters(function) or {}, _NAMES)
 
 
 class _Config(SimpleNamespace):

@@ -320,11 +320,10 @@ def _judge_structure(structure: Structure, subject: Subject, report: Report) -> 
         says = f"Channels {first} and {second} form the first pair, which is neither half nor interleaved pairing."
         report.add("wrong-pairing", says)
     elif expected.pairing is not None and structure.pairing != expected.pairing:
-        says = f"The pairing is {structure.pairing}, but {expected.pairing} is expected."
+        needs = f"{expected.pairing} is expected"
         if expected.model_type:
-            model = f"weights of model_type {expected.model_type}"
-            says = f"The pairing is {structure.pairing}, but {model} use {expected.pairing}."
-        report.add("wrong-pairing", says)
+            needs = f"weights of model_type {expected.model_type} use {expected.pairing}"
+        report.add("wrong-pairing", f"The pairing is {structure.pairing}, but {needs}.")
     if structure.lost:
         report.add("rest-not-passed", f"Channel {structure.lost[0]} and {len(structure.lost) - 1} more are changed.")
     rope = expected.rope
@@ -333,10 +332,9 @@ def _judge_structure(structure: Structure, subject: Subject, report: Report) -> 
     # In half pairing, channels between those that rotate may belong to pairs with frequency 0.
     dim = rope.rotary_dim if structure.pairing == "half" else 2 * int((rope.inv_freq != 0).sum())
     if (structure.rotary_dim, structure.rotary_offset) != (dim, rope.rotary_offset):
-        expected_range = f"{rope.rotary_offset} to {rope.rotary_offset + rope.rotary_dim - 1}"
-        report.add(
-            "wrong-slice", f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {expected_range}."
-        )
+        first, last = rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1
+        says = f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {first} to {last}."
+        report.add("wrong-slice", says)
 
 
 def _judge_law(
