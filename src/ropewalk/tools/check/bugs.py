@@ -1,6 +1,7 @@
 """The bugs that a check can name.
 
-To add a bug, add it to `BUGS`, and report its code in the step that measures it, one of the files in `measure/`.
+To add a bug, add it to `BUGS`, and report its code in the step that measures it, one of the files in `measure/`. Search
+there for the code of a similar bug: it may also be in a set of codes that a later step does not judge.
 tests/conformance/wrong/ needs an implementation that has the bug.
 """
 
@@ -229,9 +230,6 @@ BUGS: dict[str, Bug] = {
         "Call ctx.mark_dirty for what is overwritten, and save for backward only what forward leaves unchanged.",
     ),
     "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle, and detach no part of it."),
-    "low-precision-norm": Bug(
-        "the norm is computed in 16 bits", "Compute the mean square and its root in float32.", "caution"
-    ),
     "gradient-overwritten": Bug(
         "the backward pass overwrites the gradient that it is passed",
         "Work on a copy: autograd may pass the same tensor to other functions.",

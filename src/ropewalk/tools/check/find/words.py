@@ -1,7 +1,7 @@
 """The words of the contract: what `check` passes for each, and which names public signatures have for it.
 
 An adapter is a function whose parameters have these names. For any other function, the names of its parameters say
-which word, or which expression of words, it takes. To add a word, add it to `WORDS`, and its value to `Form.words` or
+which word, or which expression of words, it takes. To add a word, add it to `WORDS`, and its value to `Form.run` or
 to `ways`. To add a spelling or an argument that follows from the words, add it to `SPELLINGS` or to
 `adapter.written`.
 """

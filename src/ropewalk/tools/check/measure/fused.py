@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.find.form import EPS, Results, Stored
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import Baseline
 from ropewalk.tools.check.measure.case import CLOSE, Case, first_fault, usual, waves, where
 from ropewalk.tools.check.report import Report
@@ -42,17 +40,13 @@ def judge(baseline: Baseline) -> None:
     subject, report = baseline.subject, baseline.report
     tests = (
         ("weights", "norm", _norm_fault),
-        ("weights", "norm in 16 bits", _norm_fault_in_16_bits),
         ("slots", "stored keys", _stored_fault),
     )
     for name, fault in ((name, fault) for takes, name, fault in tests if takes in subject.form.takes):
-        if fault is _norm_fault_in_16_bits and "wrong-norm" in report.codes:
-            continue
         found, _ = first_fault(_cases(subject), partial(fault, baseline))
         if found is not None:
             report.add(*found)
-        wrong = None if found and BUGS[found[0]].severity == "caution" else False
-        report.grade(name, found[1] if found else "as expected", wrong if found else True)
+        report.grade(name, found[1] if found else "as expected", found is None)
 
 
 def _cases(subject: Subject) -> Iterator[Case]:
@@ -194,21 +188,6 @@ def _norm_fault_at(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         }
         explained = next((says for says, wrong in mistakes.items() if _fits(out, wrong)), "is not that of each head")
         return "wrong-norm", f"The norm of {name} {explained}."
-    return None
-
-
-def _norm_fault_in_16_bits(baseline: Baseline, case: Case) -> tuple[str, str] | None:
-    """Return a norm that sums in 16 bits: one error of all channels of a head, larger than three roundings."""
-    for dtype, name in law.NAMES.items():
-        weights = [weight.to(dtype) for weight in norm_weights(case.channels)]
-        (q, k), positions = (x.to(dtype) for x in case.tensors()), case.positions(baseline.subject)
-        results = baseline.subject.fused(q, k, positions, weights=weights)
-        for of, x, out, weight in zip("qk", (q, k), (results.q, results.k), weights, strict=True):
-            if out is not None:
-                right = baseline.predict(normed(baseline.subject, x, weight), positions, key=of == "k")
-                off = float(((out * right).sum(-1) / right.square().sum(-1) - 1).abs().max())
-                if off > torch.finfo(dtype).eps:
-                    return "low-precision-norm", f"In {name}, heads of {of} are off by {off:.2%}."
     return None
 
 

@@ -1,6 +1,6 @@
 """Find state that makes results wrong.
 
-Such state is a base that objects share, an effect of earlier calls, or angles that are lost on the meta device.
+Such state is a base that objects share, or an effect of earlier calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, measure
 from ropewalk.tools.check.measure.law import moving
@@ -24,7 +23,7 @@ _ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch
 
 
 def judge(baseline: Baseline, sure: Collection[str]) -> None:
-    """Compare the angles of new, used and loaded objects.
+    """Compare the angles of new and used objects.
 
     Args:
         baseline: the first measurement.
@@ -34,7 +33,6 @@ def judge(baseline: Baseline, sure: Collection[str]) -> None:
     _judge_earlier_calls(baseline, far, sure)
     _judge_rows(baseline, far)
     _judge_base(baseline)
-    _judge_meta(baseline)
 
 
 def _angles_match(baseline: Baseline, subject: Subject, first: int = 0, tokens: int = 16) -> bool:
@@ -120,31 +118,3 @@ def _judge_rows(baseline: Baseline, far: int) -> None:
     report.add("rows-disturb-each-other", says)
     report.grade("other rows", "they change the result", False)
     report.drop("wrong-far-positions")
-
-
-def _judge_meta(baseline: Baseline) -> None:
-    """Load the module as large models are loaded: create it on the meta device, allocate memory, load the weights."""
-    used, report = baseline.subject.module, baseline.report
-    if baseline.subject.rebuild is None or used is None:
-        return
-    try:
-        with torch.device("meta"):
-            subject = baseline.subject.rebuild()
-        module = subject.module
-        if module is None:
-            return
-        module.to_empty(device=memory.current().device)
-        saved = used.state_dict()
-        for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
-            if name not in saved and tensor.is_floating_point():
-                tensor.data.fill_(torch.nan)  # uninitialized memory may hold anything
-        module.load_state_dict(saved, strict=False)
-    except Exception as e:  # a constructor may raise anything on the meta device
-        report.grade("meta device", f"cannot be created there: {type(e).__name__}")
-        return
-    try:
-        right = _angles_match(baseline, subject)
-    except CallError:
-        right = False
-    lost = "the angles are lost, unless the loader computes them again"
-    report.grade("meta device", "as expected" if right else lost, right or None)
