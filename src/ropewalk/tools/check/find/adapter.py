@@ -203,7 +203,7 @@ def _object(obj: Any) -> str:
 def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
     values = {name: repr(value) for name, value in chosen(obj, expected).items()}
-    values |= {name: name for name in values if name in ("config", "args", "cfg")}
+    values |= {name: "..." for name in values if name in ("config", "args", "cfg")}
     needed = [n for n, p in (words.parameters(owner) or {}).items() if p.default is inspect.Parameter.empty]
     texts = (values | {name: "..." for name in needed if name not in values}).items()
     return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts)})"

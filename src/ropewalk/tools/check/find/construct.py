@@ -15,7 +15,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import SPELLINGS, match, parameters
+from ropewalk.tools.check.find.words import SPELLINGS, match, no_call, parameters
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -35,6 +35,7 @@ _NAMES = {
     "axes_dim": "axes_dims",
     "width": "n_embd hidden_size d_model embed_dim",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
+    "layer_type": "",
 }
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
@@ -98,6 +99,8 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = expected.config.get("rope_scaling", expected.config.get("rope_parameters"))
         elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
+        elif role == "layer_type" and expected.layer_type is not None:
+            values[name] = expected.layer_type
         elif role == "dtype" and default is None:
             values[name] = torch.float32
         elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
@@ -129,6 +132,8 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         if missing[0] == parameter_of.get("config"):
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
+        elif "dim" not in parameter_of:  # of which such a function would be known
+            raise no_call(must, ", ".join(missing))
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
         built = memory.construct(constructor, values)

@@ -113,7 +113,7 @@ _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats o
 # The formats of one argument: complex numbers, matrices of 2 × 2, angles, cos and sin stacked, concatenated or in a
 # tuple.
 _IN_ONE = (
-    *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half", "sin, cos each"),
+    *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half"),
     *(f"{kind}{width}" for kind in ("angles ", "(cos, sin) ") for width in reversed(_WIDTHS)),
 )
 # Names of a parameter → the formats that are tried first.
@@ -127,7 +127,11 @@ def exact(roles: Mapping[str, str], given: Rope) -> list[Source]:
     if "cos_sin_cache" in roles:
         return [_exact("cos, sin half", given)]
     likely = [kind for names, kind in _LIKELY.items() if roles["freqs_cis"] in names.split()]
-    return [_exact(name, given) for name in sorted(_IN_ONE, key=lambda name: not name.startswith((*likely, "(none)")))]
+    of_timm = ("sin, cos each",) if roles["freqs_cis"] == "emb" else ()
+    return [
+        _exact(name, given)
+        for name in sorted((*_IN_ONE, *of_timm), key=lambda name: not name.startswith((*likely, "(none)")))
+    ]
 
 
 def _exact(name: str, given: Rope) -> Source:
