@@ -95,8 +95,7 @@ BUGS: dict[str, Bug] = {
     "key-unlike-query": Bug("k is rotated differently from q", "Use the same formula and the same tables for both."),
     "attention-factor": Bug(
         "cos and sin are multiplied by the wrong factor",
-        "Multiply cos and sin by the attention factor of the scheme, if it has one, once for q and once for k. The "
-        "score then contains its square.",
+        "Multiply cos and sin by that of the scheme, if any, once for q and once for k. The score contains its square.",
     ),
     "base-ignored": Bug(
         "a second object ignores the base that was passed to it",
@@ -120,12 +119,9 @@ BUGS: dict[str, Bug] = {
         "Number the pairs once over all axes, or again for each axis, as the model does.",
     ),
     "positions-off-by-one": Bug(
-        "positions are off by one or more",
-        "Count from 0: the first token has position 0 and is not rotated, and a token after n others has position n.",
+        "positions are off by one or more", "Count from 0: a token after n others has position n, and the first has 0."
     ),
-    "scaling-ignored": Bug(
-        "the scaling of the config has no effect", "Apply it. In a config, it is rope_scaling (rope_parameters)."
-    ),
+    "scaling-ignored": Bug("the scaling of the config has no effect", "Apply it (rope_scaling, rope_parameters)."),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
     "scaling-twice": Bug("the scaling is applied twice", "Scale the frequencies in one place only."),
     "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
@@ -166,9 +162,7 @@ BUGS: dict[str, Bug] = {
     "low-precision-positions": Bug(
         "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
     ),
-    "wrong-frequencies": Bug(
-        "the frequencies are wrong", "Compare inv_freq with what `ropewalk explain` says of a config."
-    ),
+    "wrong-frequencies": Bug("the frequencies are wrong", "Compare them with those of `ropewalk explain`, or of Rope."),
     "earlier-calls-matter": Bug(
         "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
     ),
@@ -217,8 +211,7 @@ BUGS: dict[str, Bug] = {
     "cache-not-written": Bug("the cache is not written", "Store the key and the value of each token at its slot."),
     "wrong-slot": Bug(
         "keys or values are stored at other slots",
-        "Store token i at slots[i]. If the cache has blocks, that is row slots[i] % block_size of block slots[i] // "
-        "block_size.",
+        "Store token i at slots[i]. With blocks, that is row slots[i] % block_size of block slots[i] // block_size.",
     ),
     "padding-stored": Bug("a token with slot −1 is stored", "Store nothing for tokens whose slot is negative."),
     "stored-key-unlike-key": Bug(

@@ -98,10 +98,7 @@ def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
 
 
 def write(target: Target, expected: Expected, *, has_failed: bool = False) -> str:
-    """Return the code of an adapter for a target, with `...` for arguments that are not known.
-
-    With `has_failed`, those are also the tables of a call that has failed although all its arguments are known.
-    """
+    """Return the code of an adapter, with `...` for what is not known: also the tables, if the call has failed."""
     library, last = library_of(target), target.objects[-1]
     imports = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects)]
     call = words.read_call(function_of(last))
@@ -124,8 +121,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         lines.append(f"{', '.join(tables)} = {_called(make, made)}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
-    if not {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of}:
-        takes = ["q", "k", *takes]
+    takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
     if len(target.objects) == 2:
         takes = [word for word in takes if word not in tables]
     if library:

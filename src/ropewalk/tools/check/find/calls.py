@@ -114,12 +114,10 @@ class _Finder:
         if _writes_into_its_input(chosen):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
-        modes = {
-            mode: self.candidates(self.expected, self.given, chosen.axes, layout, mode)
-            for mode in ("offsets", "packed", "rows")
-        }
-        found = [_like(chosen, of_mode, 7 if mode == "rows" else 0) for mode, of_mode in modes.items()]
-        others = [other for other in found if other is not None]
+        others = []
+        for mode, first in (("offsets", 0), ("packed", 0), ("rows", 7)):
+            of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
+            others += [other] if (other := _like(chosen, of_mode, first)) is not None else []
         if layout is None and not chosen.form.is_fused and chosen.layout not in ONE_HEAD:
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
             chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))

@@ -28,7 +28,6 @@ _NAMES = {
     "config": "args cfg params model_args",
     "sections": SPELLINGS["sections"],
     "mixed": "mrope_interleaved",  # whether the sections are interleaved
-    "scaling": "rope_scaling rope_parameters scaling_config",
     "interleaved": SPELLINGS["interleaved"],
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
@@ -95,8 +94,6 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = _config_object(owner, known[name].annotation, expected.config)
         elif role == "mixed" and expected.axes is not None:
             values[name] = [*expected.axes.axis] != sorted(expected.axes.axis)
-        elif role == "scaling" and isinstance(expected.config, Mapping):
-            values[name] = expected.config.get("rope_scaling", expected.config.get("rope_parameters"))
         elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "layer_type" and expected.layer_type is not None:
@@ -123,11 +120,11 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
     parameter_of = match(known, _NAMES)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     options = [name for name in known if name not in values and name not in ("device", "dtype")]
-    texts = [f"{name}={name}" for name in values] + [f"{name}=VALUE" for name in missing or ["NAME"][bool(options) :]]
-    passed = ", ".join((*texts, *(f"{name}={known[name].default!r}" for name in options if name not in missing)))
+    texts = {name: name for name in values} | {name: repr(known[name].default) for name in options}
+    texts |= dict.fromkeys(missing or ["NAME"][bool(options) :], "VALUE")
+    called = f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts.items())})"
     method = f".{constructor.name}" if isinstance(constructor, Method) else ""
-    returned = f"{name_of(owner)}({passed}){method}"
-    fix = f"Check a function that constructs it: def make({', '.join(values)}): return {returned}."
+    fix = f"Check a function that constructs it: def make({', '.join(values)}): return {called}{method}."
     if missing:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         if missing[0] == parameter_of.get("config"):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,14 +117,12 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     return _map(returned, _bring) if is_moved else returned
 
 
-_NOT_THEIRS = tuple(str(Path(str(module.__file__)).parent) for module in (_checks, torch))
-
-
 def place_of(e: BaseException) -> str:
     """Return the last line of the user's code that an exception went through, as " (file.py, line 3)", or ""."""
+    ours = (*(os.path.dirname(str(module.__file__)) for module in (_checks, torch)), "<")
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(e.__traceback__)]
-    theirs = [(name, line) for name, line in places if not name.startswith((*_NOT_THEIRS, "<"))]
-    return f" ({Path(theirs[-1][0]).name}, line {theirs[-1][1]})" if theirs else ""
+    theirs = [place for place in places if not place[0].startswith(ours)]
+    return f" ({os.path.basename(theirs[-1][0])}, line {theirs[-1][1]})" if theirs else ""
 
 
 def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

@@ -127,11 +127,8 @@ def exact(roles: Mapping[str, str], given: Rope) -> list[Source]:
     if "cos_sin_cache" in roles:
         return [_exact("cos, sin half", given)]
     likely = [kind for names, kind in _LIKELY.items() if roles["freqs_cis"] in names.split()]
-    of_timm = ("sin, cos each",) if roles["freqs_cis"] == "emb" else ()
-    return [
-        _exact(name, given)
-        for name in sorted((*_IN_ONE, *of_timm), key=lambda name: not name.startswith((*likely, "(none)")))
-    ]
+    names = [*_IN_ONE, *(["sin, cos each"] if roles["freqs_cis"] == "emb" else [])]  # the latter as in timm
+    return [_exact(name, given) for name in sorted(names, key=lambda name: not name.startswith((*likely, "(none)")))]
 
 
 def _exact(name: str, given: Rope) -> Source:

@@ -73,8 +73,7 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         call: the roles of the target's parameters.
         count: the number of axes of the positions, or None if a token has one position.
         tables: whether tables are passed as well, which may state the positions.
-        mode: "offsets", "packed" or "rows" (of tables for all positions) returns this way alone, if its parameter is
-            optional, and so not passed otherwise.
+        mode: "offsets", "packed" or "rows" returns this way alone, if its parameter is one that the plain call omits.
     """
     roles = {*call.parameter_of}
     required = roles - call.optional

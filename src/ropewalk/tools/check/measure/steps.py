@@ -37,9 +37,6 @@ from ropewalk.tools.check.report import Report
 _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incremental", "inference"}
 """Words in the names of parameters that only calls of decoding have."""
 
-_OF_OPTIONS = {"scaling-ignored", "section-layout", "yarn-truncate"}
-"""The findings that are expected of a class whose option for it was not passed."""
-
 
 def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
@@ -48,8 +45,12 @@ def run(subject: Subject, report: Report) -> None:
     report.found["call"] = subject.signature + (
         f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     )
-    if unstated := _unstated(subject):
-        report.found["not judged"] = f"{unstated}, which {_checks.argument('config')} states"
+    stated = {
+        "pairing": subject.expected.rope or subject.expected.pairing,
+        "base, scaling, attention factor": subject.expected.rope or subject.expected.base or subject.way.given,
+    }
+    if unstated := [name for name, value in stated.items() if value is None]:
+        report.found["not judged"] = f"{', '.join(unstated)}, which {_checks.argument('config')} states"
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
@@ -72,9 +73,10 @@ def run(subject: Subject, report: Report) -> None:
         report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
     if (baseline := _measure(subject, report)) is None:
         return
-    if (adapter := subject.arguments.adapter if subject.arguments else "") and (of := _OF_OPTIONS & {*report.codes}):
-        must = f"every option that may be the reason for {min(of)} must be passed"
-        raise _checks.error("check", must, "some whose names are not known", adapter)
+    of_options = {"scaling-ignored", "section-layout", "yarn-truncate"} & {*report.codes}
+    if of_options and subject.arguments is not None and subject.arguments.adapter:
+        must = f"every option that may be the reason for {min(of_options)} must be passed"
+        raise _checks.error("check", must, "some whose names are not known", subject.arguments.adapter)
     multipliers, measured = baseline.multipliers, baseline.law
     sure = report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
@@ -99,15 +101,6 @@ def run(subject: Subject, report: Report) -> None:
     states.judge(baseline, sure)
     if "earlier-calls-matter" not in report.codes:
         positions.judge_cast(baseline)
-
-
-def _unstated(subject: Subject) -> str:
-    """Return what nothing states, so that any is accepted, or ""."""
-    expected = subject.expected
-    parts = ["pairing"] if expected.pairing is None else []
-    if expected.base is None and subject.way.given is None:
-        parts += ["base", "scaling", "attention factor"]
-    return ", ".join(parts) if expected.rope is None else ""
 
 
 def _measure(subject: Subject, report: Report) -> Baseline | None:
@@ -260,17 +253,15 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
             out = cast(Tensor, subject(x, x, SMALL[None, :TOKENS])[of])
         except CallError:
             continue  # sizes.judge reports it
-        first = cast(Tensor, right[of])[:, :, :1]
-        wrong = ((out - first).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
+        wrong = ((out - cast(Tensor, right[of])[:, :, :1]).abs() > 1e-4).any(-1).any(1)[0].nonzero().flatten().tolist()
         if wrong and bool((out - out[:, :1]).abs().max() < 1e-6):
             says = f"In layout {subject.layout}, the angle depends on the head instead of the token."
             report.add("heads-taken-for-tokens", says)
         elif wrong and heads != TOKENS:
             listed = ", ".join(map(str, wrong[:8]))
             case = str(usual(subject, heads=heads))
-            report.add(
-                "heads-differ", f"Of {heads} heads of {'qk'[of]}, numbers {listed} differ. No more was judged.", case
-            )
+            says = f"Of {heads} heads of {'qk'[of]}, numbers {listed} differ. No more was judged."
+            report.add("heads-differ", says, case)
         else:
             continue
         return True
