@@ -213,9 +213,9 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
     angles = tokens * law.inv_freq
     off = (z / law.of(angles)).angle() * (1 if law.kind == "plain" else -1)
     in_tables = all(bool((rounded(t) == t).all()) for t in (z.real, z.imag))
-    unit, frequencies = torch.finfo(dtype).eps / 2, law.inv_freq.abs()
+    unit, sizes = torch.finfo(dtype).eps / 2, law.inv_freq.abs()
     noise = law.bound(positions) + 1.5 * unit * in_tables
-    roundings = 3 + float((frequencies.max() / frequencies.min()).log())  # three, and one of the exponents
+    roundings = 3 + float((sizes.max() / sizes.min()).log())  # three, and one of the exponents
     limit = unit * roundings * angles.abs() + noise
     clear = (limit < 3) & (angles != 0)  # the measured angle is known, and not only modulo a turn
 
@@ -231,9 +231,9 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
         return "positions"
     if not bool((clear & (unit * angles.abs() > 2 * noise)).any()):
         return None  # the numbers of this dtype are too close to each other
-    measured = angles + off
-    last = (clear * tokens).argmax(0)
-    if bool(explains(tokens * rounded((measured / tokens)[last, torch.arange(len(last))]))[clear].all()):
+    measured, last = angles + off, (clear * tokens).argmax(0)
+    frequencies = (law.inv_freq, (measured / tokens)[last, torch.arange(len(last))])
+    if any(bool(explains(tokens * rounded(each))[clear].all()) for each in frequencies):
         return "frequencies"
     return "angles" if bool(explains(rounded(measured))[clear].all()) else None
 
