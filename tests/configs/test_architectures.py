@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 import oracle
 from each import each
@@ -791,3 +793,24 @@ def test_sizes_of_single_layers() -> None:
         RopeError, match="per_layer_config must give all layers of kind sliding_attention the same head_dim"
     ):
         from_config({**base, "per_layer_config": {"0": {"head_dim": 16}, "1": {"head_dim": 32}}})
+
+
+@pytest.mark.parametrize(
+    "name", ["afmoe", "cohere2", "exaone4", "lfm2", "llama", "minimax", "qwen3_5_text", "qwen3_next"]
+)
+def test_one_rope_in_objects_for_kinds_of_layers(name: str) -> None:
+    """transformers cannot read it, so no meaning is guessed."""
+    config = AutoConfig.for_model(name)
+    one = config.rope_parameters
+    config.rope_parameters = {"full_attention": one, "sliding_attention": one}
+    modeling = importlib.import_module(
+        f"transformers.models.{name.removesuffix('_text')}.modeling_{name.removesuffix('_text')}"
+    )
+    [rotary] = {v for k, v in vars(modeling).items() if k.endswith("RotaryEmbedding") and "Vision" not in k}
+    with pytest.raises(KeyError, match="rope_type"):
+        rotary(config)
+    with pytest.raises(
+        RopeError, match=r"_attention must not be an object for this model_type, got an object\. All layers"
+    ):
+        from_config(config)
+    assert any(from_config({**config.to_dict(), "rope_parameters": one}).layers)

@@ -212,7 +212,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, {}, "Linear: factor must be a finite number"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 8}}, {}, "Llama3: high_freq_factor must be a finite number of at least 8"),
         ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 0.5}}, {}, "Check that the two are not swapped"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention must be a layer type of this model (all)"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention must not be an object for this model_type"),
         ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor must be 1, since llama rotates the whole head, got 0.5"),
         ({"partial_rotary_factor": "half"}, {}, "partial_rotary_factor must be a finite number"),
         # unread keys

@@ -317,6 +317,12 @@ class Architecture:
         c.warnings += [f"{base} has no effect: {reason}." for base in bases]
         return True
 
+    @property
+    def nested(self) -> bool:
+        """Whether `rope_parameters` has objects for kinds of layers: several rotate, or one without a base key."""
+        rotating = [kind for kind in self.kinds.values() if kind is not None]
+        return len(self.kinds) > 1 and not self.flat and (len(rotating) > 1 or not rotating[0].bases)
+
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer, from the top level and from nested objects.
 
@@ -337,7 +343,8 @@ class Architecture:
             c.add(rope_keys, TRAINED, c.get(TRAINED), TRAINED)
         for section in c.sections:
             if section == c.nested:
-                sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
+                of = self.kinds.items() if self.nested else ()
+                sections = [(k.section if k is not None else "") or other for other, k in of]
                 c.add_nested(rope_keys, kind.section or name, sections, self.section_keys())
             else:
                 c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)

@@ -291,22 +291,12 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     if version == 5:
         parameters = {kind.section or name: _parameters(rope, row, ropes) for name, (kind, rope) in rotating.items()}
         scaled = [_parameters(rope, row, ropes) for kind, rope in rotating.values() if kind.scaled]
-        config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
+        config["rope_parameters"] = parameters if row.nested else next(iter([*scaled, *parameters.values()]), None)
     else:
         config.update(_version_4(rotating, row, ropes))
     if not rotating and row.null_base:
         config.update({"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}})
     return config
-
-
-def _nested(row: Architecture) -> bool:
-    """Whether `rope_parameters` must have an object for each kind of layer.
-
-    This is the case if the layers differ, `Architecture.flat` is False, and either several kinds rotate or no top-level
-    key states the base of the only kind that rotates.
-    """
-    rotating = [kind for kind in row.kinds.values() if kind is not None]
-    return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
 
 
 def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:

@@ -404,8 +404,8 @@ class Reader(Fields):
             raise self.error(where, must, shown(value), fix)
 
     def nested_error(self, where: str) -> RopeError:
-        """Return the error for a rope parameter that is an object, although the layers of this model_type are alike."""
-        fix = "Only architectures whose layers differ have an object for each layer type."
+        """Return the error for a rope parameter that is an object, although this model_type has one rope."""
+        fix = "All layers that rotate have one rope: move its keys out of this object."
         return self.error(where, "must not be an object for this model_type", "an object", fix)
 
     def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
@@ -432,13 +432,15 @@ class Reader(Fields):
         Args:
             rope_keys: the keys collected so far, which this method extends.
             name: the key of this kind in the section.
-            names: the keys of all kinds of layers of the model.
+            names: the keys of all kinds of layers of the model; none if they have one rope.
             beside: keys that apply to all kinds of layers if they are beside these objects, and not inside.
         """
         names = list(dict.fromkeys(names))
         section = self.nested
         values = self.sections[section]
         for key, value in values.items():
+            if isinstance(value, Mapping) and not names:
+                raise self.nested_error(f"{section}.{short_key(key)}")
             if isinstance(value, Mapping) and key not in names:
                 must = f"must be a layer type of this model ({', '.join(names)})"
                 raise self.error(f"{section}.{short_key(key)}", must, shown(key), "Rename or remove it.")
