@@ -302,6 +302,26 @@ def test_factors_in_a_gguf_are_not_replaced() -> None:
     assert (found.complete, of(found, "llama.cpp")["why_not"]) == (False, [reason])
 
 
+def test_longrope_within_its_length() -> None:
+    """vLLM and llama.cpp use the long list, as meant, and for short texts too (their rules are in rules_of_*.json)."""
+    lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
+    phi = {
+        **FLAT,
+        "model_type": "phi3",
+        "max_position_embeddings": 32_768,
+        "rope_scaling": {"type": "longrope", **lists},
+    }
+    found = extend(phi, 16_384)
+    assert of(found, "vLLM")["commands"][0] == "vllm serve MODEL --max-model-len 16384"
+    assert of(found, "llama.cpp")["commands"] == ["llama-server -m MODEL.gguf -c 16384"]
+    for name in ("vLLM", "llama.cpp"):
+        [note, *_] = of(found, name)["notes"]
+        assert note.startswith("Short texts are rotated otherwise: layers 0-3 of 4: for 4,096 tokens, 64 pairs differ")
+    assert of(found, "SGLang")["notes"] == []
+    dynamic = {**FLAT, "max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 8.0}}
+    assert of(extend(dynamic, 16_384), "vLLM")["commands"] == []  # its long texts differ
+
+
 def test_refusals() -> None:
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}

@@ -23,6 +23,8 @@ from ropewalk.tools.diff.text import Result, bullets, frequencies, layers, left_
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
 """The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
 
+_Configs = list[tuple[ConfigRope, list[int]]]
+
 
 class ForEngine(Result):
     """What an engine needs to rotate as a config says. `facts` is all of it as a dict of JSON values."""
@@ -118,7 +120,7 @@ def _refused_by_rule(chosen: Engine, config: ConfigRope) -> bool:
 
 
 def apart_of(
-    chosen: Engine, configs: list[tuple[ConfigRope, list[int]]], own: Mapping[int, Rope | None], setting: int
+    chosen: Engine, configs: _Configs, own: Mapping[int, Rope | None], setting: int, *, short: bool = True
 ) -> tuple[list[str], list[str]]:
     """Return how the ropes of the engine differ from those of the model, and why they cannot be judged, as sentences.
 
@@ -127,6 +129,7 @@ def apart_of(
         configs: the ropes of the config that the engine reads, each with the indices of its layers.
         own: the ropes of the layers of the model.
         setting: the length that the engine is configured for, in tokens.
+        short: whether they are compared for sequences within the trained length, too.
     """
     apart: list[str] = []
     unknown: list[str] = []
@@ -146,7 +149,7 @@ def apart_of(
                 found = "it rotates layers that the model does not rotate"
                 continue
             # A scheme that depends on the length slows the pairs only beyond the trained one.
-            trained = None if rope.scaling is None else rope.scaling.trained_length(setting)
+            trained = rope.scaling.trained_length(setting) if rope.scaling is not None and short else None
             for sequence in sorted({min(trained or setting, setting), setting}):
                 theirs = answer.at(sequence, setting)
                 ours = rope if rope.is_static else rope.at_length(sequence)
@@ -185,7 +188,7 @@ def _too_long(ropes: ModelRopes, length: int | None) -> str:
 
 def find_command(
     chosen: Engine,
-    configs: list[tuple[ConfigRope, list[int]]],
+    configs: _Configs,
     old: Mapping[str, Any],
     written: Mapping[str, Any],
     own: Mapping[int, Rope | None],
@@ -244,7 +247,7 @@ def find_command(
 def _flags(
     chosen: Engine,
     override: Flags,
-    configs: list[tuple[ConfigRope, list[int]]],
+    configs: _Configs,
     own: Mapping[int, Rope | None],
     setting: int,
     *,

@@ -104,9 +104,8 @@ def extend(
     read = plans.read_source(source, **options)
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
-    asked = new_factor is not None or isinstance(method, str)
     unscaled = read.length if plans.scheme_of(read.text) is None else read.text.trained_length or 0
-    if asked and target <= unscaled:
+    if (new_factor is not None or isinstance(method, str)) and target <= unscaled:
         must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
         raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")
     reaches = target <= read.length and method is None and new_factor is None
@@ -119,7 +118,7 @@ def extend(
         far = made and _may_see_all(read, entry, made[0])
         row = {**_row(entry), "why_not": [far]} if far else find(read, entry, made, target, models[entry.name])
         if row["commands"]:
-            row["notes"] = _notes(row, read, made, target, models[entry.name])
+            row["notes"] += _notes(row, read, made, target, models[entry.name])
         elif find is _extended and method is None and not far and not row["reads"]:
             row["why_not"] += _others(read, entry, target, ways)
         rows.append(row)
@@ -177,12 +176,16 @@ def _may_see_all(source: Source, chosen: Engine, plan: Plan) -> str:
 
 def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, model: str) -> dict[str, Any]:
     """Return the command for a config whose ropes reach the length as they are."""
-    override, row = chosen.override, _row(chosen)
+    override, row, length = chosen.override, _row(chosen), min(target, source.length)
     if override is None:
-        return _by_its_file(source, chosen, source.whole, source.text.layers, min(target, source.length))
-    found = for_engine(source.whole, chosen.name, length=min(target, source.length), **source.asked)
+        return _by_its_file(source, chosen, source.whole, source.text.layers, length)
+    found = for_engine(source.whole, chosen.name, length=length, **source.asked)
     if found.verdict != "nothing needed":
-        return {**row, "why_not": [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]}
+        why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
+        apart = apart_of(chosen, source.configs, dict(enumerate(source.text.layers)), length, short=False)
+        if found.verdict != "cannot" or any(apart):
+            return {**row, "why_not": why}
+        row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
     if isinstance(override, Flags):
         return {**row, "commands": [override.command(model, "", target)]}
     keys = plans.longer(source, target)
@@ -278,7 +281,7 @@ def _tokenizer_limit(folder: Path) -> float | None:
         return None
 
 
-_OWN_CODE = "it loads this config with the model's own code, whose keys an argument does not replace"
+_OWN_CODE = "it loads this config with the model's own code, whose keys no argument replaces"
 
 
 def _row(chosen: Engine) -> dict[str, Any]:
