@@ -4,6 +4,9 @@
 // The visible keys of all rows, in chunks, are one sequence, of which each part (a thread) processes an equal share. So a long
 // row is divided, and rows of different lengths cost no balance. A part has its own maximum, sum and weighted values of each row
 // that it reads from; `combine` adds them up.
+//
+// Up to 8 queries at a time are multiplied with the vectors of a key or a value. A key head with many queries has another way for
+// LANE queries at a time: each is in a lane, and every number of a key or a value is multiplied with a vector of them.
 #pragma once
 
 #include <math.h>
@@ -125,6 +128,17 @@ struct Channels {
 
 inline int64_t padded(int64_t channels, int64_t step) { return (channels + step - 1) / step * step; }
 
+inline Floats spread(float x) { return x - Floats{}; }  // a sum with 0 would be computed, because of -0
+
+// Add x[i * I + j * J] * y[j], for all j < count, to the i-th of LANE sums. Each y[j] is a vector.
+template <int I, int J>
+ROPEWALK_INLINE inline void add_products(const float *x, const float *y, int64_t count, Floats *sums) {
+    for (int64_t j = 0; j < count; ++j) {
+        const Floats of_y = read<Floats>(y + j * LANE);
+        repeat<LANE>([&](auto i) ROPEWALK_INLINE { sums[i] = multiply_add(of_y, spread(x[i * I + j * J]), sums[i]); });
+    }
+}
+
 // What a part keeps of the queries of one row: for each, the weighted sum of the values, then the maximum score and the sum of
 // weights.
 struct Sums {
@@ -143,17 +157,21 @@ struct Attention {
     static constexpr bool SCALED = sizeof(Stored) == 1;
     const ropewalk_attention &a;
     int64_t group, queries;          // query heads that share a key head, and queries of a key head
+    int64_t in_lanes;                // how many of these are processed LANE at a time, each in a lane of all vectors
     int64_t q_step, sums_step;       // floats of a query, and of its `Sums`
     int64_t sums_size, queries_size; // floats of all queries of a row
 
     explicit Attention(const ropewalk_attention &args) : a(args) {
         group = a.heads / a.kv_heads, queries = group * a.queries;
-        q_step = padded(a.head_dim, C::STEP), sums_step = padded(a.head_dim, C::STEP) + LANE;
+        in_lanes = queries / LANE * LANE;
+        q_step = padded(a.head_dim, C::STEP), sums_step = padded(a.value_dim, C::STEP) + LANE;
         sums_size = a.heads * a.queries * sums_step, queries_size = a.heads * a.queries * q_step;
     }
 
     // Part p writes the sums of row r to place r + p: the rows of later parts are not earlier, so each place has one writer.
-    int64_t floats() const { return (a.batch + a.parts) * sums_size + a.parts * queries_size * (a.far_q ? 2 : 1); }
+    // A part has memory for the queries of a row, and for the sums of those in lanes.
+    int64_t part_size() const { return queries_size * (a.far_q ? 2 : 1) + (in_lanes ? sums_size : 0); }
+    int64_t floats() const { return (a.batch + a.parts) * sums_size + a.parts * part_size(); }
     Sums sums(int64_t row, int64_t part) const { return {a.work + (row + part) * sums_size, sums_step}; }
 
     int64_t order_of(int64_t row, int64_t token) const { return a.order[row * a.order_stride[0] + token * a.order_stride[1]]; }
@@ -231,19 +249,31 @@ struct Attention {
         }
     }
 
-    // Convert the queries of a row, [kv head, query of it], times `factor`, to the order of channels of keys.
+    // Convert the queries of a row, [kv head, query of it], times `factor`, to the order of channels of keys. LANE queries in lanes
+    // have the order [channel, query].
     template <class T>
     void convert_queries(const void *from, const int64_t *stride, int64_t row, float factor, float *to) const {
         for (int64_t head = 0; head < a.heads; ++head) {
             for (int64_t token = 0; token < a.queries; ++token, to += q_step) {
+                const int64_t of_head = head % group * a.queries + token, lane = of_head % LANE;
                 const auto *x = static_cast<const typename T::Stored *>(from) + row * stride[0] + token * stride[1] + head * stride[2];
                 for (int64_t c = 0; c < q_step; c += C::STEP) {
                     typename T::Stored buffer[C::STEP] = {};
-                    for (int64_t i = 0; i < smaller<int64_t>(C::STEP, a.head_dim - c); ++i) buffer[i] = x[(c + i) * stride[3]];
+                    const int64_t count = smaller<int64_t>(C::STEP, a.head_dim - c);
+                    if (stride[3] == 1) std::memcpy(buffer, x + c, static_cast<size_t>(count) * sizeof *x);
+                    else for (int64_t i = 0; i < count; ++i) buffer[i] = x[(c + i) * stride[3]];
                     Floats parts[C::COUNT];
                     for (int i = 0; i < C::COUNT; ++i) parts[i] = load<T>(buffer + i * LANE);
                     if constexpr (K::is_bfloat) split(parts[0], parts[1], parts[0], parts[1], Places<F32>());
-                    for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i] * factor);
+                    for (int i = 0; i < C::COUNT; ++i) parts[i] *= factor;
+                    if (of_head >= in_lanes) {
+                        for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i]);
+                    } else {
+                        float *at = to - lane * q_step + c * LANE + lane;
+                        float scaled[C::STEP];
+                        std::memcpy(scaled, parts, sizeof scaled);
+                        for (int i = 0; i < C::STEP; ++i) at[i * LANE] = scaled[i];
+                    }
                 }
             }
         }
@@ -329,7 +359,7 @@ struct Attention {
             ROPEWALK_UNROLL
             for (int i = 0; i < N; ++i) {
                 if (last) {
-                    C::read_last(v, a.head_dim - channel, x);
+                    C::read_last(v, a.value_dim - channel, x);
                 } else {
                     if (begins_line(channel + i * C::STEP)) {
                         __builtin_prefetch(values + next.value[n] + channel + i * C::STEP, 0, SECOND_LEVEL);
@@ -339,7 +369,7 @@ struct Attention {
             }
             ROPEWALK_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-                Floats weight = weights[r * KEYS + n] - Floats{};  // a sum with 0 would be computed, because of -0
+                Floats weight = spread(weights[r * KEYS + n]);
                 ROPEWALK_UNROLL
                 for (int i = 0; i < VECTORS; ++i) sum[r][i] = multiply_add(weight, x[i], sum[r][i]);
             }
@@ -383,16 +413,126 @@ struct Attention {
         }
         constexpr int MOST = (ROWS >= 4 ? 16 / ROWS : 8) / C::COUNT;
         int64_t c = 0;
-        for (; c + MOST * C::STEP <= a.head_dim; c += MOST * C::STEP) {
+        for (; c + MOST * C::STEP <= a.value_dim; c += MOST * C::STEP) {
             add_values<ROWS, MOST, false>(scores, factors, values, chunk, next, c, sums, query);
         }
-        for (; c + C::STEP <= a.head_dim; c += C::STEP) add_values<ROWS, 1, false>(scores, factors, values, chunk, next, c, sums, query);
-        if (c < a.head_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
+        for (; c + C::STEP <= a.value_dim; c += C::STEP) add_values<ROWS, 1, false>(scores, factors, values, chunk, next, c, sums, query);
+        if (c < a.value_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
     }
 
-    void attend_chunk(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, const Sums &sums) const {
+    // ---- LANE queries of a key head, one in each lane. While some channels are multiplied, the next ones are widened.
+
+    // Widen STEP channels of a key or a value.
+    static ROPEWALK_INLINE void widen(const Stored *from, const Stored *ahead, int64_t channel, int64_t left, float *to) {
+        Floats x[C::COUNT];
+        if (begins_line(channel)) __builtin_prefetch(ahead + channel, 0, SECOND_LEVEL);
+        left >= C::STEP ? C::read_channels(from + channel, x) : C::read_last(from + channel, left, x);
+        for (int i = 0; i < C::COUNT; ++i) write(to + i * LANE, x[i]);
+    }
+
+    // The scores, [KEYS, LANE].
+    ROPEWALK_NOINLINE void score_lanes(const float *q, const Stored *keys, const Chunk &chunk, const Chunk &next, float *to) const {
+        alignas(64) float x[2][LANE * C::STEP];
+        const Stored *k[LANE], *ahead[LANE];
+        const int64_t count = chunk.count, channels = a.head_dim;
+        for (int64_t first = 0; first < count; first += LANE) {
+            for (int n = 0; n < LANE; ++n) {
+                const int64_t i = smaller<int64_t>(first + n, count - 1);
+                k[n] = keys + chunk.key[i], ahead[n] = keys + next.key[i];
+                widen(k[n], ahead[n], 0, channels, x[0] + n * C::STEP);
+            }
+            Floats sums[LANE] = {};
+            int now = 0;
+            for (int64_t c = 0; c < channels; c += C::STEP, now = 1 - now) {
+                const int64_t left = channels - c - C::STEP;
+                for (int64_t n = 0; n < LANE; ++n) {
+                    if (left > 0) widen(k[n], ahead[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
+                    add_products<C::STEP, 1>(x[now] + n * C::COUNT, q + (c + n * C::COUNT) * LANE, C::COUNT, sums);
+                }
+            }
+            repeat<LANE>([&](auto i) ROPEWALK_INLINE { write(to + (first + i) * LANE, sums[i]); });
+        }
+    }
+
+    // Replace scores by weights, as `weigh` does for one query.
+    static Floats weigh_lanes(float *scores, int64_t count, float *most, float *weights) {
+        const Floats before = read<Floats>(most);
+        Floats now = before, sum{};
+        for (int64_t n = 0; n < count; ++n) now = read<Floats>(scores + n * LANE) > now ? read<Floats>(scores + n * LANE) : now;
+        const Floats base = now == -INFINITY ? Floats{} : now;
+        for (int64_t n = 0; n < count; ++n) {
+            Floats x = power_of_2(read<Floats>(scores + n * LANE) - base);
+            write(scores + n * LANE, x), sum += x;
+        }
+        const Floats factor = now == before ? Floats{} + 1 : power_of_2(before - base);
+        write(most, now), write(weights, read<Floats>(weights) * factor + sum);
+        return factor;
+    }
+
+    // `sums` are those of these queries, [floats of `Sums`, LANE].
+    void attend_lanes(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, int64_t head, int64_t query, float *sums) const {
+        const Stored *keys = static_cast<const Stored *>(a.key) + head * a.key_stride[2];
+        const Stored *values = static_cast<const Stored *>(a.value) + head * a.value_stride[2];
+        alignas(64) float scores[KEYS * LANE];
+        auto multiply_by = [&](const float *scale, int64_t distance, const int64_t *distances) {
+            if constexpr (SCALED) {
+                float scales[KEYS];
+                read_scales(scale + head * distance, distances, chunk.count, scales);
+                for (int64_t n = 0; n < chunk.count; ++n) write(scores + n * LANE, read<Floats>(scores + n * LANE) * scales[n]);
+            }
+        };
+        score_lanes(q, keys, chunk, next, scores);
+        multiply_by(a.key_scale, a.key_scale_stride[2], chunk.key_scale);
+        for (int64_t i = 0; chunk.hides && i < LANE; ++i) {
+            const int64_t order = order_of(row, (query + i) % a.queries);
+            for (int64_t n = 0; n < chunk.count; ++n) {
+                if (!attends(order, chunk, n)) scores[n * LANE + i] = -INFINITY;
+            }
+        }
+        const Floats factor = weigh_lanes(scores, chunk.count, sums + (sums_step - 2) * LANE, sums + (sums_step - 1) * LANE);
+        multiply_by(a.value_scale, a.value_scale_stride[2], chunk.value_scale);
+        add_values_lanes(scores, factor, values, chunk, next, sums);
+    }
+
+    // Add the weighted values.
+    ROPEWALK_NOINLINE void add_values_lanes(const float *weights, Floats factor, const Stored *values, const Chunk &chunk, const Chunk &next,
+                                            float *sums) const {
+        alignas(64) float x[2][KEYS * C::STEP];
+        const Stored *v[KEYS], *ahead[KEYS];
+        const int64_t count = chunk.count, channels = a.value_dim;
+        for (int64_t n = 0; n < count; ++n) {
+            v[n] = values + chunk.value[n], ahead[n] = values + next.value[n];
+            widen(v[n], ahead[n], 0, channels, x[0] + n * C::STEP);
+        }
+        int now = 0;
+        for (int64_t c = 0; c < channels; c += C::STEP, now = 1 - now) {
+            for (int part = 0; part < C::COUNT; ++part, sums += LANE * LANE) {
+                const int64_t left = part == 0 ? channels - c - C::STEP : 0;
+                Floats sum[LANE];
+                repeat<LANE>([&](auto i) ROPEWALK_INLINE { sum[i] = read<Floats>(sums + i * LANE) * factor; });
+                for (int64_t n = 0; n < count; ++n) {
+                    if (left > 0) widen(v[n], ahead[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
+                    add_products<1, C::STEP>(x[now] + n * C::STEP + part * LANE, weights + n * LANE, 1, sum);
+                }
+                repeat<LANE>([&](auto i) ROPEWALK_INLINE { write(sums + i * LANE, sum[i]); });
+            }
+        }
+    }
+
+    // Call use(query) with the first of each LANE queries in lanes.
+    template <class Use>
+    void each_in_lanes(const Use &use) const {
+        for (int64_t head = 0; head < a.kv_heads; ++head) {
+            for (int64_t query = 0; query < in_lanes; query += LANE) use(head * queries + query);
+        }
+    }
+
+    void attend_chunk(const float *q, const Chunk &chunk, const Chunk &next, int64_t row, const Sums &sums, float *of_lanes) const {
         for (int64_t head = 0; head < a.kv_heads; ++head) {
             int64_t query = head * queries, end = query + queries;
+            for (; query + LANE <= end; query += LANE) {
+                attend_lanes(q + query * q_step, chunk, next, row, head, query, of_lanes + query * sums_step);
+            }
             if constexpr (LANE == 16) {
                 for (; query + 8 <= end; query += 8) attend_rows<8>(q + query * q_step, chunk, next, row, head, query, sums);
             }
@@ -404,8 +544,8 @@ struct Attention {
 
     void attend_part(int64_t part) const {
         const int64_t total = total_chunks(), begin = total * part / a.parts, end = total * (part + 1) / a.parts;
-        float *near = a.work + (a.batch + a.parts) * sums_size + part * queries_size * (a.far_q ? 2 : 1);
-        float *far = a.far_q ? near + queries_size : near;
+        float *near = a.work + (a.batch + a.parts) * sums_size + part * part_size();
+        float *far = a.far_q ? near + queries_size : near, *of_lanes = far + queries_size;
         const float factor = static_cast<float>(a.scale * 1.4426950408889634);  // the weights are powers of 2
         for (int64_t row = 0, before = 0, count; row < a.batch && before < end; ++row, before += count) {
             const Row r = row_of(row);
@@ -421,6 +561,8 @@ struct Attention {
             Sums to = sums(row, part);
             std::memset(to.at, 0, static_cast<size_t>(sums_size) * sizeof(float));
             for (int64_t i = 0; i < a.heads * a.queries; ++i) to.most(i) = -INFINITY;
+            if (in_lanes) std::memset(of_lanes, 0, static_cast<size_t>(sums_size) * sizeof(float));
+            each_in_lanes([&](int64_t query) { write(of_lanes + query * sums_step + (sums_step - 2) * LANE, Floats{} - INFINITY); });
             Chunk pair[2];
             if (number < last) describe(row, r, number, pair[0]);
             for (int n = 0; number < last; n = 1 - n) {
@@ -429,8 +571,11 @@ struct Attention {
                 next.count = 0;
                 if (++number < last) describe(row, r, number, next);
                 for (int64_t i = next.count; i < chunk.count; ++i) next.key[i] = chunk.key[i], next.value[i] = chunk.value[i];
-                attend_chunk(chunk.are_sinks ? far : near, chunk, next, row, to);
+                attend_chunk(chunk.are_sinks ? far : near, chunk, next, row, to, of_lanes);
             }
+            each_in_lanes([&](int64_t query) {
+                for (int64_t i = 0; i < LANE * sums_step; ++i) to.values(query + i % LANE)[i / LANE] = of_lanes[query * sums_step + i];
+            });
         }
     }
 
@@ -452,7 +597,7 @@ struct Attention {
                 from.weights(query) = factor;  // from here on
             }
             const float inverse = total == 0 ? 0 : 1 / total;
-            for (int64_t c = 0; c < a.head_dim; c += C::STEP) {
+            for (int64_t c = 0; c < a.value_dim; c += C::STEP) {
                 Floats sum[C::COUNT] = {};
                 for (int64_t part = first_part; part <= last_part; ++part) {
                     Sums from = sums(row, part);
@@ -463,9 +608,9 @@ struct Attention {
                 for (int i = 0; i < C::COUNT; ++i) sum[i] *= inverse;
                 if constexpr (K::is_bfloat) interleave(sum[0], sum[1], sum[0], sum[1], Places<F32>());
                 typename T::Stored buffer[C::STEP];
-                bool whole = c + C::STEP <= a.head_dim;
+                bool whole = c + C::STEP <= a.value_dim;
                 for (int i = 0; i < C::COUNT; ++i) store<T>((whole ? out + c : buffer) + i * LANE, sum[i]);
-                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.head_dim - c) * sizeof *out);
+                if (!whole) std::memcpy(out + c, buffer, static_cast<size_t>(a.value_dim - c) * sizeof *out);
             }
         }
     }

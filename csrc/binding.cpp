@@ -664,8 +664,9 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     a.dtype = static_cast<ropewalk_dtype>(dtype), a.kept = static_cast<ropewalk_dtype>(kept);
     a.batch = of_q.shape[0], a.queries = of_q.shape[1], a.heads = of_q.shape[2], a.kv_heads = of_keys.shape[2];
     a.head_dim = of_q.shape[3];
+    a.value_dim = of_values.shape[3];
     for (int i = 0; i < 4; ++i) {
-        if (of_keys.shape[i] != of_values.shape[i]) return left_to_python;
+        if (i < 3 && of_keys.shape[i] != of_values.shape[i]) return left_to_python;
         a.q_stride[i] = of_q.strides[i], a.key_stride[i] = of_keys.strides[i], a.value_stride[i] = of_values.strides[i];
     }
     if (of_keys.shape[3] != a.head_dim || a.kv_heads < 1 || a.heads % a.kv_heads) return left_to_python;
@@ -705,7 +706,9 @@ nb::object attend_plain(nb::handle q, nb::handle far_q, nb::handle keys, nb::han
     a.order = reinterpret_cast<const int64_t *>(of_order.first());
     a.order_stride[0] = of_order.strides[0], a.order_stride[1] = of_order.strides[1];
     a.window = window, a.sinks = sinks, a.ring = ring, a.scale = scale;
-    nb::object out = nb::steal(ropewalk::call(torch.empty_like, q.ptr()));
+    nb::object out = a.value_dim == a.head_dim
+                         ? nb::steal(ropewalk::call(torch.empty_like, q.ptr()))
+                         : q.attr("new_empty")(nb::make_tuple(a.batch, a.queries, a.heads, a.value_dim));
     if (!out.ptr()) throw nb::python_error();
     if (!torch.view(out.ptr(), of_out) || of_out.strides[3] != 1) return left_to_python;
     a.out = of_out.first();

@@ -127,7 +127,8 @@ typedef struct {
     ropewalk_dtype dtype, kept;                             /* of q, far_q and out; of key and value */
     const float *key_scale, *value_scale;                   /* only for 8 bits: [block, slot, kv head] */
     int64_t key_scale_stride[3], value_scale_stride[3];
-    int64_t batch, queries, heads, kv_heads, head_dim; /* queries: tokens of a row; kv_heads divides heads */
+    int64_t batch, queries, heads, kv_heads; /* queries: tokens of a row; kv_heads divides heads */
+    int64_t head_dim, value_dim;             /* channels of q and key; of value and out */
     int64_t keys, block_size;
     const int32_t *blocks; /* NULL, or [batch, blocks of a row] */
     int64_t block_stride;

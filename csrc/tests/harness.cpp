@@ -494,10 +494,11 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
     const int64_t blocks_of_row = (a.keys + a.block_size - 1) / a.block_size, pool = has_blocks ? a.batch * blocks_of_row + 1 : a.batch;
     const int64_t slots = has_blocks ? a.block_size : a.keys;
     const int64_t sizes[] = {a.batch, a.queries, a.heads, a.head_dim};
-    const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim};
+    const int64_t of_keys[] = {pool, slots, a.kv_heads, a.head_dim}, of_values[] = {pool, slots, a.kv_heads, a.value_dim};
     Memory q = placed(a.dtype, BHSD, sizes, a.q_stride), far_q = placed(a.dtype, SLICED, sizes, a.far_q_stride);
-    Memory out = placed(a.dtype, BSHD, sizes, a.out_stride);
-    Memory key = placed(a.kept, place, of_keys, a.key_stride), value = placed(a.kept, place, of_keys, a.value_stride);
+    const int64_t of_out[] = {a.batch, a.queries, a.heads, a.value_dim};
+    Memory out = placed(a.dtype, BSHD, of_out, a.out_stride);
+    Memory key = placed(a.kept, place, of_keys, a.key_stride), value = placed(a.kept, place, of_values, a.value_stride);
     // The scales of keys and values, in memory one after the other for each head.
     const int64_t of_scales[] = {pool, slots, a.kv_heads, 2};
     int64_t scale_stride[4];
@@ -530,7 +531,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
         int64_t block = has_blocks ? blocks[static_cast<size_t>(row * blocks_of_row + i / a.block_size)] : row;
         return at(strides, block, has_blocks ? i % a.block_size : i, head, channel);
     };
-    Memory random_keys = placed(a.kept, place, of_keys, a.key_stride), random_values = placed(a.kept, place, of_keys, a.value_stride);
+    Memory random_keys = placed(a.kept, place, of_keys, a.key_stride), random_values = placed(a.kept, place, of_values, a.value_stride);
     random_keys.set_random(), random_values.set_random();
     const auto size = static_cast<size_t>(SIZES[a.kept]);
     for (int64_t row = 0; row < a.batch; ++row) {
@@ -545,7 +546,7 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
                     auto from = static_cast<size_t>(place_of(a.key_stride, row, i, head, c)) * size;
                     std::memcpy(&key.bytes[from], &random_keys.bytes[from], size);
                 }
-                for (int64_t c = 0; c < a.head_dim; ++c) {
+                for (int64_t c = 0; c < a.value_dim; ++c) {
                     auto from = static_cast<size_t>(place_of(a.value_stride, row, i, head, c)) * size;
                     std::memcpy(&value.bytes[from], &random_values.bytes[from], size);
                 }
@@ -579,15 +580,15 @@ void test_attention(const ropewalk_kernels &kernels, ropewalk_attention a, const
             scores.push_back(score), seen.push_back(i), largest = std::fmax(largest, sum), most = std::fmax(most, score);
         }
         for (double &score : scores) total += score = std::exp(score - most);
-        for (int64_t c = 0; c < a.head_dim; ++c) {
-            double want = 0, of_values = 0;
+        for (int64_t c = 0; c < a.value_dim; ++c) {
+            double want = 0, largest_value = 0;
             for (size_t i = 0; i < seen.size(); ++i) {
                 double v = number(value, a.value_stride, row, seen[i], head / group, c);
-                want += scores[i] / total * v, of_values = std::fmax(of_values, std::fabs(v));
+                want += scores[i] / total * v, largest_value = std::fmax(largest_value, std::fabs(v));
             }
             // Scores in float32, weights of a relative error twice theirs, and sums of float32; then one rounding.
             double of_scores = static_cast<double>(a.head_dim + 8) * 0x1p-24 * largest + 4 * 0x1p-24;
-            double bound = (2 * of_scores + static_cast<double>(seen.size() + 8) * 0x1p-24) * of_values;
+            double bound = (2 * of_scores + static_cast<double>(seen.size() + 8) * 0x1p-24) * largest_value;
             bound += std::fabs(want) * SHARE[a.dtype] + LEAST[a.dtype];
             check_close(get(a.dtype, out.bytes.get(), at(a.out_stride, row, token, head, c)), want, bound, "attention");
         }
@@ -668,7 +669,7 @@ void test_level(const ropewalk_kernels &kernels) {
                     ++variant;
                     constexpr ropewalk_dtype dtypes[] = {ROPEWALK_F32, ROPEWALK_BF16, ROPEWALK_F16};
                     a.kept = kept, a.dtype = SIZES[kept] == 1 ? dtypes[variant % 3] : kept, a.batch = 1 + variant % 4, a.queries = 1 + variant % 3 * 2, a.kv_heads = 1 + variant % 2;
-                    a.heads = a.kv_heads * group, a.head_dim = head_dim;
+                    a.heads = a.kv_heads * group, a.head_dim = head_dim, a.value_dim = variant % 3 ? head_dim : 1 + variant % 50;
                     a.keys = keys, a.block_size = variant % 7 ? 16 : 3, a.window = variant % 4 ? 0 : 9, a.scale = 0.25;
                     a.parts = 1 + variant % 6, a.ring = a.window && keys > 30 && variant % 2 == 0 ? keys - (keys > 100 ? 40 : 5) : 0;
                     std::snprintf(now, sizeof now, "%s, attention, %s, head_dim %d, %d keys, %d of %d heads, batch %d, %d tokens, %d parts",

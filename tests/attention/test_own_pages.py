@@ -159,10 +159,8 @@ class Server:
             patched.setattr(few_tokens, "_gather", lambda *given: (gathered.append(True), read(*given))[1])
             table = self.table(rows)
             out = paged_attention(rotated, *self.caches, block_table=table, lengths=lengths, **limits, **self.options)
-        most = 32 if "sink_q" in limits or "k_scales" in self.options else 8
-        for_kernel = (
-            self.dtype != torch.float64 and self.caches[1].shape[3] == WIDTH and longest <= most and table.numel()
-        )
+        fits = way == "kernel" or self.caches[1].shape[3] == WIDTH
+        for_kernel = self.dtype != torch.float64 and fits and longest <= 32 and table.numel()
         assert gathered == [True] * (way == "plain" or not for_kernel)
         assert (out.dtype, out.shape) == (self.dtype, (*rotated.shape[:3], self.caches[1].shape[3]))
         assert out.isfinite().all()

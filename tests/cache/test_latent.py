@@ -84,8 +84,9 @@ def test_equals_unabsorbed_attention(size: dict[str, int], dtype: torch.dtype, n
 
 
 @pytest.mark.skipif(not backend.FAST_PATH, reason="no compiled kernel")
-def test_one_call_rotates_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_call_rotates_and_writes_and_another_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatentStore, "write", None)
+    monkeypatch.setattr("ropewalk.cache.step.attend", None)
     cache, rows = cache_of(capacity=20), torch.randn(2, 3, LATENT + ROTARY)
     run(cache, torch.randn(2, 2, HEADS, NOPE + ROTARY), rows[:, :2])
     run(cache, torch.randn(2, 1, HEADS, NOPE + ROTARY), rows[:, 2:])

@@ -126,7 +126,7 @@ def hide_unseen(keys: Tensor, values: Tensor, visible: VisibleKeys) -> None:
 def define(case: Case) -> tuple[Tensor, Tensor]:
     """Return attention in float64, and a bound of the error of float32 arithmetic before the result is rounded."""
     visible, (batch, seq, heads, channels) = case.visible, case.q.shape
-    out, bound = (torch.zeros(batch, seq, heads, channels, dtype=torch.float64) for _ in range(2))
+    out, bound = (torch.zeros(*case.q.shape[:3], case.values.shape[3], dtype=torch.float64) for _ in range(2))
     group = heads // case.keys.shape[2]
     keys, values = (
         x.double() if scales is None else x.double() * scales.double()[..., None]
@@ -160,7 +160,7 @@ def define(case: Case) -> tuple[Tensor, Tensor]:
 def check(case: Case, attended: Tensor | None, *, truncated: bool = False) -> None:
     """Compare with the definition. truncated: it was truncated and not rounded, as Triton's interpreter does."""
     assert attended is not None
-    assert (attended.dtype, attended.shape) == (case.q.dtype, case.q.shape)
+    assert (attended.dtype, attended.shape) == (case.q.dtype, (*case.q.shape[:3], case.values.shape[3]))
     expected, bound = define(case)
     number = torch.finfo(case.q.dtype)
     rounding = expected.abs() * number.eps * (1 if truncated else 0.5) + number.tiny

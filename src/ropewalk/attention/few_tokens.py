@@ -23,9 +23,8 @@ from ropewalk.rotation.writable import check_memory
 _WHO = "paged_attention"
 
 MAX_TOKENS, MOST_TOKENS = 8, 32
-"""New tokens of a row, such as a token and the drafts after it, up to which this kernel is used. For more tokens, the
-blocked products of PyTorch's attention are faster. On a CPU, the second number is that for keys in 8 bits and for sinks
-with another rotation, which PyTorch's attention needs in another form."""
+"""New tokens of a row, such as a token and the drafts after it, up to which this kernel is used: on a GPU, where the
+blocked products of PyTorch's attention are faster for more tokens, and on a CPU."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,18 +41,18 @@ def attend_cached(
         q: rotated queries, `[batch, seq, heads, head_dim]`; float32, bfloat16 or float16.
         far_q: the queries for the sinks, of the same shape. None if all keys belong to q.
         keys, values: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, or int8 or float8_e4m3fn with
-            scales, with any strides except along the channels, which are adjacent.
+            scales, with any strides except along the channels, which are adjacent. Values may have another number of
+            channels.
         visible: the keys, and the scales.
         scale: factor of the scores.
 
     Returns:
-        A new tensor of the shape of q, with 0 for a token that attends to no key. None if the caller must use
-        PyTorch's attention: there are too many tokens (`MAX_TOKENS`), or a dynamic number of them; there is no kernel
+        A new tensor `[batch, seq, heads, channels of values]`, with 0 for a token that attends to no key. None if the
+        caller must use PyTorch's attention: there are too many tokens, or a dynamic number of them; there is no kernel
         for these tensors, a gradient is recorded, a transform or a mode is active, or the program is exported or
         compiled for a GPU.
     """
-    many = q.is_cpu and (far_q is not None or visible.key_scales is not None)
-    most = MOST_TOKENS if many else MAX_TOKENS
+    most = MOST_TOKENS if q.is_cpu else MAX_TOKENS
     if not isinstance(q.shape[1], int) or q.shape[1] > most:  # a graph for any number must not depend on it
         return None
     if not torch.compiler.is_compiling():
@@ -100,7 +99,7 @@ def _fits(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible
     kept = (q.dtype,) if visible.key_scales is None else (torch.int8, torch.float8_e4m3fn)
     if q.dtype not in _DTYPES or keys.dtype not in kept or values.dtype != keys.dtype:
         return False
-    return bool(keys.stride(-1) == values.stride(-1) == 1) and keys.shape == values.shape
+    return bool(keys.stride(-1) == values.stride(-1) == 1) and keys.shape[:3] == values.shape[:3]
 
 
 # Under torch.compile the kernel is an operator. Exported programs use PyTorch's attention, which needs no ropewalk.
@@ -116,7 +115,7 @@ def _operator(q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, *of
     visible, scale = VisibleKeys(*of_visible[:-1]), of_visible[-1]
     with torch.no_grad():
         attended = _run(q, far_q, keys, values, visible, scale)
-        return _define(q, far_q, keys, values, visible, scale) if attended is None else attended
+        return _define(q, far_q, keys, values, visible, scale) if attended is None else attended.contiguous()
 
 
 def _define(
@@ -163,7 +162,7 @@ def _gather(
 
 
 _library.impl("attend_cached", _operator, "CPU")
-_library.impl("attend_cached", lambda q, *arguments: torch.empty_like(q), "Meta")
+_library.impl("attend_cached", lambda q, far_q, k, v, *_: q.new_empty((*q.shape[:3], v.shape[3])), "Meta")
 
 
 def paged_attention(
@@ -185,10 +184,10 @@ def paged_attention(
     Store the new tokens first, e.g. with `rotate_and_store`. A token attends to itself and to the tokens before it in
     its row.
 
-    For up to 8 new tokens of each row (32 on the CPU with `sink_q` or 8 bits), one kernel reads keys and values in
-    place, on the CPU and on a GPU: for float32, bfloat16 and float16, values as wide as keys, and on a GPU heads of up
-    to 1 KiB in the dtype of q. Other calls copy the keys and values of the rows, for PyTorch's attention. So split long
-    prompts into pieces of some hundred tokens.
+    For up to 32 new tokens of each row on the CPU, and 8 on a GPU, one kernel reads keys and values in place: for
+    float32, bfloat16 and float16, and on a GPU for heads of up to 1 KiB in the dtype of q and values as wide as keys.
+    Other calls copy the keys and values of the rows, for PyTorch's attention. So split long prompts into pieces of some
+    hundred tokens.
 
     Args:
         q: rotated queries, `[batch, new, heads, head_dim]`; kv_heads divides heads. The last token of row i is token

@@ -100,8 +100,8 @@ class LatentStore(PlainStore):
     ) -> Tensor | None:
         return super().rotate_and_write(slots, q, k, None, rotation=rotation, norm=norm)
 
-    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> None:
-        """Return None, as no kernel attends over latent rows."""
+    def attend(self, q: Tensor, far_q: Tensor | None, visible: VisibleKeys, *, scale: float) -> Tensor | None:
+        return attend_cached(q, far_q, self.keys, self.values, visible, scale=scale)
 
     def read(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the keys, also as values: PyTorch's fused attention on a CPU supports values of their width only."""

@@ -292,7 +292,7 @@ class LayerCache:
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        One kernel attends for few new tokens of each row (`few_tokens.MAX_TOKENS`) if mask is None and the keys are in
+        One kernel attends for few new tokens of each row (`few_tokens.MOST_TOKENS`) if mask is None and the keys are in
         the slots in a way that it can read (`ropewalk.cache.plan` has the table). It reads each key and value once.
 
         Args:

@@ -146,7 +146,7 @@ class CachedAttention(Protocol):
     def __call__(
         self, q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
     ) -> Tensor | None:
-        """Return the attended values, a new tensor of the shape of q, or None for heads that are too large.
+        """Return the attended values, or None for heads that are too large or values that are not as wide as keys.
 
         Args:
             q, far_q, keys, values, scale: as in `attention.few_tokens.attend_cached`.

@@ -130,7 +130,7 @@ def attend(
     q: Tensor, far_q: Tensor | None, keys: Tensor, values: Tensor, visible: VisibleKeys, scale: float
 ) -> Tensor | None:
     """Attend over the keys of a cache, as `backend.CachedAttention` specifies, with heads of up to 1 KiB."""
-    if power_of_two(q.shape[-1]) * q.element_size() > 1024:
+    if power_of_two(q.shape[-1]) * q.element_size() > 1024 or keys.shape != values.shape:
         return None  # some GPUs have too little shared memory
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for launch in attention_launches(q, far_q, keys, values, visible, scale, out):
