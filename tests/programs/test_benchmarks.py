@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ def test_decode(scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mon
     decode = scripts["decode"]
     tiny = decode.Geometry(32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, row=28, latent=20)
     options = ("--rows", "2", "--held", "20")
+    monkeypatch.setattr(decode, "READERS", (lambda x: time.sleep(0.05), *decode.READERS))
     found = run(decode, tmp_path / "a.json", *options, size=tiny)
+    assert all(row["median"] < 0.05 for row in found["attention"] if row["contender"] == decode.READ)
     assert [row["contender"] for row in found["attention"]] == [decode.READ, *decode.CACHES] * 2
     assert [row["contender"] for row in found["model"]] == [one for one in decode.CACHES if one != decode.LATENT] * 2
     assert {row["state"] for part in ("attention", "model") for row in found[part]} == {"timed"}
