@@ -91,7 +91,7 @@ def test_a_size_that_is_refused_is_no_finding() -> None:
     assert report.codes == []
     (sizes,) = [grade for grade in report.grades if grade.name == "sizes"]
     assert sizes.right is None
-    assert "ValueError: heads must be even (1 head of 64 channels, 1 token)" in sizes.says
+    assert "ValueError: heads must be even (test_sizes.py, line 87) (1 head of 64 channels, 1 token)" in sizes.says
 
 
 class TestNotWritten:
