@@ -4,9 +4,6 @@
 // The visible keys of all rows, in chunks, are one sequence, of which each part (a thread) processes an equal share. So a long
 // row is divided, and rows of different lengths cost no balance. A part has its own maximum, sum and weighted values of each row
 // that it reads from; `combine` adds them up.
-//
-// Up to 8 queries at a time are multiplied with the vectors of a key or a value. A key head with many queries has another way for
-// LANE queries at a time: each is in a lane, and every number of a key or a value is multiplied with a vector of them.
 #pragma once
 
 #include <math.h>
@@ -265,15 +262,10 @@ struct Attention {
                     Floats parts[C::COUNT];
                     for (int i = 0; i < C::COUNT; ++i) parts[i] = load<T>(buffer + i * LANE);
                     if constexpr (K::is_bfloat) split(parts[0], parts[1], parts[0], parts[1], Places<F32>());
-                    for (int i = 0; i < C::COUNT; ++i) parts[i] *= factor;
-                    if (of_head >= in_lanes) {
-                        for (int i = 0; i < C::COUNT; ++i) write(to + c + i * LANE, parts[i]);
-                    } else {
-                        float *at = to - lane * q_step + c * LANE + lane;
-                        float scaled[C::STEP];
-                        std::memcpy(scaled, parts, sizeof scaled);
-                        for (int i = 0; i < C::STEP; ++i) at[i * LANE] = scaled[i];
-                    }
+                    float scaled[C::STEP];
+                    for (int i = 0; i < C::COUNT; ++i) write(scaled + i * LANE, parts[i] * factor);
+                    if (of_head >= in_lanes) std::memcpy(to + c, scaled, sizeof scaled);
+                    else for (int i = 0; i < C::STEP; ++i) to[(c + i) * LANE - lane * (q_step - 1)] = scaled[i];
                 }
             }
         }
@@ -420,12 +412,22 @@ struct Attention {
         if (c < a.value_dim) add_values<ROWS, 1, true>(scores, factors, values, chunk, next, c, sums, query);
     }
 
-    // ---- LANE queries of a key head, one in each lane. While some channels are multiplied, the next ones are widened.
+    // ---- LANE queries of a key head, one in each lane, so that each number of a key or a value is multiplied with a vector.
+    // While some channels are multiplied, the next ones are widened.
+
+    // Fetches keys or values of the next chunk, one after the other: the processor's own prefetching continues what is in order.
+    struct Ahead {
+        const Stored *rows[KEYS];
+        int64_t channels, row = 0, channel = 0;
+        ROPEWALK_INLINE void fetch() {
+            if (begins_line(channel)) __builtin_prefetch(rows[row] + channel, 0, SECOND_LEVEL);
+            if ((channel += C::STEP) >= channels) channel = 0, ++row;
+        }
+    };
 
     // Widen STEP channels of a key or a value.
-    static ROPEWALK_INLINE void widen(const Stored *from, const Stored *ahead, int64_t channel, int64_t left, float *to) {
+    static ROPEWALK_INLINE void widen(const Stored *from, int64_t channel, int64_t left, float *to) {
         Floats x[C::COUNT];
-        if (begins_line(channel)) __builtin_prefetch(ahead + channel, 0, SECOND_LEVEL);
         left >= C::STEP ? C::read_channels(from + channel, x) : C::read_last(from + channel, left, x);
         for (int i = 0; i < C::COUNT; ++i) write(to + i * LANE, x[i]);
     }
@@ -433,20 +435,22 @@ struct Attention {
     // The scores, [KEYS, LANE].
     ROPEWALK_NOINLINE void score_lanes(const float *q, const Stored *keys, const Chunk &chunk, const Chunk &next, float *to) const {
         alignas(64) float x[2][LANE * C::STEP];
-        const Stored *k[LANE], *ahead[LANE];
+        const Stored *k[LANE];
         const int64_t count = chunk.count, channels = a.head_dim;
         for (int64_t first = 0; first < count; first += LANE) {
+            Ahead ahead{{}, channels};
             for (int n = 0; n < LANE; ++n) {
                 const int64_t i = smaller<int64_t>(first + n, count - 1);
-                k[n] = keys + chunk.key[i], ahead[n] = keys + next.key[i];
-                widen(k[n], ahead[n], 0, channels, x[0] + n * C::STEP);
+                k[n] = keys + chunk.key[i], ahead.rows[n] = keys + next.key[i];
+                widen(k[n], 0, channels, x[0] + n * C::STEP);
             }
             Floats sums[LANE] = {};
             int now = 0;
             for (int64_t c = 0; c < channels; c += C::STEP, now = 1 - now) {
                 const int64_t left = channels - c - C::STEP;
                 for (int64_t n = 0; n < LANE; ++n) {
-                    if (left > 0) widen(k[n], ahead[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
+                    ahead.fetch();
+                    if (left > 0) widen(k[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
                     add_products<C::STEP, 1>(x[now] + n * C::COUNT, q + (c + n * C::COUNT) * LANE, C::COUNT, sums);
                 }
             }
@@ -456,7 +460,7 @@ struct Attention {
 
     // Replace scores by weights, as `weigh` does for one query.
     static Floats weigh_lanes(float *scores, int64_t count, float *most, float *weights) {
-        const Floats before = read<Floats>(most);
+        const Floats before = read<Floats>(weights) > 0.0f ? read<Floats>(most) : Floats{} - INFINITY;  // at first, all sums are 0
         Floats now = before, sum{};
         for (int64_t n = 0; n < count; ++n) now = read<Floats>(scores + n * LANE) > now ? read<Floats>(scores + n * LANE) : now;
         const Floats base = now == -INFINITY ? Floats{} : now;
@@ -498,11 +502,12 @@ struct Attention {
     ROPEWALK_NOINLINE void add_values_lanes(const float *weights, Floats factor, const Stored *values, const Chunk &chunk, const Chunk &next,
                                             float *sums) const {
         alignas(64) float x[2][KEYS * C::STEP];
-        const Stored *v[KEYS], *ahead[KEYS];
+        const Stored *v[KEYS];
         const int64_t count = chunk.count, channels = a.value_dim;
+        Ahead ahead{{}, channels};
         for (int64_t n = 0; n < count; ++n) {
-            v[n] = values + chunk.value[n], ahead[n] = values + next.value[n];
-            widen(v[n], ahead[n], 0, channels, x[0] + n * C::STEP);
+            v[n] = values + chunk.value[n], ahead.rows[n] = values + next.value[n];
+            widen(v[n], 0, channels, x[0] + n * C::STEP);
         }
         int now = 0;
         for (int64_t c = 0; c < channels; c += C::STEP, now = 1 - now) {
@@ -511,19 +516,12 @@ struct Attention {
                 Floats sum[LANE];
                 repeat<LANE>([&](auto i) ROPEWALK_INLINE { sum[i] = read<Floats>(sums + i * LANE) * factor; });
                 for (int64_t n = 0; n < count; ++n) {
-                    if (left > 0) widen(v[n], ahead[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
+                    if (part == 0) ahead.fetch();
+                    if (left > 0) widen(v[n], c + C::STEP, left, x[1 - now] + n * C::STEP);
                     add_products<1, C::STEP>(x[now] + n * C::STEP + part * LANE, weights + n * LANE, 1, sum);
                 }
                 repeat<LANE>([&](auto i) ROPEWALK_INLINE { write(sums + i * LANE, sum[i]); });
             }
-        }
-    }
-
-    // Call use(query) with the first of each LANE queries in lanes.
-    template <class Use>
-    void each_in_lanes(const Use &use) const {
-        for (int64_t head = 0; head < a.kv_heads; ++head) {
-            for (int64_t query = 0; query < in_lanes; query += LANE) use(head * queries + query);
         }
     }
 
@@ -562,7 +560,6 @@ struct Attention {
             std::memset(to.at, 0, static_cast<size_t>(sums_size) * sizeof(float));
             for (int64_t i = 0; i < a.heads * a.queries; ++i) to.most(i) = -INFINITY;
             if (in_lanes) std::memset(of_lanes, 0, static_cast<size_t>(sums_size) * sizeof(float));
-            each_in_lanes([&](int64_t query) { write(of_lanes + query * sums_step + (sums_step - 2) * LANE, Floats{} - INFINITY); });
             Chunk pair[2];
             if (number < last) describe(row, r, number, pair[0]);
             for (int n = 0; number < last; n = 1 - n) {
@@ -573,9 +570,11 @@ struct Attention {
                 for (int64_t i = next.count; i < chunk.count; ++i) next.key[i] = chunk.key[i], next.value[i] = chunk.value[i];
                 attend_chunk(chunk.are_sinks ? far : near, chunk, next, row, to, of_lanes);
             }
-            each_in_lanes([&](int64_t query) {
-                for (int64_t i = 0; i < LANE * sums_step; ++i) to.values(query + i % LANE)[i / LANE] = of_lanes[query * sums_step + i];
-            });
+            for (int64_t query = 0; query < a.heads * a.queries; ++query) {
+                const int64_t of_head = query % queries, lane = of_head % LANE;
+                const float *from = of_lanes + (query - lane) * sums_step + lane;
+                for (int64_t i = 0; of_head < in_lanes && i < sums_step; ++i) to.values(query)[i] = from[i * LANE];
+            }
         }
     }
 
