@@ -67,7 +67,7 @@ def test_a_nested_text_model() -> None:
     override = ENGINES["transformers"].override
     assert isinstance(override, Override)
     assert override.write("m", {"text_config": {"rope_parameters": {"rope_theta": 1e6, "truncate": True}}}, None) == (
-        "AutoModelForCausalLM.from_pretrained('m', text_config={'rope_parameters': {'rope_theta': 1000000.0, "
+        "AutoModelForMultimodalLM.from_pretrained('m', text_config={'rope_parameters': {'rope_theta': 1000000.0, "
         "'truncate': True}})"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from click.testing import CliRunner
 
 import gguf_files
@@ -300,6 +302,23 @@ def test_factors_in_a_gguf_are_not_replaced() -> None:
     found = extend(llama, 2 * LONG, method="yarn", engines=("llama.cpp",))
     reason = "the factors of llama3 are a tensor of its file, which no argument replaces"
     assert (found.complete, of(found, "llama.cpp")["why_not"]) == (False, [reason])
+
+
+def test_a_model_whose_file_has_the_keys_of_its_text_model_at_the_top(tmp_path: Path) -> None:
+    """The command is run: transformers keeps such keys inside, and ignores them at the top."""
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    (tmp_path / "config.json").write_text(json.dumps({**FLAT, "model_type": "qwen2_5_vl", "rope_scaling": scaling}))
+    found = extend(tmp_path, LONG, method="yarn", engines=("transformers", "sglang"), model=str(tmp_path))
+    call = ast.parse(of(found, "transformers")["commands"][0], mode="eval").body
+    assert isinstance(call, ast.Call)
+    config = transformers.AutoConfig.from_pretrained(
+        tmp_path, **{each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg}
+    )
+    assert config.text_config.rope_parameters["rope_type"] == "yarn"
+    assert config.text_config.max_position_embeddings == LONG
+    loader = getattr(transformers, ast.unparse(call.func).removesuffix(".from_pretrained"))
+    assert type(config) in loader._model_mapping
+    assert list(keys(of(found, "SGLang")["commands"][0])) == ["text_config"]
 
 
 def test_longrope_within_its_length() -> None:

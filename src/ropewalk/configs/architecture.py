@@ -343,16 +343,12 @@ class Architecture:
             c.add(rope_keys, TRAINED, c.get(TRAINED), TRAINED)
         for section in c.sections:
             if section == c.nested:
-                of = self.kinds.items() if self.nested else ()
-                sections = [(k.section if k is not None else "") or other for other, k in of]
+                sections = [(k.section if k else "") or other for other, k in self.kinds.items() if self.nested]
                 c.add_nested(rope_keys, kind.section or name, sections, self.section_keys())
             else:
                 c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
-        for names, key in (
-            (kind.bases, "rope_theta"),
-            (self.partial_keys, "partial_rotary_factor"),
-            ((TRAINED,), TRAINED),
-        ):
+        places = ((kind.bases, "rope_theta"), (self.partial_keys, "partial_rotary_factor"), ((TRAINED,), TRAINED))
+        for names, key in places:
             for config_key in names:
                 if self.listed and isinstance(c.get(config_key), list):
                     for i, value in enumerate(c.layer_list(config_key, len(layers)) or []):

@@ -22,7 +22,7 @@ from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
 from ropewalk.configs.reader import TRAINED, ConfigValue, Fields, Reader
 from ropewalk.configs.tables.no_rope import FOPE
-from ropewalk.configs.tables.wrappers import TOWER_KEYS, WRAPPERS
+from ropewalk.configs.tables.wrappers import FLAT_OR_NESTED, TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
 from ropewalk.configs.wrappers import other_parts, text_model
 from ropewalk.rope.rope import Pairing, Rope
@@ -123,6 +123,11 @@ def find_text(config: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
     """Return the keys that lead to the config of the text model inside a config that can be read, and that config."""
     path = text_model(Fields(config, "config"), ARCHITECTURES, False).path.split(".")[:-1]
     return path, functools.reduce(operator.getitem, path, config)
+
+
+def text_path(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys that lead to the text model in the object that transformers 5 makes of a config."""
+    return find_text(config)[0] or [key for name, key in FLAT_OR_NESTED.items() if name == config.get("model_type")]
 
 
 def _read_text(c: Reader) -> ModelRopes:

@@ -405,8 +405,8 @@ class Reader(Fields):
 
     def nested_error(self, where: str) -> RopeError:
         """Return the error for a rope parameter that is an object, although this model_type has one rope."""
-        fix = "All layers that rotate have one rope: move its keys out of this object."
-        return self.error(where, "must not be an object for this model_type", "an object", fix)
+        must, fix = "must not be an object for this model_type", "All layers have one rope: move its keys out of it."
+        return self.error(where, must, "an object", fix)
 
     def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
         """Add the keys of `rope_scaling`, or of flat (not nested) `rope_parameters`.

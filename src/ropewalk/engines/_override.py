@@ -109,10 +109,10 @@ def call(
 
     def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
         named: dict[str, Any] = {override: json.dumps(keys) if as_json else dict(keys)} if override else dict(keys)
-        named = named if keys else {}
-        named |= {} if tokens is None or not length else {length: tokens}
+        named = (named if keys else {}) | ({} if tokens is None or not length else {length: tokens})
         words = [f"{model_argument}{model!r}", *(f"{key}={value!r}" for key, value in named.items())]
-        return f"{name}({', '.join(words)})"
+        contains = any(key != "rope_parameters" and isinstance(value, Mapping) for key, value in keys.items())
+        return f"{name.replace('CausalLM', 'MultimodalLM') if contains else name}({', '.join(words)})"
 
     return write
 

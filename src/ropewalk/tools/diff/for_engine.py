@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ropewalk import _checks
 from ropewalk._checks import RopeError, without_fix
 from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
-from ropewalk.configs.hf import find_text
+from ropewalk.configs.hf import find_text, text_path
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.configs.reader import LENGTHS as _LENGTHS
@@ -215,7 +215,7 @@ def find_command(
     override, first = chosen.override, configs[0][0]
     if isinstance(override, Flags):
         return _flags(chosen, override, configs, own, setting, model=model, length=length)
-    path, _ = find_text(first.whole)
+    read, path = find_text(first.whole)[0], text_path(first.whole)
     if override is None or len(path) > override.deepest:
         return [], ["no argument of it reaches the text model inside of this config"]
     scaled = next((rope for rope in own.values() if rope is not None and rope.scaling is not None), None)
@@ -228,7 +228,7 @@ def find_command(
         applied = {"rope_parameters": override.applied(section, new, len(path))}
         text = {**written, **applied}
         try:
-            _, found = ropes_for_engines(text if alone else put(first.whole, path, text), chosen)
+            _, found = ropes_for_engines(text if alone else put(first.whole, read, text), chosen)
         except RopeError as e:
             reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
             continue

@@ -11,7 +11,7 @@ from typing import Any, cast
 from ropewalk import _checks
 from ropewalk._checks import RopeError, error
 from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
-from ropewalk.configs.hf import find_text
+from ropewalk.configs.hf import find_text, text_path
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import read_config
 from ropewalk.engines import ConfigRope, put
@@ -230,7 +230,7 @@ def longer(source: Source, target: int) -> dict[str, Any]:
         read, _ = ropes_for_engines(put(source.whole, path, {**text, **length}), **source.asked)
     except RopeError:
         return {}
-    return put({}, path, length) if read.layers == source.text.layers else {}
+    return put({}, text_path(source.whole), length) if read.layers == source.text.layers else {}
 
 
 def _lengths(text: Mapping[str, Any], target: int) -> dict[str, int]:
