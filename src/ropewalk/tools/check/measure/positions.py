@@ -186,7 +186,8 @@ def judge_16_bits(baseline: Baseline) -> None:
             report.add("wider-output" if torch.finfo(out.dtype).bits > 16 else "wrong-output-dtype", says)
         right = worst <= 1
         if not right and report.verdict == "right":
-            code, says = name_bug(baseline, *at)
+            rounded = replace(baseline.law, noise=ROUNDING[dtype])
+            code, says = name_bug(replace(baseline, law=rounded), *at)
             report.add(code, f"With {name} tensors: {says[0].lower()}{says[1:]}")
         exact = baseline.predict(q, positions)
         loss, rounding = (_relative_rms(t.to(torch.float64), exact) for t in (out, exact.to(dtype)))
