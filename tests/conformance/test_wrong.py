@@ -79,6 +79,21 @@ def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
     assert views.says.startswith("not judged: ")
 
 
+@pytest.mark.parametrize(
+    ("variant", "pair", "frequencies"),
+    [
+        ("pairs_of_the_whole_head", "Channel 0 rotates with 32 instead of 16.", "base 100000000 and exponents 2i/64"),
+        ("of_a_proportional_rope", "Channel 0 rotates with 8 instead of 32.", "base 31.623"),
+    ],
+)
+def test_a_wrong_slice_is_described_by_its_first_pair(variant: str, pair: str, frequencies: str) -> None:
+    path = Path(__file__).parent / "wrong" / f"wrong_slice__{variant}.py"
+    example = runpy.run_path(str(path))
+    report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
+    assert report.findings[0].says.endswith(pair)
+    assert report.found["frequencies"] == frequencies
+
+
 def test_number_of_files_and_bugs() -> None:
     assert len(FILES) >= 100
     assert len({bug_of(path) for path in FILES}) >= 50

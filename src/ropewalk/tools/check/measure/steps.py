@@ -325,6 +325,9 @@ def _judge_structure(structure: Structure, subject: Subject, report: Report) -> 
     if (structure.rotary_dim, structure.rotary_offset) != (dim, rope.rotary_offset):
         first, last = rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1
         says = f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {first} to {last}."
+        i, partner = structure.ins[0].tolist()
+        if structure.pairing == rope.pairing == "half" and i == first:
+            says += f" Channel {i} rotates with {partner} instead of {first + rope.rotary_dim // 2}."
         report.add("wrong-slice", says)
 
 
@@ -428,7 +431,8 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     if fitted is not None:
         divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
         own = "" if of_axes is None or of_axes.one_progression else ", a progression for each axis"
-        return f"base {fitted[0]:.10g}{divided}{own}"
+        still = f" and exponents 2i/{structure.rotary_dim}" if 2 * structure.pairs != structure.rotary_dim else ""
+        return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
         return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
     scaled = law.fit_scaled_base(measured.inv_freq, structure.rotary_dim)
