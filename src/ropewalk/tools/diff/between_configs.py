@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from ropewalk import _checks
@@ -52,7 +53,8 @@ def configs(
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
         length: as in `diff.engines`.
-        pairing, base, download: as in `from_config`, for both configs.
+        pairing, download: as in `from_config`, for both configs.
+        base: as in `from_config`, for each config that states none.
         factor: as in `from_config`, for each params.json whose rope is scaled.
         ignore: keys to ignore in each config that has them. `facts["same"]` is then None, because other configs were
             compared.
@@ -106,8 +108,15 @@ def _read_both(
     if factor is not None and all(own is None for _, own in asked):
         must, fix = "factor requires Meta's params.json with use_scaled_rope", "Omit it."
         raise _checks.error("diff.configs", must, _checks.shown(factor), fix)
+    refused = False
     for config, (keys, own) in zip(both, asked, strict=True):
-        ropes = read_config(config, pairing=pairing, base=base, factor=own, ignore=keys, download=download)
+        read = partial(read_config, config, pairing=pairing, factor=own, ignore=keys, download=download)
+        try:
+            ropes = read(base=base)
+        except _checks.RopeError:
+            if base is None or refused:
+                raise
+            refused, ropes = True, read()  # perhaps the config states a base
         if not ropes.layers:
             fix = "Compare two text models."
             raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)
