@@ -552,8 +552,9 @@ def test_text_of_engines_that_differ() -> None:
 
 def test_the_text_says_what_was_not_compared() -> None:
     smollm3 = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [0] + [1] * (LLAMA["num_hidden_layers"] - 1)}
-    text = diff.engines(smollm3).text()
-    assert "If the same layers rotate, all 6 engines rotate identically, up to 131,072 tokens." in text
+    names = ["transformers", "vllm", "sglang", "mlx-lm", "exllamav3"]
+    text = diff.engines(smollm3, names=names).text()
+    assert "If the same layers rotate, all 5 engines rotate identically, up to 131,072 tokens." in text
     assert "Not compared: which layers rotate." in text
     scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     deepseek = {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
@@ -561,6 +562,18 @@ def test_the_text_says_what_was_not_compared() -> None:
     factor = (0.1 * math.log(40) + 1) ** 2
     said = f"Not compared: the softmax scale, which this config multiplies by {factor:.6g}."
     assert said in words(diff.engines(deepseek).text())
+
+
+@pytest.mark.parametrize("n", [4, 2])
+def test_llama_cpp_rotates_fixed_layers(n: int) -> None:
+    """Its smollm3.cpp skips layers for which (il + 1) % 4 is 0. No key of a GGUF file states others."""
+    flags = [int((i + 1) % n != 0) for i in range(8)]
+    config = {**LLAMA, "model_type": "smollm3", "num_hidden_layers": 8, "no_rope_layers": flags}
+    found, command = diff.engines(config), diff.for_engine(config, "llama.cpp")
+    assert found.verdict == ("agree" if n == 4 else "differ")
+    assert command.facts["verdict"] == ("nothing needed" if n == 4 else "cannot")
+    said = "rotates all but each 4th layer, whatever the config states."
+    assert all((said in words(one.text())) is (n == 2) for one in (found, command))
 
 
 def test_no_engine_reads_the_pairing_of_convert() -> None:

@@ -189,6 +189,7 @@ LLAMA_CPP = Engine(
         "proportional": Rule("conversion/gemma.py", _proportional, frozenset(), evidence="read"),
     },
     files="llama_cpp",
+    no_rope_every={"afmoe": 4, "smollm3": 4},  # n_no_rope_layer_step, which no key of a file states
     own_format=("GGUF file", "src/llama-model.cpp"),
     own_classes=frozenset({"laguna", "mellum", "phi3"}),  # for which the recorded choice is not that of transformers
     own_length=lambda model_type: True,

@@ -127,6 +127,7 @@ def engines(
         "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
         "query_scale": missing_query_scale(ropes, chosen),
+        "other_layers": other_layers(ropes, chosen),
         "not_compared": not_compared(ropes),
         "warnings": list(ropes.warnings),
     }
@@ -156,7 +157,8 @@ def _state(name: str, facts: Mapping[str, Any]) -> str:
             return why
     if not all(entry["judged"] for entry in entries):
         return "unknown"
-    return "same" if all(compared) and name not in facts["query_scale"] else "differs"
+    others = {*facts["query_scale"], *facts["other_layers"]}
+    return "same" if all(compared) and name not in others else "differs"
 
 
 def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
@@ -235,6 +237,13 @@ def not_compared(ropes: ModelRopes) -> list[str]:
     if ropes.softmax_factor != 1.0:
         found.append(f"the softmax scale, which this config multiplies by {ropes.softmax_factor:.6g}")
     return found
+
+
+def other_layers(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, int]:
+    """Return the engines that skip every n-th layer, which is not what the config states: a dict from names to n."""
+    own = [i for i, rope in enumerate(ropes.layers) if rope is None]
+    fixed = {e.name: n for e in chosen if (n := e.no_rope_every.get(ropes.model_type))}
+    return {name: n for name, n in fixed.items() if own != [*range(n - 1, len(ropes.layers), n)]}
 
 
 def missing_query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:

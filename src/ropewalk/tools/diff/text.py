@@ -36,6 +36,11 @@ def engines_text(facts: Mapping[str, Any], *, verbose: bool) -> str:
         lines += _refusals(row, versions)
         lines += _notes(row, versions) if verbose else _reasons(row)
     scale = (f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
+    other = (
+        f"{name} rotates all but each {n}th layer, whatever the config states."
+        for name, n in facts["other_layers"].items()
+    )
+    lines += section("the layers that rotate", other)
     lines += section("the query scale (llama_4_scaling_beta)", scale)
     if verbose and (roundings := _roundings(facts, versions)):
         lines += ["", "how the engines round", *roundings]
