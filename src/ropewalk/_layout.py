@@ -60,5 +60,6 @@ SYNONYMS: dict[str, str] = {
     **dict.fromkeys(("bhld", "bhnd", "bhtd", "bnsd"), "bhsd"),
     **dict.fromkeys(("blhd", "bnhd", "bthd", "bsnd"), "bshd"),
     "tnd": "thd",
+    **dict.fromkeys(("koboldcpp", "lm-studio", "lmstudio", "llamafile"), "llama.cpp"),  # which runs their GGUF files
 }
-"""Names of pairings and layouts in other libraries, in lower case and with hyphens, for suggestions in messages."""
+"""Names of pairings, layouts and engines in other programs, in lower case with hyphens, for suggestions."""
