@@ -144,7 +144,7 @@ def test_the_params_json_of_mistral(tmp_path: Path, config: dict[str, Any], mode
         np.testing.assert_allclose(rope.inv_freq, np.array(oracle.yarn(1e8, 32, 48.0, 8192), float), rtol=1e-12)
     assert (ropes.query_scale is not None) == (config is SCALED)
     found = diff.engines(path, names=("transformers", "vllm"))
-    assert (found.verdict, found.facts["query_scale"]) == ("agree", {})
+    assert (found.verdict, found.facts["beside"]) == ("agree", {})
     magnitude = {**config, "yarn": {**config["yarn"], "apply_scale": True}}
     assert from_config(magnitude).rope.attention_factor == pytest.approx(0.1 * np.log(48) + 1)
 

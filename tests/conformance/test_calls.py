@@ -473,7 +473,7 @@ class TestAdapter:
         assert str(e.value).endswith("query=q, key=k, spin=..., position_ids=positions)\n")
         assert "def rotate(q, k, positions):\n" in str(e.value)
 
-    @pytest.mark.parametrize("name", ["Listed.forward", "Spun", "in_two", "fixed_tables,apply_tables"])
+    @pytest.mark.parametrize("name", ["Listed.forward", "in_two", "fixed_tables,apply_tables"])
     def test_runs_with_only_the_dots_replaced(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "theirs.py").write_text(UNKNOWN)
         with pytest.raises(RopeError) as e:
@@ -559,10 +559,6 @@ class Scaled:
 class Optional(Scaled):
     def __init__(self, head_dim, base, is_neox, ramp=None):
         self.given = ramp or 1.0, head_dim, base
-
-class Spun(Scaled):
-    def __init__(self, spin):
-        self.given = (spin,)
 
 class Listed(Scaled):
     def forward(self, positions, both):

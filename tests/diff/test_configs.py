@@ -203,20 +203,6 @@ LLAMA3 = {
 }
 
 
-def test_a_base_is_for_the_config_that_states_none(tmp_path: Path) -> None:
-    """llama.cpp computes a GGUF file without rope.freq_base with base 10000 (ollama#2379)."""
-    shape = {"embedding_length": 4096, "attention.head_count": 32, "block_count": 4, "context_length": 4096}
-    file = write(tmp_path / "model.gguf", shape, architecture="qwen2")
-    config = {**LLAMA, "model_type": "qwen2", "rope_theta": 1e6}
-    assert changed(diff.configs(config, file, base=1e4)) == {"base": (1e6, 1e4)}
-    assert changed(diff.configs(file, config, base=1e4)) == {"base": (1e4, 1e6)}
-    assert diff.configs(config, file, base=1e6).same
-    with pytest.raises(RopeError, match="base must agree with it"):
-        diff.configs(config, config, base=1e4)
-    with pytest.raises(RopeError, match=r"rope\.freq_base must be given"):
-        diff.configs(config, file)
-
-
 def test_a_faithful_conversion_is_the_same(tmp_path: Path) -> None:
     """A GGUF file holds the factors of Llama 3.1 in float32. Its weights and Meta's are in the order interleaved."""
     config = {**LLAMA, "rope_theta": 5e5, "max_position_embeddings": 131_072, "rope_scaling": LLAMA3}

@@ -392,7 +392,7 @@ class TestNumbersOfAnEngine:
         assert ropes.query_scale is None
         assert any("does not scale q by its position" in warning for warning in ropes.warnings)
         assert from_config(config, engine="sglang", text_only=True).query_scale is not None
-        assert "vLLM does not apply it" in diff.engines(config).text()
+        assert "vLLM: It does not scale q by its position" in diff.engines(config).text()
 
     def test_exllamav3_takes_the_factor_from_the_lengths(self) -> None:
         """Qwen 2.5 documents YaRN with 32,768 positions and a factor of 4, which exllamav3 does not scale."""

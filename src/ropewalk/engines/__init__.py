@@ -54,12 +54,11 @@ TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORC
 
 
 def engine(who: str, name: object, known: dict[str, Engine] | None = None) -> Engine:
-    """Look up an engine or a trainer by its name, in upper or lower case.
+    """Look up one of the `known` engines and trainers, by default of all, by its name in upper or lower case.
 
     Args:
         who: the function that the user called, for the error message.
         name: the name, such as "vllm".
-        known: the engines that it may be, by their names in lower case. None means all.
 
     Raises:
         RopeError: no engine has this name.

@@ -150,13 +150,8 @@ def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | str
 
 def _command(model: str, flags: str, tokens: int | None) -> str:
     file = model if model.endswith(".gguf") else "MODEL.gguf"
-    words = [
-        "llama-server -m",
-        shlex.quote(file),
-        *filter(None, [flags]),
-        *([] if tokens is None else [f"-c {tokens}"]),
-    ]
-    return " ".join(words)
+    words = ["llama-server -m", shlex.quote(file), flags, "" if tokens is None else f"-c {tokens}"]
+    return " ".join(filter(None, words))
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 from ropewalk import _checks
@@ -53,8 +52,7 @@ def configs(
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
         length: as in `diff.engines`.
-        pairing, download: as in `from_config`, for both configs.
-        base: as in `from_config`, for each config that states none.
+        pairing, base, download: as in `from_config`, for both configs.
         factor: as in `from_config`, for each params.json whose rope is scaled.
         ignore: keys to ignore in each config that has them. `facts["same"]` is then None, because other configs were
             compared.
@@ -68,7 +66,7 @@ def configs(
         RopeError: a config cannot be read or describes only a vision tower, a key to ignore is in neither config, or
             `length` is None and neither config states a length.
     """
-    a, b = _read_both((first, second), pairing, base, factor, ignore, download)
+    a, b = _read_both((first, second), factor, ignore, pairing=pairing, base=base, download=download)
     longest = longest_of("diff.configs", length, a, b)
     converted = a.file_format != b.file_format
     rows = _compare_all(a, b, longest, converted)
@@ -91,16 +89,11 @@ def configs(
 
 
 def _read_both(
-    both: tuple[Any, Any],
-    pairing: str | None,
-    base: float | None,
-    factor: float | None,
-    ignore: Collection[str],
-    download: bool,
+    both: tuple[Any, Any], factor: float | None, ignore: Collection[str], **reading: Any
 ) -> tuple[ModelRopes, ModelRopes]:
     """Read two configs. Arguments and errors are those of `configs`."""
     ignored, found = tuple(source.Request(ignore=ignore).ignore), []
-    asked = [_asked_of(config, ignored, factor, download) for config in both]
+    asked = [_asked_of(config, ignored, factor, reading["download"]) for config in both]
     for key in ignored:
         if not any(key in keys for keys, _ in asked):
             must, fix = "every key to ignore must be in one of the configs", "Do not pass it."
@@ -108,15 +101,8 @@ def _read_both(
     if factor is not None and all(own is None for _, own in asked):
         must, fix = "factor requires Meta's params.json with use_scaled_rope", "Omit it."
         raise _checks.error("diff.configs", must, _checks.shown(factor), fix)
-    refused = False
     for config, (keys, own) in zip(both, asked, strict=True):
-        read = partial(read_config, config, pairing=pairing, factor=own, ignore=keys, download=download)
-        try:
-            ropes = read(base=base)
-        except _checks.RopeError:
-            if base is None or refused:
-                raise
-            refused, ropes = True, read()  # perhaps the config states a base
+        ropes = read_config(config, factor=own, ignore=keys, **reading)
         if not ropes.layers:
             fix = "Compare two text models."
             raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)

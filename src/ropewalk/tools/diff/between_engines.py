@@ -126,8 +126,7 @@ def engines(
         "unchanged": [name for name, each in changed.items() if each.unchanged],
         "engines": [{"name": entry.name, "version": entry.version} for entry in chosen],
         "ropes": rows,
-        "query_scale": missing_query_scale(ropes, chosen),
-        "other_layers": other_layers(ropes, chosen),
+        "beside": beside_the_ropes(ropes, chosen),
         "not_compared": not_compared(ropes),
         "warnings": list(ropes.warnings),
     }
@@ -157,8 +156,7 @@ def _state(name: str, facts: Mapping[str, Any]) -> str:
             return why
     if not all(entry["judged"] for entry in entries):
         return "unknown"
-    others = {*facts["query_scale"], *facts["other_layers"]}
-    return "same" if all(compared) and name not in others else "differs"
+    return "same" if all(compared) and name not in facts["beside"] else "differs"
 
 
 def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
@@ -239,15 +237,15 @@ def not_compared(ropes: ModelRopes) -> list[str]:
     return found
 
 
-def other_layers(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, int]:
-    """Return the engines that skip every n-th layer, which is not what the config states: a dict from names to n."""
-    own = [i for i, rope in enumerate(ropes.layers) if rope is None]
-    fixed = {e.name: n for e in chosen if (n := e.no_rope_every.get(ropes.model_type))}
-    return {name: n for name, n in fixed.items() if own != [*range(n - 1, len(ropes.layers), n)]}
-
-
-def missing_query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
-    """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
-    if ropes.query_scale is None or ropes.query_scale.llama_4_scaling_beta is None:
-        return {}
-    return {e.name: e.query_scale for e in chosen if e.query_scale and not e.reads(ropes.file_format)}
+def beside_the_ropes(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
+    """Return what engines do beside the ropes that the config does not say: a dict from their names to a sentence."""
+    unrotated = [i for i, rope in enumerate(ropes.layers) if rope is None]
+    scaled = ropes.query_scale is not None and ropes.query_scale.llama_4_scaling_beta is not None
+    found = {}
+    for each in chosen:
+        every = each.no_rope_every.get(ropes.model_type, 0)
+        if every and unrotated != [*range(every - 1, len(ropes.layers), every)]:
+            found[each.name] = f"It rotates all but each {every}th layer, whatever the config states."
+        if scaled and each.query_scale and not each.reads(ropes.file_format):
+            found[each.name] = f"It does not scale q by its position: {each.query_scale}."
+    return found

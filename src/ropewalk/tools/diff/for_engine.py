@@ -15,7 +15,7 @@ from ropewalk.configs.read import read_config
 from ropewalk.configs.reader import LENGTHS as _LENGTHS
 from ropewalk.engines import ENGINES, ConfigRope, Engine, Flags, engine, put, spellings
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.between_engines import missing_query_scale, not_compared, other_layers
+from ropewalk.tools.diff.between_engines import beside_the_ropes, not_compared
 from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
 from ropewalk.tools.diff.text import Result, bullets, frequencies, layers, left_out, section, wrap
@@ -77,13 +77,11 @@ def for_engine(
     setting = longest_of("diff.for_engine", length, ropes)
     apart, unknown = apart_of(chosen, configs, dict(enumerate(ropes.layers)), setting)
     notes = dict.fromkeys(note for config, _ in configs for note in chosen.answer(config).notes)
-    scale = missing_query_scale(ropes, [chosen])
-    fixed = other_layers(ropes, [chosen])
-    apart += [f"It rotates all but each {n}th layer, whatever the config states." for n in fixed.values()]
-    apart += [f"It does not scale q by its position: {why}." for why in scale.values()]
+    beside = beside_the_ropes(ropes, [chosen])
+    apart += beside.values()
     command = ""
     loads = all(chosen.answer(config).rope or _refused_by_rule(chosen, config) for config, _ in configs)
-    if loads and apart and not unknown and not scale and not fixed:
+    if loads and apart and not unknown and not beside:
         values = configs[0][0].whole
         # With the axes of tokens with several positions, which no rule needs but the written parameters.
         whole = read_config(values, pairing=pairing, base=base, ignore=find_engine_keys(values))

@@ -35,13 +35,7 @@ def engines_text(facts: Mapping[str, Any], *, verbose: bool) -> str:
         lines += [line for at in row["at"] for line in _table(at, row, versions)]
         lines += _refusals(row, versions)
         lines += _notes(row, versions) if verbose else _reasons(row)
-    scale = (f"{name} does not apply it: {why}." for name, why in facts["query_scale"].items())
-    other = (
-        f"{name} rotates all but each {n}th layer, whatever the config states."
-        for name, n in facts["other_layers"].items()
-    )
-    lines += section("the layers that rotate", other)
-    lines += section("the query scale (llama_4_scaling_beta)", scale)
+    lines += section("beside the ropes", (f"{name}: {says}" for name, says in facts["beside"].items()))
     if verbose and (roundings := _roundings(facts, versions)):
         lines += ["", "how the engines round", *roundings]
     lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))

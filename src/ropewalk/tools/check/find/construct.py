@@ -15,7 +15,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import SPELLINGS, match, no_call, parameters
+from ropewalk.tools.check.find.words import SPELLINGS, match, parameters
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -129,8 +129,6 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         if missing[0] == parameter_of.get("config"):
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
-        elif "dim" not in parameter_of:  # of which such a function would be known
-            raise no_call(must, ", ".join(missing))
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
         built = memory.construct(constructor, values)
