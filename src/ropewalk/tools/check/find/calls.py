@@ -1,23 +1,23 @@
 """Find out how to call a target: try each call that its parameters allow, and choose the one that rotates best.
 
 Calls are ranked by the names of the parameters, so that the usual ones are tried first. What is tried, which public
-signatures need it, how many of the examples in tests/conformance have it, and where it is, with its lines:
+signatures need it, and where it is, with its lines (about):
 
-kind of call                           public signatures                               examples  where
-class, or function of positions        transformers, torchtune, gpt-oss, vLLM               127  construct 171
-make,apply (tables of the target)      transformers, Meta's Llama, GPT-J, Megatron           20  tables.of_target 40
-cos and sin                            flash-attention, Liger, kernels-community, Unsloth    88  tables 100
-one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer            6  tables 40
-cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                       49  tables 3
-layouts bshd, bhsd, sbhd, thd          all of them                                          292  form 20
-layouts bsd, td (one head each)        courses and tutorials, Falcon                          2  form 15
-q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention       39  form 30
-norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                            21  form 15
-slots of a cache                       SGLang, vLLM, AITER, FlashInfer                       19  form 25
-cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer       18  ways 60
-several axes of positions              transformers, vLLM, Flux                              27  ways 25, calls 10
-one head of k (MLA)                    vLLM, SGLang                                           3  form 15
-outputs and halves as arguments        kernels-community, lmdeploy                            4  form 6, adapter 6
+kind of call                           public signatures                                    where
+class, or function of positions        transformers, torchtune, gpt-oss, vLLM               construct 190
+make,apply (tables of the target)      transformers, Meta's Llama, GPT-J, Megatron          tables.of_target 40
+cos and sin                            flash-attention, Liger, kernels-community, Unsloth   tables 100
+one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer, timm    tables 40
+cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                      tables 3
+layouts bshd, bhsd, sbhd, thd          all of them                                          form 20
+layouts bsd, td (one head each)        courses and tutorials, Falcon                        form 15
+q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention      form 30
+norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                           form 15
+slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
+cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
+several axes of positions              transformers, vLLM, Flux                             ways 25, calls 10
+one head of k (MLA)                    vLLM, SGLang                                         form 15
+outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """
