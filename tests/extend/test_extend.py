@@ -489,6 +489,15 @@ def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> No
     assert not extend(path, 163_840, engines=("mlx-lm",)).complete
 
 
+def test_a_base_that_was_passed_is_in_what_is_written(tmp_path: Path) -> None:
+    """ntk states another base, which must not be compared with the one that was passed for the file."""
+    config = {key: value for key, value in FLAT.items() if key != "rope_theta"} | {"model_type": "mixtral"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = extend(tmp_path, LONG, engines=("mlx-lm",), method="ntk", base=1e6)
+    assert of(found, "mlx-lm")["reads"] == "the config that --write writes"
+    assert write(found, tmp_path, tmp_path / "new").complete
+
+
 def test_written_for_an_engine_that_is_refused(tmp_path: Path) -> None:
     """A config of another name has no weights beside it, and an engine without a command does not read the folder."""
     (tmp_path / "gemma2.json").write_text(json.dumps(GEMMA_2))

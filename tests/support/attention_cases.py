@@ -126,7 +126,7 @@ def hide_unseen(keys: Tensor, values: Tensor, visible: VisibleKeys) -> None:
 def define(case: Case) -> tuple[Tensor, Tensor]:
     """Return attention in float64, and a bound of the error of float32 arithmetic before the result is rounded."""
     visible, (batch, seq, heads, channels) = case.visible, case.q.shape
-    out, bound = (torch.zeros(*case.q.shape[:3], case.values.shape[3], dtype=torch.float64) for _ in range(2))
+    out, bound = (torch.zeros(batch, seq, heads, case.values.shape[3], dtype=torch.float64) for _ in range(2))
     group = heads // case.keys.shape[2]
     keys, values = (
         x.double() if scales is None else x.double() * scales.double()[..., None]

@@ -22,9 +22,9 @@ from ropewalk.rotation.writable import check_memory
 
 _WHO = "paged_attention"
 
-MAX_TOKENS, MOST_TOKENS = 8, 32
-"""New tokens of a row, such as a token and the drafts after it, up to which this kernel is used: on a GPU, where the
-blocked products of PyTorch's attention are faster for more tokens, and on a CPU."""
+MOST_TOKENS = 32
+"""New tokens of a row, such as a token and the drafts after it, up to which this kernel is used."""
+_MOST_ON_GPU = 8  # for more, the blocked products of PyTorch's attention are faster
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,7 +52,7 @@ def attend_cached(
         for these tensors, a gradient is recorded, a transform or a mode is active, or the program is exported or
         compiled for a GPU.
     """
-    most = MOST_TOKENS if q.is_cpu else MAX_TOKENS
+    most = MOST_TOKENS if q.is_cpu else _MOST_ON_GPU
     if not isinstance(q.shape[1], int) or q.shape[1] > most:  # a graph for any number must not depend on it
         return None
     if not torch.compiler.is_compiling():

@@ -103,16 +103,14 @@ def call(
 ) -> Callable[[str, Mapping[str, Any], int | None], str]:
     """Return an `Override.write` for Python, with arguments named as in `shell`.
 
-    An empty `override` means that each key is an argument of its own, and an empty `length` that none exists.
     `model_argument` is "model_path=" if the model must be passed by this name.
     """
 
     def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
-        named: dict[str, Any] = {override: json.dumps(keys) if as_json else dict(keys)} if override else dict(keys)
-        named = (named if keys else {}) | ({} if tokens is None or not length else {length: tokens})
+        named: dict[str, Any] = {override: json.dumps(keys) if as_json else dict(keys)} if keys else {}
+        named |= {} if tokens is None else {length: tokens}
         words = [f"{model_argument}{model!r}", *(f"{key}={value!r}" for key, value in named.items())]
-        contains = any(key != "rope_parameters" and isinstance(value, Mapping) for key, value in keys.items())
-        return f"{name.replace('CausalLM', 'MultimodalLM') if contains else name}({', '.join(words)})"
+        return f"{name}({', '.join(words)})"
 
     return write
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
@@ -22,7 +22,7 @@ from ropewalk.engines._engine import (
     dynamic_by_factor,
     longrope_magnitude,
 )
-from ropewalk.engines._override import Override, call
+from ropewalk.engines._override import Override
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Scaling, YaRN
 
 _FILE = "modeling_rope_utils.py"
@@ -113,6 +113,13 @@ def _rounding(config: ConfigRope) -> Rounding:
     )
 
 
+def _load(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+    """Return the call that loads a model, with keys as arguments. With a nested config, it has another class."""
+    is_nested = any(key != "rope_parameters" and isinstance(value, Mapping) for key, value in keys.items())
+    words = ", ".join([repr(model), *(f"{key}={value!r}" for key, value in keys.items())])
+    return f"AutoModelFor{'MultimodalLM' if is_nested else 'CausalLM'}.from_pretrained({words})"
+
+
 TRANSFORMERS = Engine(
     name="transformers",
     version="5.24.0",
@@ -132,12 +139,7 @@ TRANSFORMERS = Engine(
     reads_by_transformers="configuration_utils.py",
     without_length=AS_TRANSFORMERS,
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
-    override=Override(
-        call("AutoModelForCausalLM.from_pretrained", "", ""),
-        "configuration_utils.py",
-        merges="nowhere",
-        deepest=1,
-    ),
+    override=Override(_load, "configuration_utils.py", merges="nowhere", deepest=1),
 )
 
 

@@ -23,7 +23,7 @@ from ropewalk.tools.diff.text import Result, bullets, frequencies, layers, left_
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
 """The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
 
-_Configs = list[tuple[ConfigRope, list[int]]]
+Configs = list[tuple[ConfigRope, list[int]]]
 
 
 class ForEngine(Result):
@@ -120,7 +120,7 @@ def _refused_by_rule(chosen: Engine, config: ConfigRope) -> bool:
 
 
 def apart_of(
-    chosen: Engine, configs: _Configs, own: Mapping[int, Rope | None], setting: int, *, short: bool = True
+    chosen: Engine, configs: Configs, own: Mapping[int, Rope | None], setting: int, *, short: bool = True
 ) -> tuple[list[str], list[str]]:
     """Return how the ropes of the engine differ from those of the model, and why they cannot be judged, as sentences.
 
@@ -188,7 +188,7 @@ def _too_long(ropes: ModelRopes, length: int | None) -> str:
 
 def find_command(
     chosen: Engine,
-    configs: _Configs,
+    configs: Configs,
     old: Mapping[str, Any],
     written: Mapping[str, Any],
     own: Mapping[int, Rope | None],
@@ -247,7 +247,7 @@ def find_command(
 def _flags(
     chosen: Engine,
     override: Flags,
-    configs: _Configs,
+    configs: Configs,
     own: Mapping[int, Rope | None],
     setting: int,
     *,

@@ -18,7 +18,7 @@ from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.engines import ENGINES, MORE_ENGINES, Engine, Flags, engine
 from ropewalk.engines._config import to_finite
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.for_engine import LENGTHS, apart_of, find_command, for_engine
+from ropewalk.tools.diff.for_engine import LENGTHS, Configs, apart_of, find_command, for_engine
 from ropewalk.tools.extend import plan as plans
 from ropewalk.tools.extend.plan import METHODS, Plan, Source
 from ropewalk.tools.extend.text import extended_text
@@ -177,12 +177,13 @@ def _may_see_all(source: Source, chosen: Engine, plan: Plan) -> str:
 def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, model: str) -> dict[str, Any]:
     """Return the command for a config whose ropes reach the length as they are."""
     override, row, length = chosen.override, _row(chosen), min(target, source.length)
+    _, read = ropes_for_engines(source.whole, chosen, **source.asked)
     if override is None:
-        return _by_its_file(source, chosen, source.whole, source.text.layers, length)
+        return _by_its_file(source, chosen, read, source.text.layers, length)
     found = for_engine(source.whole, chosen.name, length=length, **source.asked)
     if found.verdict != "nothing needed":
         why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
-        apart = apart_of(chosen, source.configs, dict(enumerate(source.text.layers)), length, short=False)
+        apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)
         if found.verdict != "cannot" or any(apart):
             return {**row, "why_not": why}
         row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
@@ -219,25 +220,24 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
 def _written(source: Source, chosen: Engine, plan: Plan, target: int) -> dict[str, Any]:
     """Return the schema in which an engine without arguments for this reads the ropes of a plan, or why in none."""
     own, why_not = plans.version_of(source), list[str]()
-    for version in (own, 9 - own):
+    for version in (own, 4 if own == 5 else 5):
         with contextlib.suppress(RopeError):  # this schema cannot state the ropes
-            config = plans.config_of(source, plan.ropes, target, version)[1]
-            row = _by_its_file(source, chosen, config, plan.text.layers, target)
+            _, read = ropes_for_engines(plans.config_of(source, plan.ropes, target, version)[1], chosen)
+            row = _by_its_file(source, chosen, read, plan.text.layers, target)
             if row["reads"]:
                 other = "" if version == own else f" --version {version}"
                 return {**row, "plan": 0, "reads": f"the config that --write{other} writes"}
             why_not = why_not or row["why_not"]
-    return {**_row(chosen), "why_not": why_not or [_OWN_CODE]}
+    return {**_row(chosen), "why_not": why_not}
 
 
 def _by_its_file(
-    source: Source, chosen: Engine, config: Mapping[str, Any], layers: Sequence[Rope | None], length: int
+    source: Source, chosen: Engine, read: Configs, layers: Sequence[Rope | None], length: int
 ) -> dict[str, Any]:
-    """Return whether an engine without arguments for this has the ropes of `layers` from a config, or why not."""
+    """Return whether an engine without arguments for this has the ropes of `layers` from its file, or why not."""
     if source.text.file_format:
         return {**_row(chosen), "why_not": ["it reads a config.json, which is not what was passed"]}
-    _, found = ropes_for_engines(config, chosen, **source.asked)
-    apart, unknown = apart_of(chosen, found, dict(enumerate(layers)), length)
+    apart, unknown = apart_of(chosen, read, dict(enumerate(layers)), length)
     reads = "" if apart or unknown else "the config as it is"
     return {**_row(chosen), "reads": reads, "why_not": [*unknown, *apart]}
 

@@ -54,7 +54,7 @@ def write(extended: Extended, source: Path, folder: Path, *, version: int | None
         shutil.rmtree(part, ignore_errors=True)
         raise
     names = [row["name"] for row in extended.facts["engines"]]
-    read = extend(folder, extended.facts["target"], engines=names, model=str(folder), **extended.source.asked)
+    read = extend(folder, extended.facts["target"], engines=names, model=str(folder))
     rows = []
     for old, new in zip(extended.facts["engines"], read.facts["engines"], strict=True):
         same = old["commands"] and new["commands"] and new["reads_config"]
