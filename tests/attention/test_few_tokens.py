@@ -146,9 +146,10 @@ class TestOperator:
         rounding = expected.abs() * torch.finfo(case.q.dtype).eps / 2 + torch.finfo(case.q.dtype).tiny
         assert bool(((attended.double() - expected).abs() <= 2 * bound + rounding).all())
 
-    @pytest.mark.parametrize("kept", [None, torch.int8], ids=str)
-    def test_opcheck(self, kept: torch.dtype | None) -> None:
+    @pytest.mark.parametrize(("kept", "width"), [(None, None), (torch.int8, None), (None, 3)], ids=str)
+    def test_opcheck(self, kept: torch.dtype | None, width: int | None) -> None:
         case = draw(3) if kept is None else in_8_bits(draw(3), kept)
+        case.values = case.values[..., :width]
         arguments = (case.q, case.far_q, case.keys, case.values, *case.visible, case.scale)
         torch.library.opcheck(
             torch.ops.ropewalk.attend_cached.default, arguments, test_utils=("test_schema", "test_faketensor")
