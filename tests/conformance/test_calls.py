@@ -473,7 +473,7 @@ class TestAdapter:
         assert str(e.value).endswith("query=q, key=k, spin=..., position_ids=positions)\n")
         assert "def rotate(q, k, positions):\n" in str(e.value)
 
-    @pytest.mark.parametrize("name", ["Listed.forward", "in_two", "fixed_tables,apply_tables"])
+    @pytest.mark.parametrize("name", ["Listed.forward", "in_two", "fixed_tables,apply_tables", "Fixed,apply_tables"])
     def test_runs_with_only_the_dots_replaced(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "theirs.py").write_text(UNKNOWN)
         with pytest.raises(RopeError) as e:
@@ -501,6 +501,13 @@ class TestAdapter:
     def test_of_a_class_and_a_function(self) -> None:
         names = pasted((Rotary, apply_tables))
         assert conformance.check(names["rotate"]).codes == []
+
+    def test_passes_no_tables_that_the_target_computes(self) -> None:
+        def fails(q: Tensor, freqs_cis: Tensor) -> Tensor:
+            raise RuntimeError("never")
+
+        with pytest.raises(RopeError, match=r"def rotate\(x, positions\):"):
+            conformance.check((Rotary, fails))
 
     @pytest.mark.parametrize("function", ["of_numpy", "of_numpy_for_q_and_k"])
     def test_converts_arrays(self, tmp_path: Path, function: str) -> None:
@@ -570,6 +577,13 @@ def in_two(one, two, positions):
 def fixed_tables(setup):
     angles = torch.arange(512)[:, None] * 10_000.0 ** (-torch.arange(0, setup, 2).double() / setup)
     return angles.cos(), angles.sin()
+
+class Fixed:
+    def __init__(self, head_dim):
+        self.head_dim = head_dim
+
+    def __call__(self, setup):
+        return fixed_tables(self.head_dim)
 
 def apply_tables(x, cos, sin):
     cos, sin = cos[..., None, :], sin[..., None, :]

@@ -108,17 +108,19 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments = _arguments(last, call, expected)
     tables = [word for word in ("cos", "sin", "freqs_cis") if arguments.get(call.parameter_of.get(word, "")) == word]
     is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
-    arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open and len(target.objects) == 1 else {}
+    is_open = is_open and len(target.objects) == 1
+    arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
     lines = [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
+    objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     for make in target.objects[:-1]:
         of_make = words.read_call(function_of(make))
         made = _arguments(make, of_make, expected)
         if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
-            return "\n".join((*imports, "", f"def tables(seq_len):\n    return {_called(make, made)}", ""))
-        lines.append(f"{', '.join(tables)} = {_called(make, made)}")
+            return "\n".join((*imports, *objects, "", f"def tables(seq_len):\n    return {_called(make, made)}", ""))
+        lines.append(f"{', '.join(tables) or 'freqs_cis'} = {_called(make, made)}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
     takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
@@ -137,7 +139,6 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     else:
         lines.append(f"return {called}")
     head = ["import numpy as np", _LIBRARIES[library][0], _TO.format(array=_LIBRARIES[library][1])] if library else []
-    objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     body = "".join(f"\n    {line}" for line in lines)
     return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def rotate({', '.join(takes)}):{body}", ""))
 
@@ -158,6 +159,7 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",
+        "seq_len": "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
     fixed = {role: text for role, text in fixed.items() if role in {*call.parameter_of} - call.optional}

@@ -25,10 +25,8 @@ For any other call, `adapter` writes a function to complete. A call of a new kin
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -43,8 +41,8 @@ from ropewalk.tools.check.find import adapter, memory, tables, words
 from ropewalk.tools.check.find.construct import Arguments, construct, is_constructor, takes_sizes
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.find.tables import Source, TableSet
-from ropewalk.tools.check.find.target import Target, name_of
+from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
+from ropewalk.tools.check.find.target import Target
 from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, ONE_HEAD, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import Call
 from ropewalk.tools.check.measure import structure
@@ -154,7 +152,7 @@ class _Finder:
             return islice(self.candidates(expected, given, count, layout), 1 if first else None)
 
         best = self._best(candidates(self.expected, GIVEN))  # small tables first: all channels are rotated
-        if best is None and self.given != GIVEN:
+        if best is None and self.given != GIVEN and len(self.target.objects) == 1:
             best = self._best(candidates(self.expected, self.given))
         if best is None:
             return None
@@ -329,6 +327,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
+            - 1 * bool(found.lost)
             - 1 * (subject.way.given is not None and not _has_frequencies(subject.way.given, found, maps[1]))
         )
     if subject.layout in ONE_ROW:
@@ -336,7 +335,10 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     if subject.accepts(positions.expand(3, -1)):
         with contextlib.suppress(CallError):
             every, _ = subject(x, x, positions.expand(3, -1))
-            score += torch.allclose(every[:1] if subject.way.given is None else every, out)
+            right = torch.allclose(every[:1] if subject.way.given is None else every, out)
+            if (subject.way.tables or "").startswith(INDEXED) and subject.accepts(rows := torch.arange(3)[:, None]):
+                right = right and torch.allclose(subject(x[:, :1], x[:, :1], rows)[0][:, 0], out[0, :3])
+            score += right
     return score
 
 
@@ -460,16 +462,6 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         return construct(target, expected)
     called = words.read_call(target).parameter_of
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
-        if "positions" in called:  # all other arguments are fixed
-
-            def with_positions(**values: Any) -> Any:
-                return partial(target, **values)
-
-            with_positions.__qualname__ = name_of(target)
-            known = (words.parameters(target) or {}).values()
-            kept = [p.replace(kind=p.KEYWORD_ONLY) for p in known if p.name != called["positions"]]
-            with_positions.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-            return construct(with_positions, expected)
-        returned, arguments = construct(target, expected)
+        returned, arguments = construct(target, expected, called.get("positions", ""))
         return (returned if callable(returned) else TableSet(tables.tensors_of(returned))), arguments
     return memory.on_device(target), None

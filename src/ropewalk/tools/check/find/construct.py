@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from ropewalk.tools.check.find.words import SPELLINGS, match, parameters
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
     "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
-    "rotary_dim": "rot_dim rotary_ndims rope_dim",
+    "rotary_dim": "rot_dim rotary_ndims rope_dim qk_rope_head_dim",
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
@@ -35,11 +37,13 @@ _NAMES = {
     "width": "n_embd hidden_size d_model embed_dim",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
+    "scaling": "rope_scaling rope_parameters",
 }
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
-    "factor": "scaling_factor scale_factor",
-    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len orig_max_position",
+    "factor": "scaling_factor scale_factor rope_factor",
+    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len orig_max_position "
+    "original_seq_len",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
@@ -49,7 +53,7 @@ _SCALING = {
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Arguments:
     """What a constructor was passed, as far as it matters later.
 
@@ -76,6 +80,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     known = parameters(owner) or {}
     parameter_of = match(known, _NAMES)
     values: dict[str, Any] = {}
+    scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
     for role, name in parameter_of.items():
         default = None if known[name].default is inspect.Parameter.empty else known[name].default
         if role == "dim":
@@ -90,33 +95,37 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = expected.table_length or default or 4096
         elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
-        elif role == "config" and expected.config is not None:
-            values[name] = _config_object(owner, known[name].annotation, expected.config)
+        elif role == "config" and (config := _config_object(owner, known[name].annotation, expected)) is not None:
+            values[name] = config
         elif role == "mixed" and expected.axes is not None:
             values[name] = [*expected.axes.axis] != sorted(expected.axes.axis)
         elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
+        elif role == "scaling" and scaling is not None and scaling.in_configs:
+            stated = expected.config if isinstance(expected.config, Mapping) else {}
+            values[name] = stated.get(name) or scaling.to_hf()
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
-        elif role == "dtype" and default is None:
+        elif role == "dtype" and getattr(default, "itemsize", 1) < 4:
             values[name] = torch.float32
         elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
             values[name] = 4 * expected.head_dim if role == "width" else 4
-    scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
     for key, names in _SCALING.items():
         if (value := getattr(scaling, key, None)) is not None:
             values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
     return values
 
 
-def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
+def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:
     """Call a constructor with a value for each of its parameters, and return the object and what was passed.
+
+    If `free` names one of them, nothing is called, and all others are fixed.
 
     Raises:
         RopeError: a parameter without default has no known role, or the constructor raises.
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
-    known = parameters(owner) or {}
+    known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     options = [name for name in known if name not in values and name not in ("device", "dtype")]
@@ -131,7 +140,7 @@ def construct(constructor: Any, expected: Expected) -> tuple[Any, Arguments]:
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
-        built = memory.construct(constructor, values)
+        built = partial(constructor, **values) if free else memory.construct(constructor, values)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # a constructor may raise anything
@@ -151,9 +160,9 @@ def is_constructor(target: Any) -> bool:
 
 
 def takes_sizes(function: Any) -> bool:
-    """Return whether a function makes an object or tables: it takes the size of a head, or nothing."""
+    """Return whether a function makes an object or tables: it takes the size of a head, or a config, or nothing."""
     is_empty = inspect.isfunction(function) and not inspect.signature(function).parameters
-    return is_empty or "dim" in match(parameters(function) or {}, _NAMES)
+    return is_empty or bool({"dim", "config"} & {*match(parameters(function) or {}, _NAMES)})
 
 
 class _Config(SimpleNamespace):
@@ -169,20 +178,26 @@ class _Config(SimpleNamespace):
         return getattr(self, key, default)
 
 
-def _config_object(owner: Any, annotation: Any, config: Any) -> Any:
-    """Build the object to pass for the user's config, with the same keys and no others.
+def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
+    """Build the object to pass for the user's config, with the same keys and no others, or return None without one.
 
     A class of transformers, or one that is annotated with a config class of transformers, gets an object of that
-    class, which adds the defaults of that version.
+    class, which adds the defaults of that version. A dataclass gets the arguments that its fields name.
     """
-    if not isinstance(config, Mapping):
+    config = expected.config
+    if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
+        code = getattr(owner, "__init__", None) if inspect.isclass(owner) else owner
+        annotation = getattr(code, "__globals__", {}).get(annotation)
+    if not isinstance(config, Mapping | None):
         config = copy.deepcopy(config)
         return config.get_text_config() if hasattr(config, "get_text_config") else config
-    if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
-        annotation = getattr(getattr(owner, "__init__", None), "__globals__", {}).get(annotation)
     classes = (*getattr(owner, "__mro__", ()), annotation)
     if any(str(getattr(cls, "__module__", "")).startswith("transformers.") for cls in classes):
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(**config)
-    return _Config(**config)
+        return None if config is None else AutoConfig.for_model(**config)
+    if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
+        known, keys = parameters(annotation) or {}, config or {}
+        with contextlib.suppress(TypeError):  # a field without a default is not known
+            return annotation(**chosen(annotation, expected) | {name: keys[name] for name in known if name in keys})
+    return None if config is None else _Config(**config)

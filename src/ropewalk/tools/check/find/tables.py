@@ -16,6 +16,8 @@ from ropewalk.tools.check.find.ways import Way, ways
 from ropewalk.tools.check.find.words import Call
 
 Tables = tuple[Tensor, ...]
+INDEXED = ("rows of a table", "of a length")
+"""The names of sources whose tables have no axis for the rows of a batch until they are indexed with one."""
 
 
 class TableSet(tuple[Tensor, ...]):
@@ -165,7 +167,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         count: as for `ways`.
     """
     if isinstance(first, TableSet):
-        rows = Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first))
+        rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in first))
         return [rows] if count is None else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
@@ -175,13 +177,14 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
         return tensors_of(memory.call(first, fixed | named))
 
-    def flat(tables: Tables) -> Tables:
-        return tuple(t.reshape(-1, t.shape[-1]) for t in tables)
+    def flat(tables: Tables, rows: int) -> Tables:
+        first = (1,) * (rows == 1)
+        return tuple(t.reshape(*first, *(size for size in t.shape if size > 1)) for t in tables)
 
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
             found = make(q, way.arguments(positions, q))
-            return _rows(flat(found) if way.positions == "shared" else found, positions)
+            return _rows(flat(found, positions.shape[-1]) if way.positions == "shared" else found, positions)
 
         return Source(f"at {way.positions} positions", tables, way.positions)
 
@@ -189,7 +192,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         return [at(way) for way in ways(call, count)]
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]
-        return [Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, {name: int(p.max()) + 1}))))]
+        return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: int(p.max()) + 2}), 2)))]
     if "x" in parameter_of:
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {parameter_of["x"]: p}), p))
         return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions]

@@ -90,6 +90,8 @@ def name_of(obj: Any) -> str:
     """Return the qualified name of an object, or of its type if it has none."""
     if isinstance(obj, Method):
         return f"{name_of(obj.owner)}.{obj.name}"
+    if isinstance(obj, torch.jit.ScriptFunction):
+        return str(obj.name)
     return str(getattr(obj, "__qualname__", None) or type(obj).__qualname__)
 
 

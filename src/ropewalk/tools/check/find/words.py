@@ -33,7 +33,7 @@ WORDS = {
     "freqs_cis": "freqs_complex freqs rope_cache emb pos_emb rope angles sinusoidal_pos rotary_emb image_rotary_emb "
     "position_embeddings",
     "cos_sin_cache": "",  # [length, rotary_dim]
-    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids",
+    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids grid coords",
     "offset": "start_pos seqlen_offset start past_length",
     "offsets": "seqlen_offsets start_positions",  # one for each sequence, or one number
     "cu_seqlens": "cu_seqlens_q cu_seqlen indptr",
@@ -82,11 +82,13 @@ Roles = dict[str, str]
 def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     """Return the named parameters of a callable, without self, or None if its signature cannot be read."""
     function = called.forward if isinstance(called, torch.nn.Module) else called
+    if isinstance(called, torch.jit.ScriptFunction):
+        return _of_schema(called.schema)
     if isinstance(called, CustomOpDef):
-        function = _with_schema(called._opoverload)
-    elif isinstance(called, torch._ops.OpOverloadPacket):
+        return _of_schema(called._opoverload._schema)
+    if isinstance(called, torch._ops.OpOverloadPacket):
         overloads = called.overloads()  # type: ignore[no-untyped-call]
-        function = _with_schema(getattr(called, overloads[0]))
+        return _of_schema(getattr(called, overloads[0])._schema)
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -122,22 +124,13 @@ class Call:
         return {"q", "k"} <= {*names} and names.index("k") < names.index("q")
 
 
-def _with_schema(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a function whose signature is that of an operator of PyTorch."""
-
-    def function() -> None: ...
-
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-            )
-            for argument in operator._schema.arguments
-        ]
-    )
-    return function
+def _of_schema(schema: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of an operator or of a script of PyTorch."""
+    kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    return {
+        a.name: inspect.Parameter(a.name, kind, default=a.default_value if a.has_default_value() else empty)
+        for a in schema.arguments
+    }
 
 
 def read_call(called: Callable[..., Any]) -> Call:
@@ -168,7 +161,7 @@ def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
     """Return the roles of parameters whose names are keys of `names`, or among the names of a key."""
     roles: Roles = {}
     for name in known:
-        plain = name.lower().lstrip("_")
+        plain = re.sub("_[A-Z]+$", "", name).lower().lstrip("_")  # without axes, as in x_BTHD
         for role, spellings in names.items():
             if plain in (role, *spellings.split()) and role not in roles:
                 roles[role] = name

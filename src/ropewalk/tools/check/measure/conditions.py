@@ -19,9 +19,7 @@ from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
 
 FIRST = torch.arange(TOKENS)[None]
-_OF_POSITIONS = POSITIONS_IGNORED | {
-    "wrong-far-positions"
-}  # of which a wrong batch, or a wrong token, is a consequence
+_OF_POSITIONS = POSITIONS_IGNORED | {"wrong-far-positions"}  # which also make a batch, or a token, wrong
 
 
 def judge(baseline: Baseline) -> None:
@@ -70,7 +68,7 @@ def _check_offset(baseline: Baseline) -> bool:
     if not all(baseline.matches(positions)):
         for name, is_first in zip("qk", baseline.matches(positions, FIRST), strict=False):
             if is_first:
-                code = "offset-ignored" if subject.way.positions == "offset" else "positions-ignored"
+                code = "offset-ignored" if "offset" in subject.way.positions else "positions-ignored"
                 report.add(code, f"Tokens of {name} at positions 7 to 11 are rotated by the angles of 0 to 4.")
         if not POSITIONS_IGNORED & {*report.codes}:
             says = "Tokens at positions 7 to 11 have other angles than in a sequence that starts at 0."

@@ -38,10 +38,7 @@ def judge_passed(subject: Subject, report: Report) -> bool:
 def judge(baseline: Baseline) -> None:
     """Test the norms, and that what is stored is the rotated key."""
     subject, report = baseline.subject, baseline.report
-    tests = (
-        ("weights", "norm", _norm_fault),
-        ("slots", "stored keys", _stored_fault),
-    )
+    tests = ("weights", "norm", _norm_fault), ("slots", "stored keys", _stored_fault)
     for name, fault in ((name, fault) for takes, name, fault in tests if takes in subject.form.takes):
         found, _ = first_fault(_cases(subject), partial(fault, baseline))
         if found is not None:

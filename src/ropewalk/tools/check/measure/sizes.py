@@ -47,11 +47,7 @@ def _cases(baseline: Baseline) -> Iterator[Case]:
     """Yield the cases to try: those that the subject accepts, and for which the right result is known."""
     subject, arguments = baseline.subject, baseline.subject.arguments
     has_law = baseline.law.explains(baseline.multipliers, SMALL)
-    limits = (
-        baseline.subject.expected.length,
-        arguments.length if arguments is not None else None,
-        0 if has_law else KNOWN,
-    )
+    limits = subject.expected.length, arguments and arguments.length, 0 if has_law else KNOWN
     for rows, tokens, heads, k_heads in _SIZES:
         case = usual(subject, rows=rows, tokens=tokens, heads=heads, k_heads=k_heads)
         positions = case.positions(subject)

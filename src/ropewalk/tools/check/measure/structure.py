@@ -89,6 +89,7 @@ def infer(matrices: Tensor) -> Structure | None:
         if c not in paired and not torch.allclose(matrices[:, :, c], eye[c], atol=1e-5)  # a norm before it rounds
     )
     pairing, rotary_dim, offset = _pairing(ins)
+    offset = min(offset, matrices.shape[-1] - rotary_dim)  # of half pairing, whose first pairs may have frequency 0
     order = "same" if torch.equal(ins, outs) else ("half" if _pairing(outs)[0] == "half" else "other")
     blocks = matrices[:, outs[:, :, None], ins[:, None, :]].to(torch.float64)  # [tokens, pairs, 2, 2]
     flaw = "mixed-pairings" if irregular else None
