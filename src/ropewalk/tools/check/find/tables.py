@@ -166,8 +166,12 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         layer_type: the kind of the expected layer, or None.
         count: as for `ways`.
     """
+
+    def flat(tables: Tables, rows: int) -> Tables:
+        return tuple(t.reshape([1] * (rows == 1) + [size for size in t.shape if size > 1]) for t in tables)
+
     if isinstance(first, TableSet):
-        rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in first))
+        rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first, 2)))
         return [rows] if count is None else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
@@ -176,10 +180,6 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         known = {"x": q} if layer_type is None else {"x": q, "layer_type": layer_type}
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
         return tensors_of(memory.call(first, fixed | named))
-
-    def flat(tables: Tables, rows: int) -> Tables:
-        first = (1,) * (rows == 1)
-        return tuple(t.reshape(*first, *(size for size in t.shape if size > 1)) for t in tables)
 
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
