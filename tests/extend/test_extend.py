@@ -341,6 +341,31 @@ def test_longrope_within_its_length() -> None:
     assert of(extend(dynamic, 16_384), "vLLM")["commands"] == []  # its long texts differ
 
 
+def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) -> None:
+    """The config of Qwen3-8B states 40,960 tokens, and its card enables YaRN with these keys, for 131,072."""
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    qwen3 = {**FLAT, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40_960}
+    found = extend(qwen3, LONG, method="yarn", new_factor=4.0, original=32_768)
+    theirs = Qwen3RotaryEmbedding(AutoConfig.for_model(**qwen3, rope_scaling=card))
+    np.testing.assert_allclose(from_config(found.config()).rope.inv_freq, theirs.inv_freq.numpy(), rtol=2e-5)
+    assert "--rope-scale 4 --yarn-orig-ctx 32768" in commands(found)
+    assert [plan.factor for plan in extend(qwen3, 40_960, original=32_768).plans] == [2.5, 2.5]  # 2 × 40,960 / 32,768
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(qwen3))
+    arguments = ["extend", str(path), "--to", "128k", "--method", "yarn", "--factor", "4"]
+    assert "It counts from 40,960 tokens. If the model card does not" in CliRunner().invoke(main, arguments).output
+    asked = CliRunner().invoke(main, [*arguments, "--original", "32k"]).output
+    assert "--yarn-orig-ctx 32768" in asked
+    assert "It counts from" not in asked
+    with pytest.raises(RopeError, match="original must not be given for a config with a scaling"):
+        extend({**qwen3, "rope_scaling": card}, 2 * LONG, original=40_960)
+    with pytest.raises(RopeError, match="original must be an integer of at least 1"):
+        extend(qwen3, LONG, original=0)
+
+
 def test_refusals() -> None:
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}

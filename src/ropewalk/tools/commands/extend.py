@@ -45,6 +45,11 @@ Examples:
     help="The factor of the scheme. [default: 2 times the ratio of the lengths]",
 )
 @click.option(
+    "--original",
+    type=_options.Length(min=1),
+    help="The length before scaling, if the model card states another one than the config, as for Qwen3.",
+)
+@click.option(
     "--write",
     "folder",
     type=click.Path(path_type=Path),
@@ -81,6 +86,7 @@ Examples:
 @click.pass_context
 def extend(
     context: click.Context,
+    /,
     source: Path,
     target: int,
     engine: tuple[str, ...],
@@ -94,11 +100,8 @@ def extend(
     dtype: str,
     device: str,
     plot: Path | None,
-    pairing: str | None,
-    base: float | None,
-    ignore: tuple[str, ...],
-    download: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Find the config and the commands with which engines run the model SOURCE on texts of another length.
 
@@ -114,10 +117,9 @@ def extend(
     _refuse_without(context, "measure", ("text", "keep", "dtype", "device", "plot"), passed=measure)
     measured: dict[str, Any] | None = None
     if measure:
-        if method is not None or new_factor is not None:
-            raise click.UsageError(
-                "--measure finds the method and the factor. Drop --method and --factor, or --measure."
-            )
+        if any(each is not None for each in (method, new_factor, options["original"])):
+            what = "--method, --factor and --original"
+            raise click.UsageError(f"--measure finds the method and the factor. Drop {what}, or --measure.")
         from ropewalk.tools.extend.measure import measure as measure_model
         from ropewalk.tools.extend.measured import measured_text, picture
 
@@ -137,10 +139,7 @@ def extend(
         method=measured["engines"] if measured and measured["engines"] else method,
         new_factor=new_factor,
         model=_model(source),
-        pairing=pairing,
-        base=base,
-        ignore=ignore,
-        download=download,
+        **options,
     )
     if folder is not None:
         found = extending.write(found, source, folder, version=None if version is None else int(version))

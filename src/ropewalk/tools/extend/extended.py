@@ -69,6 +69,7 @@ def extend(
     engines: Collection[str] = DEFAULT,
     method: str | Mapping[str, float] | None = None,
     new_factor: float | None = None,
+    original: int | None = None,
     model: str = "MODEL",
     **options: Any,
 ) -> Extended:
@@ -85,8 +86,8 @@ def extend(
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
             Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
             factors; an engine gets the first that it has.
-        new_factor: the factor of the scheme, dimensionless. None for a rule that agrees with measurements of two
-            small models: twice the target, divided by the length before scaling.
+        new_factor: the factor of the scheme. None for twice the target, divided by the length before scaling.
+        original: the length before scaling, in tokens. None for that of the config.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
 
@@ -104,13 +105,18 @@ def extend(
     read = plans.read_source(source, **options)
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
-    unscaled = read.length if plans.scheme_of(read.text) is None else read.text.trained_length or 0
+    is_scaled = plans.scheme_of(read.text) is not None
+    if original is not None and is_scaled:
+        must = f"{_checks.option('original')} must not be given for a config with a scaling, which states that length"
+        raise _checks.error("ropewalk extend", must, f"{original:,}", "Omit it.")
+    length = read.length if original is None else _checks.length("ropewalk extend", "original", original)
+    unscaled = (read.text.trained_length or 0) if is_scaled else length
     if (new_factor is not None or isinstance(method, str)) and target <= unscaled:
         must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
         raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")
-    reaches = target <= read.length and method is None and new_factor is None
+    reaches = target <= length and method is None and new_factor is None
     ways = ways or dict.fromkeys(plans.methods(read), new_factor)
-    made = [] if reaches else [plans.make(read, target, name, factor) for name, factor in ways.items()]
+    made = [] if reaches else [plans.make(read, target, name, factor, original) for name, factor in ways.items()]
     made = made if made and made[0].layers else made[:1]
     rows = []
     find = _extended if made and made[0].layers else _as_it_is
@@ -133,7 +139,7 @@ def extend(
         "scaling": getattr(plans.scheme_of(read.text), "rope_type", None),
         "ignored": list(options.get("ignore", ())),
         "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
-        "asked": {"method": method, "factor": next(iter(ways.values()))},
+        "asked": {"method": method, "factor": next(iter(ways.values())), "original": original},
         "plans": [_plan_facts(read, entry) for entry in made],
         "replaces": _replaces(read, made),
         "engines": rows,

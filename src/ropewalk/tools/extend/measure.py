@@ -60,18 +60,12 @@ def measure(
     table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
     whole = 0 if text is None else MOST * target
     steps = Steps(keep, about, len(SEEDS) * table + whole, progress)
-    facts: dict[str, Any] = {
-        "model": str(model_source),
-        "text": None if text is None else str(text),
-        "dtype": dtype,
-        "device": device,
-    }
     found = find(subject, target, steps)
     if text is not None and (found["method"] or found["self_extend"]):
         found["filled"] = filled(subject, target, steps, found)
     steps.bar.close()
-    facts |= {"stated_length": subject.stated, "target": target, "layer": subject.layer, "kind": subject.kind}
-    return {**facts, **found}
+    asked = {"model": str(model_source), "text": text and str(text), "dtype": dtype, "device": device, "target": target}
+    return {**asked, "stated_length": subject.stated, "layer": subject.layer, "kind": subject.kind, **found}
 
 
 def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
@@ -144,8 +138,7 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         for method in (*subject.methods, SELF_EXTEND)
     }
     found["self_extend"] = best.pop(SELF_EXTEND)
-    for row in sorted(filter(None, best.values()), key=_cost):  # for engines that lack the best method
-        found["engines"][row["method"]] = row["factor"]
+    found["engines"] = {row["method"]: row["factor"] for row in sorted(filter(None, best.values()), key=_cost)}
     found["method"], found["factor"] = next(iter(found["engines"].items()), (None, None))
     return found
 

@@ -122,7 +122,7 @@ def methods(source: Source) -> list[str]:
     return ["yarn"] if any(rope is not None and rope.axes for rope in source.ropes.layers) else ["llama3", "yarn"]
 
 
-def make(source: Source, target: int, method: str, factor: float | None) -> Plan:
+def make(source: Source, target: int, method: str, factor: float | None, original: int | None = None) -> Plan:
     """Return the config with a method.
 
     Args:
@@ -130,6 +130,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         target: the length to reach, in tokens.
         method: a key of `METHODS`.
         factor: the factor; None for the rule.
+        original: the length before scaling, in tokens; None for that of the config.
 
     Raises:
         RopeError: the config has a scheme for which no other factor is known, the factor does not reach the target, or
@@ -141,7 +142,7 @@ def make(source: Source, target: int, method: str, factor: float | None) -> Plan
         fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
         raise error(source.text.source, must, now.rope_type, fix)
     trained = source.text.trained_length or 0
-    before = trained if 0 < trained < source.stated else source.length
+    before = original or (trained if 0 < trained < source.stated else source.length)
     if now is not None:  # its factor may have a margin, and the model may have been trained on after it
         before = max(round(source.length / getattr(now, "factor", 1.0)), trained)
     # That of linear scaling may be the length before it.

@@ -29,8 +29,9 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
         if row["reads"]:
-            limits = "Its own limits of length were not looked up."
-            lines += bullets([f"It reads these ropes from {row['reads']}. {limits}"])
+            lines += bullets(
+                [f"It reads these ropes from {row['reads']}. Its own limits of length were not looked up."]
+            )
         elif not row["commands"]:
             lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
@@ -53,8 +54,7 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
         said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
     if facts["reaches"]:
         return [*said, "It reaches the length as it is, so only the length is passed."]
-    unseen = facts["unseen"]
-    if unseen:
+    if unseen := facts["unseen"]:
         pairs = f"pair{'' if len(unseen) == 1 else 's'} {ranges(unseen)}"
         said.append(f"Beyond that, {pairs} would reach angles that it does not cover.")
     return said
@@ -65,9 +65,7 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     first, *others = facts["plans"]
     asked = facts["asked"]
     if not first["layers"]:
-        return [
-            "No layer that rotates sees farther than its window, so the rotation stays, and only the length changes."
-        ]
+        return ["No layer that rotates sees farther than its window, so only the length changes."]
     words = _WORDS[first["method"]]
     parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
@@ -78,9 +76,11 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     said = ["".join([*parts, "."])]
     if asked["factor"] is None:
         said.append(
-            "This factor is a rule from two small models, which did not read to the end with the plain ratio. "
-            "If the model card recommends numbers, take those (--method, --factor). --measure finds the model's own."
+            "This factor is a rule from two small models at up to 4 times their length, which did not read to the end "
+            "with the plain ratio. If the model card recommends numbers, take those. --measure finds the model's own."
         )
+    elif not (facts["scaling"] or asked["original"]) and first["method"] in ("yarn", "llama3"):
+        said.append(f"It counts from {facts['stated_length']:,} tokens. If the model card does not, pass --original.")
     if facts["scaling"]:
         said.append("It replaces the scaling of the config.")
     return said
