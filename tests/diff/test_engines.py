@@ -366,6 +366,12 @@ class TestNumbersOfAnEngine:
         assert wanted in ropes.warnings
         assert "mlx-lm 0.32.2: It ignores attn_factor." in from_config(yarn(attn_factor=0.5), engine="mlx-lm").warnings
 
+    def test_an_engine_that_reads_one_says_what_it_does_with_it(self) -> None:
+        """As `YARN_TABLE` has it of SGLang's own class."""
+        said = "SGLang 0.5.23: It multiplies the attention factor of YaRN by attn_factor, 0.5."
+        assert said in from_config(yarn(attn_factor=0.5), engine="sglang").warnings
+        assert not any("attn_factor" in said for said in from_config(yarn(), engine="sglang").warnings)
+
     def test_without_an_engine_such_a_key_is_an_error(self) -> None:
         with pytest.raises(RopeError, match=r"rope_scaling\.attn_factor"):
             from_config(yarn(attn_factor=0.5))

@@ -254,10 +254,9 @@ def _parameters(
     without_effect = {} if scheme is None else scheme.keys_without_effect
     parameters = {}
     for key, entry in rope_keys.items():
-        at_top = "." not in entry.where
         if key in known:
             parameters[key] = entry
-        elif key in SHARED or at_top or not entry.own or key in row.section_keys():
+        elif key in SHARED or "." not in entry.where or not entry.own or key in row.section_keys():
             continue
         elif key in without_effect:
             c.warnings.append(f"{entry.where} has no effect: it {without_effect[key]}.")
@@ -266,21 +265,22 @@ def _parameters(
         elif key in axes_rules.KEYS:
             reads = "knows this model_type" if row.known else "reads an unknown model_type"
             must = f"must not be given, since ropewalk {reads} with one position for each token"
-            in_python = (
-                ": build Rope(..., axes=Axes.sections(...)) by hand, or use Axes.interleaved(...) if axes alternate"
-            )
+            in_python = ": build Rope(..., axes=Axes.sections(...)), or use Axes.interleaved(...) if axes alternate"
             fix = f"The key assigns the pairs to several axes{possible(in_python)}. For text alone, "
             fix += f"pass {argument('ignore', (c.path + entry.where,))}."
             raise c.error(entry.where, must, shown(entry.value), fix)
         else:
+            from ropewalk.engines import ENGINE_KEYS
+
             effect = "It would have no effect." if row.known else "The model_type is not known."
-            missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
+            effect += "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
+            close = nearest(key, [*sorted(known), *SHARED])
+            effect += " Some engine reads it: see `ropewalk diff`." if key in ENGINE_KEYS else close
             raise c.unread(
                 entry.where,
                 f"must be a key that rope_type {name!r} reads",
                 shown(entry.value),
-                f"{effect}{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
-                f"does not read it either, pass {argument('ignore', (c.path + entry.where,))}.",
+                f"{effect} If the model's code does not read it, pass {argument('ignore', (c.path + entry.where,))}.",
             )
     return parameters
 

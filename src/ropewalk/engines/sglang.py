@@ -68,7 +68,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         return Answer(None, refusal=f"{odd}, which is not described here", why="unknown")
     top, bottom = scaling.mscale, scaling.mscale_all_dim
     factor = yarn_magnitude(scaling.factor)
-    notes: tuple[str, ...] = ()
+    notes = (f"It multiplies the attention factor of YaRN by attn_factor, {times:g}.",) * (times != 1.0)
     reads = _YARN_KEYS
     if config.model_type in DEEPSEEK:
         scaling, reads = replace(scaling, truncate=True), _YARN_KEYS - {"truncate"}
