@@ -72,6 +72,9 @@ BUGS: dict[str, Bug] = {
         "pairs are changed but not rotated",
         "Return (a cos − b sin, b cos + a sin), computing both from the input pair. rotate_half is cat(-x2, x1).",
     ),
+    "tables-misused": Bug(
+        "the tables are taken for angles", "Multiply by the tables of cos and sin as they are passed."
+    ),
     "mixed-pairings": Bug(
         "the two channels of a pair are rotated by different angles",
         "Use cat(f, f) for the tables of half pairing, and repeat_interleave for those of interleaved pairing. Repeat "
@@ -125,9 +128,7 @@ BUGS: dict[str, Bug] = {
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
     "scaling-twice": Bug("the scaling is applied twice", "Scale the frequencies in one place only."),
     "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
-    "yarn-ramp-swapped": Bug(
-        "YaRN's ramp is reversed", "Keep the fast pairs, and divide the frequencies of the slow pairs by the factor."
-    ),
+    "yarn-ramp-swapped": Bug("YaRN's ramp is reversed", "Keep the fast pairs, and divide the slow ones by the factor."),
     "yarn-original-length": Bug(
         "YaRN's ramp begins and ends at the scaled length",
         "Compute the ramp from original_max_position_embeddings, not from max_position_embeddings.",
@@ -148,10 +149,7 @@ BUGS: dict[str, Bug] = {
         "the exponents are divided by another size than the number of rotated channels",
         "Use base ** (-2i / dim) with i from 0 to dim/2 - 1.",
     ),
-    "wrong-base": Bug(
-        "the base is wrong",
-        "Pass the base. In a config, read rope_theta (inside rope_parameters since transformers 5).",
-    ),
+    "wrong-base": Bug("the base is wrong", "Pass the base: rope_theta, inside rope_parameters since transformers 5."),
     "length-ignored": Bug(
         "the scaling does not depend on the sequence length as it should",
         "Compute the frequencies from the length of the sequence, not from the position of each token.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -41,9 +42,8 @@ def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
     if subject.expected.channels < subject.expected.head_dim:
         report.found["head"] = "only the rotated channels, which the caller slices out"
-    report.found["call"] = subject.signature + (
-        f", tables: {subject.way.tables}" if subject.way.given is not None else ""
-    )
+    tables = f", tables: {subject.way.tables}" if subject.way.given is not None else ""
+    report.found["call"] = subject.signature + tables
     stated = {
         "pairing": subject.expected.rope or subject.expected.pairing,
         "base, scaling, attention factor": subject.expected.rope or subject.expected.base or subject.way.given,
@@ -110,6 +110,9 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if maps.dtype not in (torch.float32, torch.float64):
         says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
         report.add("wrong-output-dtype", says)
+        return None
+    if subject.way.given is not None and bool(((maps[0].abs() - math.sin(1)).abs() < 1e-5).any()):
+        report.add("tables-misused", "At position 0, where cos is 1 and sin is 0, channels are multiplied by sin(1).")
         return None
     if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
@@ -345,9 +348,8 @@ def _judge_law(
         rope = subject.way.given
     elif rope is None:
         rope = _fitting_rope(subject, structure, multipliers, base, None if on_axes is None else on_axes.axes)
-    measured = law.identify(
-        multipliers, SMALL, rope, subject.channels, is_fitted=base is None and subject.way.given is None
-    )
+    is_fitted = base is None and subject.way.given is None
+    measured = law.identify(multipliers, SMALL, rope, subject.channels, is_fitted=is_fitted)
     if measured.code in _FREQUENCIES and expected.unresolved is not None:
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
