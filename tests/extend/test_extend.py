@@ -15,7 +15,7 @@ import transformers
 from click.testing import CliRunner
 
 import gguf_files
-from ropewalk import RopeError, from_config
+from ropewalk import RopeError, diff, from_config
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend import extend, write
 
@@ -145,6 +145,18 @@ def test_the_factors_without_a_measurement() -> None:
     text = " ".join(found.text().split())
     assert "pairs 40-63 would reach angles that it does not cover" in text
     assert "If the model card recommends numbers, take those" in text
+
+
+@pytest.mark.parametrize("method", ["yarn", "linear"])
+def test_programs_around_llama_cpp_without_its_arguments(tmp_path: Path, method: str) -> None:
+    """The converter writes YaRN and linear scaling into the file (`golden/engine_rules/rules_of_llama_cpp.json`)."""
+    found = extend(FLAT, LONG, method=method, engines=("llama.cpp",))
+    about = "read them from a GGUF file that convert_hf_to_gguf.py makes from the config that --write writes."
+    assert sum(about in note for note in of(found, "llama.cpp")["notes"]) == 1
+    assert diff.engines(found.config(version=4), names=("transformers", "llama.cpp")).verdict == "agree"
+    path = gguf_files.write(tmp_path / "q.gguf", GGUF, architecture="qwen3")
+    for other in (extend(path, 163_840, method=method), extend(FLAT, 16_384)):
+        assert not any("convert_hf_to_gguf" in note for note in of(other, "llama.cpp")["notes"])
 
 
 @pytest.mark.parametrize("method", ["llama3", "yarn"])

@@ -209,8 +209,9 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:
         answers = [chosen.answer(config) for config, _ in source.configs]
-        absent = [f"it {answer.refusal}" for answer in answers if answer.why == "absent"]
-        return {**row, "why_not": absent[:1] or [_OWN_CODE]}
+        why = [f"it {answer.refusal}" for answer in answers if answer.why == "absent"][:1]
+        own_code = "it loads this config with the model's own code, whose keys no argument replaces"
+        return {**row, "why_not": why or [own_code]}
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
@@ -269,6 +270,9 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         known = {own: name for name, own in HF_MODEL_TYPES.items()}
         key = f"{known.get(source.text.model_type, 'ARCHITECTURE')}.context_length=int:{target}"
         notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
+    if row["name"] == "llama.cpp" and plan and (reads := _written(source, ENGINES["llama.cpp"], plan, target)["reads"]):
+        around = "Programs that run llama-server without them, such as Ollama (not its older versions)"
+        notes.append(f"{around}, read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}.")
     limit = _tokenizer_limit(Path(model)) if row["name"] == "vLLM" else None
     if limit is not None and limit < target:
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
@@ -285,9 +289,6 @@ def _tokenizer_limit(folder: Path) -> float | None:
         return to_finite(json.loads((folder / "tokenizer_config.json").read_bytes()).get("model_max_length"))
     except (OSError, ValueError, AttributeError):
         return None
-
-
-_OWN_CODE = "it loads this config with the model's own code, whose keys no argument replaces"
 
 
 def _row(chosen: Engine) -> dict[str, Any]:

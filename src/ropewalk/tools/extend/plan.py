@@ -44,9 +44,6 @@ def method_of(scheme: Scaling | None) -> str:
     return next((name for name, own in made.items() if own is type(scheme)), "")
 
 
-_WHO = "ropewalk extend"
-
-
 @dataclass(frozen=True)
 class Source:
     """A config, as the model's own code and as engines read it.
@@ -152,7 +149,7 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     elif factor < least:
         must = f"must be at least {least:g}, the target divided by the length before scaling"
         got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
-        raise error(_WHO, f"{_checks.option('new_factor')} {must}", got, fix)
+        raise error("ropewalk extend", f"{_checks.option('new_factor')} {must}", got, fix)
     known = [i for i, rope in enumerate(source.ropes.layers) if rope is not None]
     far = [i for i in known if (window := source.ropes.window(i)) is None or window > before]
     method, factor = (method, factor) if far else ("none", 1.0)
