@@ -313,21 +313,27 @@ class TestSentences:
             bases({**gemma, "sliding_window_pattern": 8})
 
 
-def deepseek_v4() -> dict[str, Any]:
+def deepseek_v4(written: str = "rope_scaling") -> dict[str, Any]:
+    """Return the published config that has this key and not the other one."""
     rows = json.loads((ROOT / "tests" / "golden" / "released.json").read_text())["rows"]
     return next(  # type: ignore[no-any-return]
-        row["config"] for row in rows if row["model_type"] == "deepseek_v4" and "rope_parameters" not in row["config"]
+        row["config"]
+        for row in rows
+        if row["model_type"] == "deepseek_v4"
+        and {"rope_scaling", "rope_parameters"} & row["config"].keys() == {written}
     )
 
 
-def test_deepseek_v4() -> None:
-    """SGLang multiplies cos and sin by 1, which was only read in its code, and mlx-lm does not have the model."""
-    found = diff.engines(deepseek_v4())
+@pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
+def test_deepseek_v4(written: str) -> None:
+    """vLLM and SGLang multiply cos and sin by 1, which was only read in their code. mlx-lm does not have the model."""
+    found = diff.engines(deepseek_v4(written))
     assert found.facts["states"]["mlx-lm"] == "absent"
-    assert found.facts["states"]["SGLang"] == "same"
+    assert found.facts["states"]["SGLang"] == found.facts["states"]["vLLM"] == "same"
     for row in found.facts["ropes"]:
-        assert row["at"][-1]["engines"]["SGLang"]["attention_factor"] == 1.0
-        assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == {"SGLang"}
+        for name in ("SGLang", "vLLM"):
+            assert row["at"][-1]["engines"][name]["attention_factor"] == 1.0
+        assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == {"SGLang", "vLLM"}
     assert "SGLang 0.5.23 (srt/models/deepseek_v4.py, " in found.text(verbose=True)
     assert "; read, not run)" in found.text(verbose=True)
 
