@@ -280,7 +280,7 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
         listed = ", ".join(repr(c) for c in choices)
         suggestion = ""
         if isinstance(value, str):
-            name_here = SYNONYMS.get(value.lower().replace("_", "-"))
+            name_here = SYNONYMS.get(value.lower().replace("_", "-").replace(" ", "-"))
             suggestion = f" Did you mean {name_here!r}?" if name_here in choices else nearest(value, choices)
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.{suggestion}")
 

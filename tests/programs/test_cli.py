@@ -348,7 +348,7 @@ class TestMessagesNameOptions:
             message = fails(*arguments)
             assert f"{option} must be one of 'transformers', 'vllm'" in message
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
-        for program in ("ollama", "koboldcpp", "LM-Studio"):
+        for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio"):
             assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
 
     def test_download(self) -> None:
