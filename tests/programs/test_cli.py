@@ -372,7 +372,7 @@ class TestLengths:
         lengths = {(name, p.opts[0]): p for name, p in options if isinstance(p.type, Length)}
         assert lengths.keys() == {
             ("explain", "--length"), ("diff", "--length"), ("explore", "--length"), ("explore", "--trained-length"),
-            ("bench", "--tokens"), ("convert", "--max-positions"), ("extend", "--to"),
+            ("bench", "--tokens"), ("convert", "--max-positions"), ("extend", "--to"), ("extend", "--original"),
         }  # fmt: skip
         said = {
             name for (name, _), p in lengths.items() if re.search(r"; (4k is 4,096|128k is 131,072)\.", str(p.help))

@@ -265,7 +265,7 @@ def _parameters(
         elif key in axes_rules.KEYS:
             reads = "knows this model_type" if row.known else "reads an unknown model_type"
             must = f"must not be given, since ropewalk {reads} with one position for each token"
-            in_python = ": build Rope(..., axes=Axes.sections(...)), or use Axes.interleaved(...) if axes alternate"
+            in_python = ": build Rope(..., axes=Axes.sections(...)) by hand, or Axes.interleaved(...) if axes alternate"
             fix = f"The key assigns the pairs to several axes{possible(in_python)}. For text alone, "
             fix += f"pass {argument('ignore', (c.path + entry.where,))}."
             raise c.error(entry.where, must, shown(entry.value), fix)
