@@ -330,11 +330,11 @@ BUDGET = {
     "rotation": 1941,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 6560,
+    "tools/check": 6559,
     "tools/commands": 1100,
     "tools/convert": 1950,
     "tools/diff": 1500,
-    "tools/extend": 1457,
+    "tools/extend": 1455,
     "tools/plots": 1110,
 }
 

@@ -327,7 +327,6 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool((at_0.angle().abs() < 1e-5).all())
-            - 1 * bool(found.lost)
             - 1 * (subject.way.given is not None and not _has_frequencies(subject.way.given, found, maps[1]))
         )
     if subject.layout in ONE_ROW:
