@@ -94,7 +94,7 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
     elif count is not None and not tables:
         return []
     elif {"offset", "offsets"} & (required if tables else roles):
-        names = ("offsets", "offset")[:: 1 if "offsets" in roles else -1]
+        names = ("offsets", "offset") if "offsets" in roles else ("offset", "offsets")
     return [Way(name, _ROLES.get(name, ()), partial(_arguments, call.parameter_of, name)) for name in names]
 
 
