@@ -167,11 +167,11 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         count: as for `ways`.
     """
 
-    def flat(tables: Tables, rows: int) -> Tables:
+    def flat(tables: Tables, rows: int = 2) -> Tables:
         return tuple(t.reshape([1] * (rows == 1) + [size for size in t.shape if size > 1]) for t in tables)
 
     if isinstance(first, TableSet):
-        rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first, 2)))
+        rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
         return [rows] if count is None else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
@@ -191,8 +191,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
     if "positions" in parameter_of or count is not None:
         return [at(way) for way in ways(call, count)]
     if "seq_len" in parameter_of:
-        name = parameter_of["seq_len"]
-        return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: int(p.max()) + 2}), 2)))]
+        name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
+        return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: max(int(p.max()) + 1, 2)}))))]
     if "x" in parameter_of:
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {parameter_of["x"]: p}), p))
         return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions]
