@@ -1,11 +1,12 @@
-"""A class that computes its tables up to a length, and refuses a longer one."""
+"""A class that computes its tables up to a length, refuses a longer one, and takes the name of a dtype."""
 
 import torch
 
 
 class Rotary:
-    def __init__(self, dim, max_seq_len=64, base=10_000.0):
+    def __init__(self, dim, max_seq_len=64, base=10_000.0, dtype="float32"):
         angles = torch.outer(torch.arange(max_seq_len), base ** (-torch.arange(0, dim, 2) / dim)).repeat(1, 2)
+        angles = angles.to(getattr(torch, dtype))
         self.cos, self.sin, self.max_seq_len = angles.cos(), angles.sin(), max_seq_len
 
     def __call__(self, seq_len):

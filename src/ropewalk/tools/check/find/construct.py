@@ -106,7 +106,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = stated.get(name) or scaling.to_hf()
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
-        elif role == "dtype" and getattr(default, "itemsize", 1) < 4:
+        elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
             values[name] = torch.float32
         elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
             values[name] = 4 * expected.head_dim if role == "width" else 4
