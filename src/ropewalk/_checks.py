@@ -133,7 +133,9 @@ def error_from(action: str, e: BaseException, fix: str, place: str = "") -> Rope
 def message_of(e: BaseException) -> str:
     """Return the message of an exception as one line of bounded length, even if its own `__str__` raises."""
     try:
-        return printable(str(e).strip().partition("\n")[0][:_MAX_SHOWN])
+        lines = str(e).strip().split("\n")
+        of_script = "in the TorchScript interpreter" in lines[0]  # whose last line has the type and the reason
+        return printable((lines[-1].partition(": ")[2] if of_script else lines[0])[:_MAX_SHOWN])
     except Exception:  # the exception's own __str__ may raise anything
         return "?"
 

@@ -445,6 +445,15 @@ def test_operators_of_torch() -> None:
         assert report.found["layout"] == "thd"
 
 
+def test_the_reason_that_torchscript_gives_is_shown() -> None:
+    @torch.jit.script
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return x * cos + torch.ones(7)
+
+    with pytest.raises(RopeError, match=r"got RuntimeError: The size of tensor a .* must match the size of tensor b"):
+        conformance.check(rotate)
+
+
 def pasted(target: Any, expected: Expected | None = None) -> dict[str, Any]:
     """Run the adapter that `check` shows for a target, and return its names."""
     names: dict[str, Any] = {}
