@@ -197,28 +197,6 @@ def test_keys_on_other_axes() -> None:
     assert conformance.check(rotate, rope=Rope(16, 100.0, "half", axes=SECTIONS)).codes == ["key-unlike-query"]
 
 
-def test_gradient_of_the_first_axis() -> None:
-    right = rotator(CONTIGUOUS)
-
-    class Rotate(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
-            ctx.save_for_backward(positions)
-            rotated: Tensor = right(x, x, positions)[0]
-            return rotated
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            (positions,) = ctx.saved_tensors
-            return right(grad, grad, -positions[:1].expand_as(positions))[0], None
-
-    def rotate(x: Tensor, positions: Tensor) -> Any:
-        return Rotate.apply(x, positions)  # type: ignore[no-untyped-call]
-
-    report = conformance.check(rotate, rope=Rope(16, 100.0, "half", axes=SECTIONS))
-    assert report.codes == ["wrong-gradient"]
-
-
 @pytest.mark.parametrize("form", ["3bs", "bs3", "3s", "s3"])
 def test_forms_of_positions(form: str) -> None:
     letters = form.replace("3", "a")

@@ -399,7 +399,7 @@ def only_the_query(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads_q: int) -> T
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "flash-attention, cu_seqlens": (
         lambda x, cos, sin, interleaved=False, cu_seqlens=None: (
-            turn(x, cos[: len(x)], sin[: len(x)], interleaved) if x.dim() == 3 else turn(x, cos, sin, interleaved)
+            turn(x, cos, sin, interleaved) if cu_seqlens is None else turn(x, cos[: len(x)], sin[: len(x)], interleaved)
         ),
         {},
         "segments-ignored",
@@ -461,6 +461,73 @@ def pasted(target: Any, expected: Expected | None = None) -> dict[str, Any]:
     return names
 
 
+class OneHeadTables:
+    """Tables `[seq, 1, channels]` of x `[seq, heads, channels]`."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_sin_cache(self.dim, len(x)).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((sin, sin), dim=-1)[:, None]
+
+    __call__ = forward
+
+
+class OneMethod:
+    """Of which the only public method computes tables."""
+
+    def __init__(self, embed_dim: int, verbose: bool, context_len: int) -> None:
+        assert verbose is False
+        self.tables = cos_sin_cache(embed_dim, context_len)
+
+    def cos_sin(self, seq_len: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self.tables[:seq_len].to(device, dtype).chunk(2, dim=-1)
+
+
+def as_passed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    return rotate(q), rotate(k)
+
+
+def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    assert mask is None
+    positions = torch.arange(pos, pos + q.shape[1])
+    tables = at_positions(cos_sin_cache(64, pos + q.shape[1]), positions)
+    return turn(q, *tables), turn(k, *tables)
+
+
+def along_an_axis(x: Tensor, seq_dim: int, offset: int = 0, position_ids: Tensor | None = None) -> Tensor:
+    positions = torch.arange(offset, offset + x.shape[seq_dim])
+    tables = at_positions(cos_sin_cache(64, offset + x.shape[seq_dim]), positions)
+    return turn(x.movedim(seq_dim, -3), *tables).movedim(-3, seq_dim)
+
+
+def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
+    angles = position_ids.repeat_interleave(8, dim=0).movedim(0, -1) * 10_000.0 ** (-torch.arange(32) / 32).double()
+    return turn(x, angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize(
+    ("target", "row", "value"),
+    [
+        ((OneHeadTables, as_passed), "layout", "thd"),
+        ((OneMethod, turn), "frequencies", "base 100"),
+        (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
+        (from_an_offset, "call", "f(q, k, pos, mask=None)"),
+        (along_an_axis, "not passed", "position_ids"),
+        (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
+    ],
+)
+def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
+    report = conformance.check(target, pairing="half")
+    assert report.verdict == "right", str(report)
+    assert report.found[row] == value
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_adapter_of_a_common_signature_runs_unedited(name: str) -> None:
     function, given = RIGHT[name]
@@ -506,6 +573,16 @@ class TestAdapter:
         assert value in code
         exec(code.replace(value, value.partition("=")[0] + "=4.0"), theirs)
         assert conformance.check(theirs["make"], rope=rope).codes == []
+
+    @pytest.mark.parametrize("name", ["rotate", "of_frames,apply_tables"])
+    def test_of_a_grid_has_one_column(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "2_axes.py").write_text(GRID + UNKNOWN)  # a name that cannot be imported by a statement
+        with pytest.raises(RopeError) as e:
+            conformance.check(f"{tmp_path / '2_axes.py'}:{name}")
+        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
+        names = {"rotate": "adapter", "of_frames,apply_tables": "tables,apply_tables"}[name]
+        report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
+        assert (report.verdict, report.found["pairing"]) == ("right", "half"), str(report)
 
     def test_of_a_class_and_a_function(self) -> None:
         names = pasted((Rotary, apply_tables))
@@ -555,6 +632,16 @@ class Rotary:
 def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     return turn(query, cosines, sines), turn(key, cosines, sines)
 
+
+GRID = """
+def rotate(x, shape):
+    rows, columns = shape
+    return turn(x, torch.arange(rows).repeat_interleave(columns)[None])
+
+def of_frames(embed_dim, T, H, W):
+    assert H == W == 1
+    return fixed_tables(embed_dim)[0][:T], fixed_tables(embed_dim)[1][:T]
+"""
 
 UNKNOWN = """
 import torch

@@ -24,7 +24,7 @@ _LIBRARIES = {
 }
 _TO = """
 def to(x):
-    return {array}((x.detach().float() if x.is_floating_point() else x).numpy())
+    return {array}((x.detach().float() if x.is_floating_point() else x).numpy()) if torch.is_tensor(x) else x
 """
 
 
@@ -57,6 +57,7 @@ def written(
         "inv_freq": inv_freq,
         "q_out": f"torch.full_like({q}, torch.nan)",
         "k_out": f"torch.full_like({k}, torch.nan)",
+        "seq_dim": "layout.index('s' if 's' in layout else 't')",
     }
     always = {
         "x1": halves[0],
@@ -112,14 +113,19 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
-    lines = [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
+    is_grid = {"grid", "frames"} & {
+        role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of
+    }
+    lines = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
+    lines += [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     for make in target.objects[:-1]:
         of_make = words.read_call(function_of(make))
         made = _arguments(make, of_make, expected)
         if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
-            return "\n".join((*imports, *objects, "", f"def tables(seq_len):\n    return {_called(make, made)}", ""))
+            body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
+            return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
         lines.append(f"{', '.join(tables) or 'freqs_cis'} = {_called(make, made)}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
@@ -140,7 +146,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         lines.append(f"return {called}")
     head = ["import numpy as np", _LIBRARIES[library][0], _TO.format(array=_LIBRARIES[library][1])] if library else []
     body = "".join(f"\n    {line}" for line in lines)
-    return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def rotate({', '.join(takes)}):{body}", ""))
+    name = "adapter" if any(_object(obj) == "rotate" for obj in target.objects) else "rotate"
+    return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def {name}({', '.join(takes)}):{body}", ""))
 
 
 def function_of(obj: Any) -> Any:
@@ -159,6 +166,10 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",
+        "seq_dim": "1",
+        "grid": "(x.shape[1], 1)",
+        "frames": "seq_len",
+        **({"height": "1", "width": "1"} if "frames" in call.parameter_of else {}),
         "seq_len": "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
@@ -170,6 +181,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
+    sizes = {} if is_constructor(obj) else chosen(obj, expected)  # of a function that computes tables
     omitted = call.optional & {"offset", "offsets", "cu_seqlens", "tensor_layout"}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
@@ -181,7 +193,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         elif role in words.WORDS and role not in omitted:
             arguments[name] = role
         elif parameter.default is inspect.Parameter.empty:
-            arguments[name] = "..."
+            arguments[name] = repr(sizes[name]) if name in sizes else "..."
     return arguments
 
 
@@ -211,4 +223,7 @@ def _import(target: Target, obj: Any) -> str:
     """Return the line that imports an object, in the folder of its file."""
     where, _, _ = target.name.rpartition(":")
     module = Path(where).stem if where.endswith(".py") else getattr(obj, "__module__", None)
-    return f"from {module} import {name_of(getattr(obj, 'owner', obj)).partition('.')[0]}" if module else ""
+    name = name_of(getattr(obj, "owner", obj)).partition(".")[0]
+    if module and not module.replace(".", "_").isidentifier():
+        return f"{name} = __import__({module!r}).{name}"
+    return f"from {module} import {name}" if module else ""

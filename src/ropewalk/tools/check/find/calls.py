@@ -18,6 +18,7 @@ cu_seqlens, offsets                    flash-attention, Transformer Engine, Flas
 several axes of positions              transformers, vLLM, Flux                             ways 25, calls 10
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
+a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 12
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """
@@ -44,7 +45,7 @@ from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
 from ropewalk.tools.check.find.target import Target
 from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, ONE_HEAD, ONE_ROW, Way, count_of, ways
-from ropewalk.tools.check.find.words import Call
+from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import structure
 
 GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
@@ -53,21 +54,25 @@ _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 Found = tuple[int, Subject]  # a call, and its score
 
 
-def find(target: Target, expected: Expected, layout: str | None) -> Subject:
+def find(target: Target, expected: Expected, layout: str | None, *, unknown: bool = False) -> Subject:
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
-    If no call takes whole heads, the target is expected to take their rotated channels, which its caller slices out.
+    If nothing else works, required parameters whose names are unknown get None (`unknown`). If no call takes whole
+    heads, the target is expected to take their rotated channels, which its caller slices out.
 
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
     try:
-        return _Finder(target, expected).find(layout)
+        return _Finder(target, expected, unknown).find(layout)
     except _checks.RopeError as e:
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
             adapter.show(error, target, expected)
             raise error from e
+        if not unknown and any(None in _filled(obj).values() for obj in target.objects):
+            with contextlib.suppress(_checks.RopeError):
+                return find(target, expected, layout, unknown=True)
         if (sliced := for_slice(expected)) is None:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
@@ -75,11 +80,16 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     return find(target, sliced, layout)
 
 
+def _filled(obj: Any) -> dict[str, Any]:
+    function = adapter.function_of(obj)
+    return words.filled(function, words.read_call(function).parameter_of.values(), unknown=True)
+
+
 class _Finder:
     """Tries the calls of one target. Why calls fail is collected in `errors`."""
 
-    def __init__(self, target: Target, expected: Expected) -> None:
-        self.target, self.expected = target, expected
+    def __init__(self, target: Target, expected: Expected, unknown: bool) -> None:
+        self.target, self.expected, self.unknown = target, expected, unknown
         self.axes = words.read_call(target.objects[-1]).axes
         self.given = GIVEN
         if (rope := expected.rope) is not None:
@@ -104,7 +114,7 @@ class _Finder:
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _ROTATES):
             best = _better(best, *(self.search(stated or None, one_head) for one_head in ONE_HEAD))
-        if best is None:
+        if best is None or (self.unknown and best[0] < _ROTATES):
             raise failure or self._no_call()
         chosen = best[1]
         if "weights" in chosen.form.takes:
@@ -113,9 +123,9 @@ class _Finder:
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
         others = []
-        for mode, first in (("offsets", 0), ("packed", 0), ("rows", 7)):
+        for mode in ("offsets", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
-            others += [other] if (other := _like(chosen, of_mode, first)) is not None else []
+            others += [other] if (other := _like(chosen, of_mode)) is not None else []
         if layout is None and not chosen.form.is_fused and chosen.layout not in ONE_HEAD:
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
             chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
@@ -228,7 +238,7 @@ class _Finder:
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
-            sources = tables.of_target(first, layer_type, count)
+            sources = tables.of_target(first, layer_type, count, unknown=self.unknown)
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:
@@ -241,16 +251,23 @@ class _Finder:
                 calls.append((call, tables.exact(call.parameter_of, given)))
         else:
             calls = [(call, [])]
+            if "base" in roles - call.optional and not (OF_POSITIONS | FUSED) & roles:  # a theta may be the angles
+                of_tables = _renamed(call, "base", "freqs_cis")
+                calls.append((of_tables, tables.exact(of_tables.parameter_of, given)))
+            if "positions" in roles and not {"offset", "offsets"} & roles and not call.axes:
+                calls.append((_renamed(call, "positions", "offset"), []))
         if call.key_first:
             calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]
         for each, sources in calls:
             rotary_dim = given.rotary_dim if sources and second is None else expected.rotary_dim
             written = adapter.written(each, expected, rotary_dim, count, layer_type)
+            fixed = words.filled(function, each.parameter_of.values(), unknown=self.unknown)
             for way, name in _places(each, sources, count, layout, mode):
-                for form in forms(each, name, function, written=written):
+                for form in forms(each, name, function, written=written, fixed=fixed):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
                     named = [parameter for parameter in words.parameters(function) or () if parameter in passed]
+                    named += [f"{parameter}={value}" for parameter, value in fixed.items()]
                     text = f"f({', '.join(named)}){form.packed}"
                     yield Subject(
                         form=replace(form, **self.found),
@@ -264,6 +281,11 @@ class _Finder:
                         arguments=arguments,
                         axes=count,
                     )
+
+
+def _renamed(call: Call, role: str, other: str) -> Call:
+    """Return the call in which the parameter of a role has another."""
+    return replace(call, parameter_of={other if r == role else r: name for r, name in call.parameter_of.items()})
 
 
 def _require_tensors(function: Any) -> None:
@@ -402,11 +424,9 @@ def _added_to_weights(subject: Subject) -> tuple[float, float]:
     return q, q if results.k is None else k
 
 
-def _like(chosen: Subject, others: Iterable[Subject], first: int) -> Subject | None:
-    """Return the one of other calls that computes the same at 5 positions, or else any that works from 0 on."""
-    x, positions = _tokens(chosen), first + torch.arange(_TOKENS)[None]
-    if not chosen.accepts(positions):
-        return None
+def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
+    """Return the one of other calls that computes the same at 5 positions, or else any that works."""
+    x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
     right, _ = chosen(x, x, positions)
     working = None
     for other in others:
@@ -416,7 +436,7 @@ def _like(chosen: Subject, others: Iterable[Subject], first: int) -> Subject | N
                 if torch.allclose(out, right, atol=1e-5):
                     return other
                 working = working or other
-    return None if first else working  # a parameter that some functions have, and do not read
+    return working
 
 
 def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:

@@ -17,7 +17,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import SPELLINGS, match, parameters
+from ropewalk.tools.check.find.words import SPELLINGS, filled, match, parameters
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -26,7 +26,7 @@ _NAMES = {
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
-    "max_length block_size n_positions",
+    "context_len seqlen max_length block_size n_positions",
     "config": "args cfg params model_args",
     "sections": SPELLINGS["sections"],
     "mixed": "mrope_interleaved",  # whether the sections are interleaved
@@ -110,10 +110,12 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = torch.float32
         elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
             values[name] = 4 * expected.head_dim if role == "width" else 4
+        elif role == "width" and "dim" not in parameter_of:
+            values[name] = expected.head_dim
     for key, names in _SCALING.items():
         if (value := getattr(scaling, key, None)) is not None:
             values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
-    return values
+    return values | filled(owner, values)
 
 
 def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:

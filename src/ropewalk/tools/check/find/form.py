@@ -88,6 +88,7 @@ class Form:
         of_all_heads: whether a norm is taken over all heads together, and has a weight for each channel of each.
         added: what the function adds to the weights of its norms of q and of k, such as 1 in Gemma.
         eps: what is passed to a norm.
+        fixed: the arguments of parameters without a role, by name.
     """
 
     function: Callable[..., Any]
@@ -101,6 +102,7 @@ class Form:
     of_all_heads: bool = False
     added: tuple[float, float] = (0.0, 0.0)
     eps: float = EPS
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_k(self) -> bool:
@@ -200,7 +202,7 @@ class Form:
         for role, expression in self.written.items():
             values[role] = eval(_code(expression), {"torch": torch}, values)
         passed = {roles[role]: value for role, value in values.items() if role in roles}
-        returned = memory.call(self.function, passed | angles)
+        returned = memory.call(self.function, {**self.fixed, **passed, **angles})
         found, stored = self._read(returned, values, q, key, v), None
         if slots is not None and self.cache:
             keys, vs = (cache.reshape(empty.shape) for cache in caches)

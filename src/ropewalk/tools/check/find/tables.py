@@ -82,6 +82,7 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     else:
         far = layouts if "tensor_layout" in roles else ("sbhd", "thd")
         places = [(name, axes, 0) for name in layouts for axes in _WITH_ROWS.get(name, ()) if has_rows]
+        places += [("thd", "bs", 0)] if "thd" in layouts and sources[0].given is None else []  # as it computes them
         places += [(name, "s", 0) for name in layouts] + [(name, "s11", 0) for name in layouts if name in far]
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
@@ -119,7 +120,10 @@ _IN_ONE = (
     *(f"{kind}{width}" for kind in ("angles ", "(cos, sin) ") for width in reversed(_WIDTHS)),
 )
 # Names of a parameter → the formats that are tried first.
-_LIKELY = {"freqs angles": "angles", "emb pos_emb rope rotary_emb image_rotary_emb position_embeddings": "(cos, sin)"}
+_LIKELY = {
+    "freqs angles theta": "angles",
+    "emb pos_emb rope rotary_emb image_rotary_emb position_embeddings": "(cos, sin)",
+}
 
 
 def exact(roles: Mapping[str, str], given: Rope) -> list[Source]:
@@ -155,7 +159,7 @@ def _exact(name: str, given: Rope) -> Source:
     return Source(name, make, given=given)
 
 
-def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Source]:
+def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown: bool) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
@@ -165,6 +169,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
         first: the object, the function, or all tables that it has computed.
         layer_type: the kind of the expected layer, or None.
         count: as for `ways`.
+        unknown: as for `words.filled`.
     """
 
     def flat(tables: Tables, rows: int = 2) -> Tables:
@@ -179,6 +184,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None) -> list[Sou
     def make(q: Tensor, named: dict[str, Any]) -> Tables:
         known = {"x": q} if layer_type is None else {"x": q, "layer_type": layer_type}
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
+        fixed |= words.filled(first, parameter_of.values(), unknown=unknown)
         return tensors_of(memory.call(first, fixed | named))
 
     def at(way: Way) -> Source:

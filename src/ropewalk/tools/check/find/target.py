@@ -70,9 +70,16 @@ def load(target: Any) -> Target:
 
 
 def _callable(obj: Any) -> Any:
-    """Return the function that calls a `torch.autograd.Function`, with the parameters of its forward, or the object."""
-    if not (inspect.isclass(obj) and issubclass(obj, torch.autograd.Function)):
+    """Return the function that calls a `torch.autograd.Function`, with the parameters of its forward, or the object.
+
+    A class that cannot be called, and has one method for others, is that method.
+    """
+    if not inspect.isclass(obj):
         return obj
+    if not issubclass(obj, torch.autograd.Function):
+        named = {name for cls in obj.__mro__ if cls is not torch.nn.Module for name in vars(cls)}
+        public = [name for name, value in vars(obj).items() if inspect.isfunction(value) and not name.startswith("_")]
+        return obj if {"forward", "__call__"} & named or len(public) != 1 else Method(obj, public[0])
 
     def apply(*args: Any) -> Any:
         return obj.apply(*args)  # type: ignore[no-untyped-call]

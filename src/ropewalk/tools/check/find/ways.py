@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk import Rope
 from ropewalk.tools.check.find.words import Call, Roles
 
-COUNTS = (2, 3)
+COUNTS = (2, 3, 4)
 """The numbers of axes that are tried if nothing states it."""
 
 ONE_HEAD = ("bsd", "td")

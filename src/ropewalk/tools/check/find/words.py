@@ -8,9 +8,10 @@ to `ways`. To add a spelling or an argument that follows from the words, add it 
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from ropewalk import _checks
+from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import name_of
 
 # Word → the other names that a parameter for it has in public code.
@@ -28,12 +30,12 @@ WORDS = {
     "x": "xs t input inputs tensor hidden_states states qk tokens",
     "qkv": "mixed_qkv packed_qkv",  # q, k and v in one tensor
     "kv": "",
-    "cos": "cos_cached freqs_cos cos_table",
-    "sin": "sin_cached freqs_sin sin_table",
+    "cos": "cos_cached cos_cache freqs_cos cos_table",
+    "sin": "sin_cached sin_cache freqs_sin sin_table",
     "freqs_cis": "freqs_complex freqs rope_cache emb pos_emb rope angles sinusoidal_pos rotary_emb image_rotary_emb "
     "position_embeddings",
     "cos_sin_cache": "",  # [length, rotary_dim]
-    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids grid coords",
+    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids cache_ids grid coords",
     "offset": "start_pos seqlen_offset start past_length",
     "offsets": "seqlen_offsets start_positions",  # one for each sequence, or one number
     "cu_seqlens": "cu_seqlens_q cu_seqlen indptr",
@@ -67,6 +69,11 @@ SPELLINGS = {
     "rotary_dim": "rope_dim rot_dim dims",
     "tensor_layout": "tensor_format qkv_format",  # the name of the layout
     "seq_len": "seqlen max_seq_len length",
+    "seq_dim": "",  # the axis of the tokens
+    "grid": "shape",  # the sizes of the axes of the positions, in one tuple or each alone
+    "frames": "T",
+    "height": "h",
+    "width": "w",
     "unsqueeze_dim": "",
     "layer_type": "",
     "sections": "mrope_section mrope_sections section",
@@ -142,11 +149,24 @@ def read_call(called: Callable[..., Any]) -> Call:
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
+    roles = {role: name for role, name in roles.items() if role not in optional or _reads(called, name)}
+    optional &= {*roles}
     if "k" not in roles:  # of which past keys would be the first
         roles = {role: name for role, name in roles.items() if role not in ("past_k", "past_v")}
     if "v" in optional:  # a function that rotates what is passed, as in RoFormer
         roles.pop("v")
     return Call(roles, frozenset(optional), _axes_of(known[roles["positions"]]) if "positions" in roles else "")
+
+
+def _reads(called: Callable[..., Any], name: str) -> bool:
+    """Return whether a function reads one of its parameters. Some have parameters that they ignore."""
+    function = called.forward if isinstance(called, torch.nn.Module) else called
+    if (code := getattr(inspect.unwrap(function), "__code__", None)) is None:
+        return True
+    loaded = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD")]
+    return name in code.co_cellvars or any(
+        name == value or (isinstance(value, tuple) and name in value) for value in loaded
+    )
 
 
 def _axes_of(parameter: inspect.Parameter) -> str:
@@ -157,11 +177,19 @@ def _axes_of(parameter: inspect.Parameter) -> str:
     return found[1] if found else ""
 
 
+def filled(called: Callable[..., Any], taken: Collection[str], *, unknown: bool = False) -> dict[str, Any]:
+    """Return values for required parameters that have no role: a device, a dtype, an option, or with `unknown` None."""
+    values = {"device": str(memory.current().device), "dtype": torch.float32}
+    free = {n: p for n, p in (parameters(called) or {}).items() if n not in taken and p.default is p.empty}
+    known = {n: values.get(n, False) for n, p in free.items() if n in values or p.annotation in (bool, "bool")}
+    return dict.fromkeys(free) | known if unknown else known
+
+
 def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
     """Return the roles of parameters whose names are keys of `names`, or among the names of a key."""
     roles: Roles = {}
     for name in known:
-        plain = re.sub("_[A-Z]+$", "", name).lower().lstrip("_")  # without axes, as in x_BTHD
+        plain = re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name  # without axes, as in x_BTHD
         for role, spellings in names.items():
             if plain in (role, *spellings.split()) and role not in roles:
                 roles[role] = name

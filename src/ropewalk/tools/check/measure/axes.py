@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import gradients, law
+from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
 from ropewalk.tools.check.measure.case import CLOSE, usual
 from ropewalk.tools.check.measure.structure import Structure
@@ -249,7 +249,7 @@ _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
 def judge_calls(baseline: Baseline) -> None:
-    """Test calls with other positions on each axis: an image between text, one token, a batch, gradients, far tokens.
+    """Test calls with other positions on each axis: an image between text, one token, a batch, far tokens.
 
     Calls with equal positions on all axes are tested elsewhere.
     """
@@ -265,7 +265,6 @@ def judge_calls(baseline: Baseline) -> None:
         report.grade("several axes", report.findings[0].says, False)
         return
     report.grade("several axes", "as expected", True)
-    _judge_gradients(baseline, image)
     _judge_far(baseline, on_axes)
 
 
@@ -310,22 +309,6 @@ def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) 
         report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", place)
         return True
     return False
-
-
-def _judge_gradients(baseline: Baseline, positions: Tensor) -> None:
-    """Compare the gradients at other positions on each axis with those that are rotated backwards."""
-    report, name = baseline.report, "gradients on several axes"
-    if not gradients.are_judged(report):
-        return
-    case = usual(baseline.subject, tokens=positions.shape[-1])
-    try:
-        found = gradients.find_fault(baseline, case, positions)
-    except CallError as e:
-        report.grade(name, f"{e}")
-        return
-    if found is not None:
-        report.add(found[0], f"With an image between text: {found[1][0].lower()}{found[1][1:]}", str(case))
-    report.grade(name, "as expected", found is None)
 
 
 def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:

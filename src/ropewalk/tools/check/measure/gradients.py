@@ -54,7 +54,7 @@ def are_judged(report: Report) -> bool:
     return report.verdict == "right" and "no-gradient" not in report.codes
 
 
-def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) -> tuple[str, str] | None:
+def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of one call, and a description, or None.
 
     The output gradients are those of the first channels of all pairs, and then those of the second. Each element of
@@ -63,13 +63,11 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
     Args:
         baseline: the first measurement.
         case: the sizes of the call.
-        positions: those of the call. None means those of the case, or from 0 on, if others were found to be ignored.
 
     Raises:
         CallError: the call fails.
     """
-    subject, overwritten = baseline.subject, False
-    positions = _positions(baseline, case) if positions is None else positions
+    subject, positions, overwritten = baseline.subject, _positions(baseline, case), False
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
     _, results = _call(subject, case, positions)
     if not all(baseline.matches(positions, heads=case.heads, k_heads=case.k_heads)):
@@ -106,9 +104,7 @@ def find_fault(baseline: Baseline, case: Case, positions: Tensor | None = None) 
                 part = "" if torch.equal(grad, weight) else where(wrong)
                 says = f"The gradient of {name} is that of a function that changes nothing{part}."
                 return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
-            if subject.form.in_place and _depends_on_values(subject, case, positions, index, weight, grads[0]):
-                return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
-            return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
+            return in_place, "The gradient is not the output gradient rotated by minus the angle."
     if overwritten:
         return (
             "gradient-overwritten",
@@ -122,11 +118,11 @@ def _positions(baseline: Baseline, case: Case) -> Tensor:
     return torch.arange(case.tokens).expand(case.rows, -1) if is_ignored else case.positions(baseline.subject)
 
 
-def _call(
-    subject: Subject, case: Case, positions: Tensor, scale: float = 1.0
-) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
+def _call(subject: Subject, case: Case, positions: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
     """Return q and k, which require gradients, and the results for them, all in the target's layout."""
-    inputs = [(scale * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
+    inputs = [
+        subject.to_native(x).clone(memory_format=torch.contiguous_format).requires_grad_() for x in case.tensors()
+    ]
     # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
     with torch.enable_grad():
         passed = [x.clone() for x in inputs] if subject.form.in_place else inputs
@@ -181,15 +177,3 @@ def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key
     axes = (-2, -1) if baseline.subject.form.of_all_heads else (-1,)
     unit, right = x.double() / size, right * size
     return (right - unit * (unit * right).mean(axes, keepdim=True)) / size
-
-
-def _depends_on_values(
-    subject: Subject, case: Case, positions: Tensor, index: int, weight: Tensor, grad: Tensor
-) -> bool:
-    """Return whether the gradient of q or k changes with their values, which that of a rotation does not."""
-    if "weights" in subject.form.takes:
-        return True
-    inputs, results = _call(subject, case, positions, 2.0)
-    out = cast(Tensor, results[index])
-    other = torch.autograd.grad(out, inputs[index], subject.to_native(weight), materialize_grads=True)[0]
-    return bool(((other - grad).abs() > CLOSE).any())

@@ -249,7 +249,9 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
         yield "scaling-ignored", f"The frequencies are those of base {rope.base:.10g} without any scaling.", plain
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
-            yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
+            kept = (rope.inv_freq / plain - 1 / factor) / (1 - 1 / factor) if factor != 1 else 1.0  # of each pair
+            wrong = plain * (kept + (1 - kept) * factor)
+            yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", wrong
         yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
     if rope.base != 10_000.0:

@@ -281,7 +281,7 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
     elif torch.equal(out, x):
         report.add("not-rotated", "The output equals the input.")
     else:
-        report.add("not-rotated", "The channels do not change in pairs.")
+        report.add("not-a-rotation", "The channels do not change in pairs.")
 
 
 def _report_crossed(subject: Subject, report: Report) -> bool:
@@ -364,9 +364,6 @@ def _judge_law(
         if fastest > 1.001:
             says = f"A pair rotates by {fastest:.4g} radians per token. No scheme for text exceeds 1."
             measured = replace(measured, code="wrong-frequencies", says=says)
-        elif subject.axes is None and (twins := _find_twins(measured.inv_freq)) is not None:
-            says = f"Pairs {twins[0]} and {twins[1]} rotate at the same speed, as if a table had the wrong width."
-            measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.explains(multipliers, SMALL):
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
@@ -385,15 +382,6 @@ def _judge_law(
         says = f"cos and sin are multiplied by {measured.factor:.5g} instead of {expected_factor:.5g}{explanation}."
         report.add("attention-factor", says)
     return measured
-
-
-def _find_twins(inv_freq: Tensor) -> tuple[int, int] | None:
-    """Return the first two pairs that rotate at the same speed, as no two do in any scheme for one axis."""
-    for first, speed in enumerate(inv_freq.abs().tolist()):
-        same = ((inv_freq[first + 1 :].abs() - speed).abs() < 1e-3 * speed).nonzero().flatten().tolist()
-        if speed and same:
-            return first, first + 1 + same[0]
-    return None
 
 
 def _fitting_rope(
