@@ -104,6 +104,9 @@ def test_mistral_without_scaling() -> None:
     assert ropes.rope == Rope(128, 1e9, "interleaved")
     with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
         from_config(mistral)
+    assert from_config(mistral, base=1e6).rope == Rope(128, 1e6, "interleaved")
+    with pytest.raises(RopeError, match="rope_theta is 1e\\+09, and base must agree with it"):
+        from_config({**mistral, "rope_theta": 1e9}, base=1e6)
 
 
 def test_head_dim_of_its_own() -> None:

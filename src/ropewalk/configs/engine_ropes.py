@@ -48,9 +48,9 @@ def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
     A file of another format is converted to a config.json.
     """
     values, name, is_other = source.load_any(config, asked)
-    how, other, note = asked.of_text, None, ""
+    other, note = None, ""
     if is_other:
-        other = other_formats.read(values, name, **how, factor=asked.factor, ignore=tuple(asked.ignore))
+        other = other_formats.read(values, name, asked)
         inside = mistral.has_encoder(values)
         try:
             values = other.to_hf_config(version=4)  # which more engines read
@@ -58,16 +58,16 @@ def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
             values = other.to_hf_config(version=5)
         values = {"model_type": "mistral3", "text_config": values} if inside else values
         note = "It was compared as the config.json of the same model, converted for transformers."
-        how |= {"pairing": None, "base": None}
+        asked = replace(asked, pairing=None, base=None)
     if source.is_denoiser(values):
         must = "what engines read must be a config.json of Hugging Face"
         raise error(name, must, "another format", "Pass the config.json of the model.")
     known = source.without_keys(values, find_engine_keys(values), name)
-    ropes = hf.read(known, name, **how)
+    ropes = hf.read(known, name, asked)
     path, text = find_text(values)
     if PAIRING_KEY in text:
         known = source.without_keys(known, (".".join((*path, PAIRING_KEY)),), name)
-        ropes = hf.read(known, name, **how)
+        ropes = hf.read(known, name, asked)
         note = f"No engine reads {PAIRING_KEY}. They rotate as for any other {ropes.model_type}."
     file_format, warnings = ("", ()) if other is None else (other.file_format, other.warnings)
     warnings = tuple(dict.fromkeys((*warnings, *ropes.warnings, *filter(None, [note]))))

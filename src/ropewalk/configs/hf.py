@@ -21,6 +21,7 @@ from ropewalk.configs.layers import NO_ROPE, windows
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
 from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
 from ropewalk.configs.reader import TRAINED, ConfigValue, Fields, Reader
+from ropewalk.configs.source import Request
 from ropewalk.configs.tables.no_rope import FOPE
 from ropewalk.configs.tables.wrappers import FLAT_OR_NESTED, TOWER_KEYS, WRAPPERS
 from ropewalk.configs.weights import Weights
@@ -32,53 +33,34 @@ SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
 
 
-def read(
-    config: Mapping[str, Any],
-    source: str,
-    *,
-    pairing: str | None,
-    base: float | None,
-    text_only: bool,
-    like: str | None = None,
-    weights: Weights | None = None,
-) -> ModelRopes:
+def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weights | None = None) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
     tower = _standalone_tower(fields)
     if tower is not None:
-        if pairing is not None or base is not None or like is not None:
-            must = "must be that of a text model if pairing, base or like is passed"
-            fix = "Omit pairing, base and like."
-            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
-        if text_only:
-            must = f"must be that of a text model if {option('text_only')} is passed"
-            fix = f"Pass the config of the whole model, or omit {option('text_only')} to read the tower."
-            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
+        asked.refuse(f"{tower.model_type}, a vision tower", "pairing", "base", "text_only", "like")
         return ModelRopes((), tower.model_type, source, vision=tower)
-    if like is not None:
-        return _read_like(fields, like, base=base, text_only=text_only, weights=weights)
-    text = text_model(fields, ARCHITECTURES, pairing is not None)
-    reader = Reader(
-        text.config, text.source, text.path, pairing=pairing, base=base, text_only=text_only, weights=weights
-    )
-    ropes = _read_text(reader)
+    if asked.like is not None:
+        return _read_like(fields, asked.like, asked, weights)
+    text = text_model(fields, ARCHITECTURES, asked.pairing is not None)
+    ropes = _read_text(Reader(text.config, text.source, text.path, asked, weights))
     extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
-    for key, part in [] if text_only else other_parts(fields, ARCHITECTURES):
-        read_part = _read_text(Reader(part.config, part.source, part.path, pairing=None, base=None, text_only=True))
+    for key, part in [] if asked.text_only else other_parts(fields, ARCHITECTURES):
+        read_part = _read_text(Reader(part.config, part.source, part.path, Request(text_only=True)))
         if len(set(read_part.layers)) == 1:
             extra_ropes[key] = read_part.rope
         else:
             kinds = zip(read_part.layer_kinds, read_part.layers, strict=True)
             extra_ropes |= {f"{key}.{kind}": rope for kind, rope in kinds if rope is not None}
         warnings += [*read_part.warnings, *part.warnings]
-    if not text_only and any(map(fields.has, TOWER_KEYS)):
+    if not asked.text_only and any(map(fields.has, TOWER_KEYS)):
         from ropewalk.configs import vision
 
         tower = vision.nested_tower(fields, warnings)
     return replace(ropes, extra_ropes=extra_ropes, vision=tower, warnings=tuple(warnings))
 
 
-def _read_like(fields: Fields, like: str, **others: Any) -> ModelRopes:
+def _read_like(fields: Fields, like: str, asked: Request, weights: Weights | None) -> ModelRopes:
     """Read a config whose model_type, or that of its text model, is unknown, by the rules of the model_type `like`.
 
     Raises:
@@ -93,7 +75,8 @@ def _read_like(fields: Fields, like: str, **others: Any) -> ModelRopes:
         must = f"must be one that ropewalk does not know if {option('like')} is passed"
         raise text.error("model_type", must, shown(own), f"Omit {option('like')}.")
     path = text.path.split(".")[:-1]
-    ropes = read(_with_model_type(fields.config, path, like), fields.source, pairing=None, **others)
+    config = _with_model_type(fields.config, path, like)
+    ropes = read(config, fields.source, replace(asked, like=None), weights)
     unknown = "The missing model_type" if own is None else f"model_type {own!a:.80} is not known and"
     warning = f"{unknown} is read by the rules of {like}, as {argument('like', like)} asks."
     ropes = replace(ropes, warnings=(warning, *ropes.warnings))

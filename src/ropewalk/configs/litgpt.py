@@ -24,9 +24,9 @@ _FAMILIES |= {"meta-llama": "llama", "mistral": "mistral", "pythia": "gpt_neox",
 """Maps the beginning of the name in `hf_config` to the model_type of the same model on the hub, if it is dense."""
 
 
-def read(config: Mapping[str, Any], source: str) -> ModelRopes:
+def read(config: Mapping[str, Any], source: str, *, base: float | None) -> ModelRopes:
     """Read the ropes of a model_config.yaml. A RopeError names a key that is invalid, or that no scheme means."""
-    c = Fields(config, source)
+    c = Fields(config, source, base=base)
     for key, why in _REFUSED.items():
         if c.get(key):
             raise c.error(key, f"must not be given: {why} were not looked up", shown(c.get(key)), _FIX)
@@ -37,9 +37,8 @@ def read(config: Mapping[str, Any], source: str) -> ModelRopes:
     with c.prefix_errors():
         rope = Rope(head_dim, base, "half", rotary_dim=int(part * head_dim), scaling=_scaling(c, condensed))
         layers = [rope] * count
-        local_base = c.get("rope_local_base_freq")
+        local_base = c.number("rope_local_base_freq", above=1.0)
         if local_base is not None:  # rope_adjustments do not apply there, but positions are divided
-            local_base = c.check_base("rope_local_base_freq", local_base)
             local = replace(rope, base=local_base, scaling=None if condensed == 1.0 else Linear(condensed))
             layers = [local if is_local else rope for is_local in _flags(c, "rope_indices", count)]
     sizes: dict[str, Any] = {"hidden_size": c.size("n_embd"), "num_attention_heads": c.size("n_head")}

@@ -12,6 +12,7 @@ from typing import Any
 from ropewalk._checks import RopeError, error, shown, without_fix
 from ropewalk.configs import hf
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.source import Request
 
 FORMAT = "params.json of Mistral"
 _ENCODERS = ("vision_encoder", "multimodal")
@@ -48,7 +49,7 @@ def has_encoder(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) is not None for key in _ENCODERS)
 
 
-def read(config: Mapping[str, Any], source: str) -> ModelRopes:
+def read(config: Mapping[str, Any], source: str, *, base: float | None) -> ModelRopes:
     """Read the ropes of a params.json of Mistral.
 
     Raises:
@@ -81,7 +82,7 @@ def read(config: Mapping[str, Any], source: str) -> ModelRopes:
     if rope:
         values["rope_parameters"] = {**rope, "rope_theta": values.pop("rope_theta", None)}
     try:
-        ropes = hf.read(values, source, pairing=None, base=None, text_only=False)
+        ropes = hf.read(values, source, Request(base=base))
     except RopeError as e:
         got = without_fix(e).removeprefix(f"{source}: ")
         raise error(source, f"{FORMAT} must state a rope", got, "Correct the key of Mistral with this meaning.") from e

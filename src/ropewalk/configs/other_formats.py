@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk._checks import RopeError, error, option, shown, without_fix
+from ropewalk._checks import RopeError, error, shown, without_fix
 from ropewalk.configs import hf, model_ropes, source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import row_of
 from ropewalk.configs.reader import Reader, other_pairing
+from ropewalk.configs.source import Request
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3
 
@@ -24,50 +25,36 @@ _FLOAT32 = 1e-6
 """The tolerance of frequencies, relative, since a GGUF file holds numbers in float32."""
 
 
-def read(
-    values: dict[str, Any],
-    name: str,
-    *,
-    pairing: str | None,
-    base: float | None,
-    factor: float | None,
-    text_only: bool,
-    ignore: tuple[str, ...],
-    like: str | None = None,
-) -> ModelRopes:
+def read(values: dict[str, Any], name: str, asked: Request) -> ModelRopes:
     """Read the ropes of a file of another format than Hugging Face's and diffusers', as `source.load_any` loads it.
 
-    The other arguments and the errors are those of `from_config`.
+    The errors are those of `from_config`.
     """
+    from ropewalk.configs import litgpt, meta, mistral
+
     if not values:
         from ropewalk.configs.gguf import read as gguf
 
-        _refuse(like, factor, "a GGUF file")
-        ropes = gguf.read(Path(name), pairing=pairing, base=base, text_only=text_only, ignore=ignore)
-        return replace(ropes, writer=to_hf_config)
-    from ropewalk.configs import litgpt, meta, mistral
-
-    if source.is_litgpt(values):
-        _refuse(like, factor, f"a {litgpt.FORMAT}")
-        if pairing not in (None, "half") or base is not None:
-            must = f"the pairing of a {litgpt.FORMAT} must be 'half', and its base that of the file"
-            raise error("from_config", must, f"{shown(pairing)} and {shown(base)}", other_pairing())
-        return replace(litgpt.read(values, name), writer=to_hf_config)
-    _refuse(like, None, "Meta's params.json")
-    if pairing not in (None, "interleaved"):
-        must = "pairing of Meta's params.json must be 'interleaved'"
-        raise error("from_config", must, shown(pairing), other_pairing())
-    if mistral.matches(values):
-        _refuse(None, factor, "")
-        return replace(mistral.read(values, name), writer=to_hf_config)
-    return replace(meta.read(values, name, base=base, factor=factor), writer=to_hf_config)
+        asked.refuse("a GGUF file", "factor", "like")
+        ropes = gguf.read(Path(name), asked)
+    elif source.is_litgpt(values):
+        _check(asked, litgpt.FORMAT, "half", "factor", "like")
+        ropes = litgpt.read(values, name, base=asked.base)
+    elif mistral.matches(values):
+        _check(asked, mistral.FORMAT, "interleaved", "factor", "like")
+        ropes = mistral.read(values, name, base=asked.base)
+    else:
+        _check(asked, "Meta's params.json", "interleaved", "like")
+        ropes = meta.read(values, name, base=asked.base, factor=asked.factor)
+    return replace(ropes, writer=to_hf_config)
 
 
-def _refuse(like: str | None, factor: float | None, got: str) -> None:
-    """Raise a RopeError for an argument that the format `got` does not allow."""
-    if like is not None:
-        raise error("from_config", f"{option('like')} requires a Hugging Face config", got, "Omit it.")
-    source.refuse_factor(factor)
+def _check(asked: Request, file_format: str, pairing: str, *refused: str) -> None:
+    """Raise a RopeError for another pairing than that of the format, and for the arguments that it does not take."""
+    asked.refuse(file_format, *refused)
+    if asked.pairing not in (None, pairing):
+        must = f"pairing of {file_format} must be {pairing!r}"
+        raise error("from_config", must, shown(asked.pairing), other_pairing())
 
 
 def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
@@ -86,12 +73,12 @@ def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
     must = f"the {ropes.file_format} must state what the config.json of a {model_type} states"
     row = row_of(model_type, ropes.config)
     try:
-        c = Reader(ropes.config, ropes.source, "", pairing=None, base=None, text_only=False)
+        c = Reader(ropes.config, ropes.source, "", Request())
         kinds = () if row is None else tuple(row.kinds_of_layers(c))
         layers = tuple(rope and replace(rope, scaling=_stated(rope)) for rope in ropes.layers)
         own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type)
         config = model_ropes.write(own, version)
-        found = hf.read(config, ropes.source, pairing=None, base=None, text_only=False)
+        found = hf.read(config, ropes.source, Request())
     except RopeError as e:
         raise error(ropes.source, must, without_fix(e).removeprefix(f"{ropes.source}: "), fix) from e
     apart = [i for i, (a, b) in enumerate(zip(ropes.layers, found.layers, strict=True)) if not _same(a, b)]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk._checks import Assumed, error, option, shown
+from ropewalk._checks import Assumed, error, shown
 from ropewalk.configs import hf, source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.source import Request
@@ -128,23 +128,17 @@ def _read_own(config: Any, asked: Request) -> ModelRopes:
     if other:
         from ropewalk.configs import other_formats
 
-        more: Any = {**asked.of_text, "factor": asked.factor, "ignore": asked.ignore, "like": asked.like}
-        ropes = other_formats.read(values, name, **more)
+        ropes = other_formats.read(values, name, asked)
     elif source.is_denoiser(values):
         from ropewalk.configs import diffusers
 
-        if asked.like is not None:
-            must = f"{option('like')} requires a Hugging Face config"
-            raise error("from_config", must, "a config of diffusers", "Omit it.")
-        if asked.pairing is not None or asked.base is not None or asked.text_only:
-            names = f"{option('pairing')}, {option('base')} and {option('text_only')}"
-            must, got = f"{names} require a text model", shown(values["_class_name"])
-            raise error("from_config", must, f"a config of diffusers: {got}", "Omit them.")
+        got = f"a config of diffusers: {shown(values['_class_name'])}"
+        asked.refuse(got, "pairing", "base", "text_only", "like")
         ropes = diffusers.read(values, name)
     else:
         if isinstance(config, str | os.PathLike):
             tensors.folder = Path(name).parent
-        ropes = hf.read(values, name, **asked.of_text, like=asked.like, weights=tensors)
+        ropes = hf.read(values, name, asked, tensors)
     if asked.weights is not None and not tensors.needed:
         must, fix = "weights require a model of which a part of the rope is in the checkpoint", "Omit weights."
         raise error("from_config", must, f"{ropes.model_type}, whose config states all", fix)

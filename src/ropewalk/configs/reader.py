@@ -25,6 +25,7 @@ from ropewalk._checks import (
     shown,
     with_context,
 )
+from ropewalk.configs.source import Request
 from ropewalk.configs.weights import Weights
 from ropewalk.schemes import ALIASES
 
@@ -282,17 +283,14 @@ class Reader(Fields):
         self,
         config: Mapping[str, Any],
         source: str,
-        path: str = "",
-        *,
-        pairing: str | None = None,
-        base: float | None = None,
-        text_only: bool = False,
+        path: str,
+        asked: Request,
         weights: Weights | None = None,
     ) -> None:
-        super().__init__(config, source, path, base=base)
+        super().__init__(config, source, path, base=asked.base)
         self.weights = Weights(None) if weights is None else weights
-        self.passed_pairing = pairing
-        self.text_only = text_only
+        self.passed_pairing = asked.pairing
+        self.text_only = asked.text_only
         self.longest = self.length(self.first_present(LENGTHS))
         self.sections = {name: self.section(name) for name in SECTIONS if self.has(name)}
         self.strict = True

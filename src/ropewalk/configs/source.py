@@ -41,6 +41,14 @@ _CONFIG_NAMES = (
 )
 
 
+_REQUIRED = {
+    **dict.fromkeys(("pairing", "base", "text_only"), "a text model"),
+    "factor": "Meta's params.json",
+    "like": "a Hugging Face config of a text model",
+}
+"""The config that an argument of `from_config` requires."""
+
+
 @dataclass
 class Request:
     """The arguments of `from_config` beside the config, checked."""
@@ -79,10 +87,12 @@ class Request:
             raise error(who, must, shown(keys), fix)
         self.ignore = tuple(dict.fromkeys(keys))
 
-    @property
-    def of_text(self) -> dict[str, Any]:
-        """The arguments of `hf.read` by which every format reads a text model."""
-        return {"pairing": self.pairing, "base": self.base, "text_only": self.text_only}
+    def refuse(self, got: str, *names: str) -> None:
+        """Raise a RopeError if one of these arguments was passed, since a config such as `got` does not take it."""
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                fix = f"Pass such a config, or omit {option(name)}."
+                raise error("from_config", f"{option(name)} requires {_REQUIRED[name]}", got, fix)
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
@@ -141,14 +151,8 @@ def load_any(config: Any, asked: Request) -> tuple[dict[str, Any], str, bool]:
     values = without_keys(values, asked.ignore, name)
     other = (is_params(values) or is_litgpt(values)) and not is_denoiser(values)
     if not other:
-        refuse_factor(asked.factor)
+        asked.refuse("a config of Hugging Face or diffusers", "factor")
     return values, name, other
-
-
-def refuse_factor(factor: float | None) -> None:
-    """Raise a RopeError if a factor was passed, for a format that is not Meta's."""
-    if factor is not None:
-        raise error("from_config", f"{option('factor')} requires Meta's params.json", shown(factor), "Omit it.")
 
 
 def gguf_path(source: Any) -> Path | None:

@@ -24,6 +24,7 @@ from ropewalk.configs.gguf.row import (
     GgufRow,
 )
 from ropewalk.configs.reader import ROPE_WORDS, Fields
+from ropewalk.configs.source import Request
 
 # Keys that llama.cpp reads only for some architectures: maps them to the fix in the error for other architectures.
 _SOMETIMES_READ = {
@@ -86,15 +87,12 @@ class Keys(Fields):
         values: Mapping[str, Any],
         source: str,
         tensors: Mapping[str, tuple[float, ...]],
-        *,
-        pairing: str | None,
-        base: float | None,
-        text_only: bool,
+        asked: Request,
     ) -> None:
-        super().__init__(values, source, base=base)
+        super().__init__(values, source, base=asked.base)
         self.tensors = tensors
-        self.pairing = pairing
-        self.text_only = text_only
+        self.pairing = asked.pairing
+        self.text_only = asked.text_only
         self.architecture = ""
         self.architecture, self.row = self._architecture()
         self.read_keys |= {self.full(name) for name in _ALWAYS_READ}

@@ -35,7 +35,7 @@ from ropewalk.configs.gguf.row import (
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags, windows
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import other_pairing
-from ropewalk.configs.source import without_keys
+from ropewalk.configs.source import Request, without_keys
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
@@ -50,9 +50,7 @@ _HF_SIZES = {
 }
 
 
-def read(
-    path: Path, *, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...] = ()
-) -> ModelRopes:
+def read(path: Path, asked: Request) -> ModelRopes:
     """Read the ropes of a GGUF file. See `from_config` for arguments and errors."""
     try:
         values, tensors = header.read(path)
@@ -60,8 +58,8 @@ def read(
         raise
     except (OSError, ValueError) as e:
         raise unreadable_file(str(path), e) from e
-    values = without_keys(values, ignore, str(path))
-    return _read(Keys(values, str(path), tensors, pairing=pairing, base=base, text_only=text_only))
+    values = without_keys(values, asked.ignore, str(path))
+    return _read(Keys(values, str(path), tensors, asked))
 
 
 def _read(c: Keys) -> ModelRopes:
