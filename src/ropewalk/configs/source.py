@@ -1,6 +1,6 @@
 """Load a config from a dict, an object, a file or a folder, and check the other arguments of `from_config`.
 
-Sizes are bounded, and every failure is a RopeError.
+Sizes are bounded, and every failure is a RopeError, except what the methods of an object of the caller raise.
 """
 
 from __future__ import annotations
@@ -110,15 +110,11 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         return _config_dict(source, "config"), "config"
     if hasattr(source, "to_dict") and not isinstance(source, type):
         name = type(source).__name__
-        try:
-            values = source.to_dict()
-        except Exception as e:
-            raise error(name, "to_dict() must return the config", shown(e), "Pass a dict.") from e
-        return _config_dict(values, name), name
+        return _config_dict(source.to_dict(), name), name
     if isinstance(source, str | os.PathLike):
         from ropewalk.configs import hub
 
-        path = _to_path(source)
+        path = Path(os.fsdecode(source))
         try:
             if hub.is_id(path):
                 path = hub.config_path(path.as_posix(), download=download)
@@ -160,7 +156,7 @@ def gguf_path(source: Any) -> Path | None:
     if not isinstance(source, str | os.PathLike):
         return None
     try:
-        path = _to_path(source)
+        path = Path(os.fsdecode(source))
         if path.is_dir():
             return None
         if path.suffix.lower() == ".gguf":
@@ -212,7 +208,7 @@ def to_plain(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
             return {_check_key(key, name): copy(inner, depth + 1) for key, inner in value.items()}
         if callable(getattr(value, "tolist", None)):
-            return copy(_to_list(value, name), depth + 1)
+            return copy(value.tolist(), depth + 1)
         return value
 
     return copy(value, 0)
@@ -247,13 +243,6 @@ def _section_hint(key: str, config: Mapping[str, Any]) -> str:
     return f" Did you mean {shown(places[0])}?" if places else ""
 
 
-def _to_list(value: Any, name: str) -> Any:
-    try:
-        return value.tolist()
-    except Exception as e:
-        raise error(name, "tolist() must return the numbers of an array", shown(e), "Pass a list.") from e
-
-
 def _check_key(key: object, name: str) -> object:
     """Return the key if it is a string, a number or None.
 
@@ -265,18 +254,6 @@ def _check_key(key: object, name: str) -> object:
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
     raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")
-
-
-def _to_path(source: str | os.PathLike[Any]) -> Path:
-    """Convert a path-like object, whose `__fspath__` may return bytes, to a Path.
-
-    Raises:
-        RopeError: `__fspath__` raises or returns something else.
-    """
-    try:
-        return Path(os.fsdecode(source))
-    except Exception as e:
-        raise error("from_config", "source must be a path", shown(e), "Pass a string.") from e
 
 
 def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ropewalk._checks import RopeError, error, error_from, missing_package, short_key, shown, unreadable_file
+from ropewalk._checks import RopeError, error, missing_package, short_key, shown, unreadable_file
 from ropewalk.configs.source import read_json
 
 SINGLE = "model.safetensors"
@@ -48,8 +48,8 @@ class Weights:
     def find(self, pattern: str) -> dict[str, re.Match[str]]:
         """Return the names of the text model's tensors that match the pattern, in their order, and the matches."""
         self.needed = True
-        own = re.compile(_TEXT_MODEL + pattern)
-        return {name: found for name in self._names if (found := own.fullmatch(name))}
+        own, names = re.compile(_TEXT_MODEL + pattern), self._files if self._passed is None else self._passed
+        return {name: found for name in names if isinstance(name, str) and (found := own.fullmatch(name))}
 
     def numbers(self, name: str) -> list[float]:
         """Return the numbers of a tensor as float64, row by row.
@@ -68,7 +68,7 @@ class Weights:
             return [float(value) for value in values.double().flatten().tolist()]
         except RopeError:
             raise
-        except Exception as e:  # the methods of a mapping or a tensor may raise anything
+        except Exception as e:  # torch may refuse the value with any error
             must = f"{short_key(name)} must be a tensor of at most {_MAX_NUMBERS:,} real numbers"
             raise error("from_config", must, shown(e), "Pass the tensor of the checkpoint.") from e
 
@@ -80,15 +80,6 @@ class Weights:
             if math.prod(shape) > _MAX_NUMBERS:
                 raise ValueError(f"it has the shape {shape}")
             return file.get_tensor(name)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        if self._passed is None:
-            return list(self._files)
-        try:
-            return [name for name in self._passed if isinstance(name, str)]
-        except Exception as e:  # likewise
-            raise error_from("from_config: weights cannot be read", e, "Pass a state dict.") from e
 
     @cached_property
     def _files(self) -> dict[str, str]:
