@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ropewalk.configs.architecture import Architecture, KindRule
-from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.layers import ALL, Kind
 
@@ -39,11 +38,6 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
     return rows
 
 
-def partial_rotation(folder: str, fraction: float, **fields: Any) -> Architecture:
-    """Build the `Architecture` of a model in which a fraction of the head rotates in every layer."""
-    return row(folder, partial=fraction, **fields)
-
-
 def remote(code: str, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model whose code is not in transformers. `code` names the file with its code."""
     return Architecture(source=code, in_transformers=False, **fields)
@@ -74,11 +68,6 @@ def local_only(folder: str, pattern: KindRule, **fields: Any) -> Architecture:
     """Build the `Architecture` of a model that rotates in layers with a sliding window, but not with full attention."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **fields)
-
-
-def several_axes(folder: str, axes: AxesRule, *, fraction: float | None = None, **fields: Any) -> Architecture:
-    """Build the `Architecture` of a model whose tokens have several positions, such as time, height and width."""
-    return row(folder, axes=axes, partial=fraction, **fields)
 
 
 def without_rope(folder: str) -> Architecture:

@@ -8,7 +8,7 @@ from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.axes_rules import AxesRule, half_for_each, in_turn, interleaved_axes, time_last
 from ropewalk.configs.families import functions
 from ropewalk.configs.layers import Every, Kind
-from ropewalk.configs.rows import latent, remote, several_axes
+from ropewalk.configs.rows import latent, remote, row
 from ropewalk.rope.axes import Axes
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -34,30 +34,30 @@ _HUNYUAN = AxesRule(
 def _qwen3_5(folder: str) -> Architecture:
     """Build the `Architecture` of a model with the layers of Qwen 3.5."""
     kinds, pattern = {_FULL: Kind(), _LINEAR: None}, Every(4, _FULL, _LINEAR, key="full_attention_interval")
-    return several_axes(folder, _QWEN3_5, fraction=0.25, head_dim_divides=False, kinds=kinds, pattern=pattern)
+    return row(folder, axes=_QWEN3_5, partial=0.25, head_dim_divides=False, kinds=kinds, pattern=pattern)
 
 
 SEVERAL_AXES: dict[str, Architecture] = {
-    "cohere_compass_text": several_axes(
-        "cohere_compass", _QWEN3_VL, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+    "cohere_compass_text": row(
+        "cohere_compass", axes=_QWEN3_VL, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
     ),
-    "qwen2_vl_text": several_axes("qwen2_vl", _QWEN2_VL, head_dim_keys=()),
-    "qwen2_5_vl_text": several_axes("qwen2_5_vl", _QWEN2_VL, head_dim_keys=()),
-    "qwen2_vl": several_axes("qwen2_vl", _QWEN2_VL, head_dim_keys=()),
-    "qwen2_5_vl": several_axes("qwen2_5_vl", _QWEN2_VL, head_dim_keys=()),
-    "qwen2_5_omni_text": several_axes("qwen2_5_omni", _QWEN2_VL),
-    "qwen2_5_omni_talker": several_axes("qwen2_5_omni", _QWEN2_VL, head_dim_divides=False),
-    "qwen3_vl_text": several_axes("qwen3_vl", _QWEN3_VL, head_dim_divides=False),
-    "qwen3_vl_moe_text": several_axes("qwen3_vl_moe", _QWEN3_VL),
-    "qwen3_omni_moe_text": several_axes("qwen3_omni_moe", _QWEN3_VL),
-    "qwen3_omni_moe_talker_text": several_axes("qwen3_omni_moe", _QWEN3_VL),
-    "cosmos3_edge_text": several_axes("cosmos3_edge", _QWEN3_VL),
-    "ernie4_5_vl_moe_text": several_axes("ernie4_5_vl_moe", _ERNIE, pairing="interleaved"),
-    "glm4v_text": several_axes("glm4v", _GLM4V, fraction=1.0, pairing="interleaved"),
-    "glm4v_moe_text": several_axes("glm4v_moe", _GLM4V, fraction=0.5),
-    "glm_image_text": several_axes("glm_image", _GLM4V, fraction=1.0),
-    "glm_ocr_text": several_axes("glm_ocr", _GLM4V, fraction=1.0, pairing="interleaved"),
-    "paddleocr_vl_text": several_axes("paddleocr_vl", _QWEN2_VL, head_dim_divides=False),
+    "qwen2_vl_text": row("qwen2_vl", axes=_QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_vl_text": row("qwen2_5_vl", axes=_QWEN2_VL, head_dim_keys=()),
+    "qwen2_vl": row("qwen2_vl", axes=_QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_vl": row("qwen2_5_vl", axes=_QWEN2_VL, head_dim_keys=()),
+    "qwen2_5_omni_text": row("qwen2_5_omni", axes=_QWEN2_VL),
+    "qwen2_5_omni_talker": row("qwen2_5_omni", axes=_QWEN2_VL, head_dim_divides=False),
+    "qwen3_vl_text": row("qwen3_vl", axes=_QWEN3_VL, head_dim_divides=False),
+    "qwen3_vl_moe_text": row("qwen3_vl_moe", axes=_QWEN3_VL),
+    "qwen3_omni_moe_text": row("qwen3_omni_moe", axes=_QWEN3_VL),
+    "qwen3_omni_moe_talker_text": row("qwen3_omni_moe", axes=_QWEN3_VL),
+    "cosmos3_edge_text": row("cosmos3_edge", axes=_QWEN3_VL),
+    "ernie4_5_vl_moe_text": row("ernie4_5_vl_moe", axes=_ERNIE, pairing="interleaved"),
+    "glm4v_text": row("glm4v", axes=_GLM4V, partial=1.0, pairing="interleaved"),
+    "glm4v_moe_text": row("glm4v_moe", axes=_GLM4V, partial=0.5),
+    "glm_image_text": row("glm_image", axes=_GLM4V, partial=1.0),
+    "glm_ocr_text": row("glm_ocr", axes=_GLM4V, partial=1.0, pairing="interleaved"),
+    "paddleocr_vl_text": row("paddleocr_vl", axes=_QWEN2_VL, head_dim_divides=False),
     # The text model of bailing_moe_v3_vl, which is bailing_hybrid with several axes.
     "bailing_moe_v3_vl_text": replace(
         latent(
@@ -86,14 +86,18 @@ SEVERAL_AXES: dict[str, Architecture] = {
         check=functions.require_interleaved,
     ),
     "hy_v4_vl_text": latent("hy_v4_vl", output_order=None, axes=_HY_V4, indexer="interleaved", indexer_tail=True),
-    "hunyuan_vl_text": several_axes("hunyuan_vl", _HUNYUAN, head_dim_divides=False),
-    "neomme": several_axes(
-        "neomme", _NEOMME, fraction=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+    "hunyuan_vl_text": row("hunyuan_vl", axes=_HUNYUAN, head_dim_divides=False),
+    "neomme": row(
+        "neomme",
+        axes=_NEOMME,
+        partial=1.0,
+        head_dim_divides=False,
+        kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())},
     ),
-    "qwen4_exp_text": several_axes(
+    "qwen4_exp_text": row(
         "qwen4_exp",
-        _QWEN3_5,
-        fraction=1.0,
+        axes=_QWEN3_5,
+        partial=1.0,
         flat=True,
         head_dim_divides=False,
         kinds={"indexed_attention": Kind(), _FULL: Kind(), _LINEAR: None},

@@ -12,7 +12,7 @@ from ropewalk.configs.architecture import Architecture, QueryScale
 from ropewalk.configs.families import functions
 from ropewalk.configs.families.deepseek import COMPRESSED, DeepSeekV4
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerCodes, LayerFlags, LayerIndices
-from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partial_rotation, row, source
+from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, row, source
 
 _FRACTION_INSTEAD = "transformers uses partial_rotary_factor instead"
 _FULL, _SLIDING, _SPARSE = "full_attention", "sliding_attention", "compressed_sparse_attention"
@@ -134,9 +134,9 @@ TEXT: dict[str, Architecture] = {
         )
         for name in ("gptj", "codegen", "moss")
     },
-    "glm": partial_rotation("glm", 0.5, pairing="interleaved"),
-    "glm4": partial_rotation("glm4", 0.5, pairing="interleaved"),
-    "glm4_moe": partial_rotation("glm4_moe", 0.5),
+    "glm": row("glm", partial=0.5, pairing="interleaved"),
+    "glm4": row("glm4", partial=0.5, pairing="interleaved"),
+    "glm4_moe": row("glm4_moe", partial=0.5),
     "minimax_m2": row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
     "minimax_m3_vl_text": row(
         "minimax_m3_vl", head_dim_divides=False, partial=1.0, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}
@@ -148,14 +148,14 @@ TEXT: dict[str, Architecture] = {
         heads=("decoder_num_attention_heads", "num_attention_heads"),
         layers=("decoder_num_hidden_layers", "num_hidden_layers"),
     ),
-    "moonshine_streaming": partial_rotation(
-        "moonshine_streaming", 0.8, pairing="interleaved", more_keys=functions.add_whole_head
+    "moonshine_streaming": row(
+        "moonshine_streaming", partial=0.8, pairing="interleaved", more_keys=functions.add_whole_head
     ),
-    "nemotron": partial_rotation("nemotron", 0.5),
+    "nemotron": row("nemotron", partial=0.5),
     "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
     "phi": row("phi", partial=0.5, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
-    "phi3": partial_rotation("phi3", 1.0),
-    "phi4_multimodal": partial_rotation("phi4_multimodal", 1.0),
+    "phi3": row("phi3", partial=1.0),
+    "phi4_multimodal": row("phi4_multimodal", partial=1.0),
     # Files that were not written by transformers have the sizes of the encoder under the names of Whisper.
     "dots3_note_audio_encoder": row(
         "dots3_note",
@@ -166,16 +166,14 @@ TEXT: dict[str, Architecture] = {
         layers=("whisper_config.encoder_layers", "num_hidden_layers"),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
     ),
-    "glmasr_encoder": partial_rotation("glmasr", 0.5),
+    "glmasr_encoder": row("glmasr", partial=0.5),
     **{
-        f"nemotron3_5_transcribe_{part}": partial_rotation(
-            "nemotron3_5_transcribe", 0.5, more_keys=functions.add_whole_head
-        )
+        f"nemotron3_5_transcribe_{part}": row("nemotron3_5_transcribe", partial=0.5, more_keys=functions.add_whole_head)
         for part in ("asr_audio", "word_timestamp")
     },
-    "nemotron3_diarization_audio": partial_rotation("nemotron3_diarization", 1.0),
+    "nemotron3_diarization_audio": row("nemotron3_diarization", partial=1.0),
     "sarvam_moe": row("sarvam_moe", partial=1.0, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
-    "solar_open": partial_rotation("solar_open", 1.0, head_dim_divides=False),
+    "solar_open": row("solar_open", partial=1.0, head_dim_divides=False),
     "stablelm": row(
         "stablelm",
         head_dim_keys=(),
