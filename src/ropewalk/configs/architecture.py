@@ -323,14 +323,13 @@ class Architecture:
         rotating = [kind for kind in self.kinds.values() if kind is not None]
         return len(self.kinds) > 1 and not self.flat and (len(rotating) > 1 or not rotating[0].bases)
 
-    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+    def collect(self, c: Reader, name: str, kind: Kind) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer, from the top level and from nested objects.
 
         Args:
             c: the config.
             name: the name of the kind in `kinds`.
             kind: the `Kind` of this name.
-            layers: the name of the kind of each layer of the model.
 
         Returns:
             A dict from the names that transformers 5 uses for the keys (`rope_theta`, `rope_type`, ...) to the values.
@@ -351,8 +350,8 @@ class Architecture:
         for names, key in places:
             for config_key in names:
                 if self.listed and isinstance(c.get(config_key), list):
-                    for i, value in enumerate(c.layer_list(config_key, len(layers)) or []):
-                        if layers[i] == name:
+                    for i, value in enumerate(c.layer_list(config_key, len(c.layer_kinds)) or []):
+                        if c.layer_kinds[i] == name:
                             c.add(rope_keys, key, value, f"{config_key}[{i}]")
                 else:
                     c.add(rope_keys, key, c.get(config_key), config_key)
@@ -407,16 +406,10 @@ class Architecture:
         return kind.implied_base
 
     def shape(
-        self,
-        c: Reader,
-        name: str,
-        kind: Kind,
-        rope_keys: dict[str, ConfigValue],
-        scheme: Scaling | None,
-        layers: list[str],
+        self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue], scheme: Scaling | None
     ) -> tuple[int, int, int]:
         """Return head_dim, rotary_dim and rotary_offset of a kind of layer, in channels."""
-        head_dim = c.per_layer_size(name, layers, "head_dim") or self._head_dim(c, kind)
+        head_dim = c.per_layer_size(name, "head_dim") or self._head_dim(c, kind)
         if scheme is not None and scheme.whole_head:
             return head_dim, head_dim, 0
         return head_dim, self._rotary_dim(c, rope_keys, head_dim), 0

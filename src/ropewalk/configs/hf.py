@@ -134,7 +134,7 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
     row.choose_sections(c)
     row.refuse_unsupported(c)
     pairing = row.read_pairing(c)
-    layers = row.kinds_of_layers(c)
+    layers = c.layer_kinds = row.kinds_of_layers(c)
     ropes: dict[str, Rope | None] = {NO_ROPE: None}
     extra_ropes: dict[str, Rope] = {}
     schemes: list[Scaling] = []
@@ -143,10 +143,10 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         if kind is None or c.is_null_kind(kind.section or name):
             ropes[name] = None
             continue
-        rope_keys = row.collect(c, name, kind, layers)
+        rope_keys = row.collect(c, name, kind)
         base = row.base(c, name, kind, rope_keys)
         scheme = _scheme(row, c, rope_keys, bool(schemes))
-        head_dim, rotary_dim, offset = row.shape(c, name, kind, rope_keys, scheme, layers)
+        head_dim, rotary_dim, offset = row.shape(c, name, kind, rope_keys, scheme)
         axes = row.axes_of(c, rope_keys, rotary_dim)
         scheme = scheme if row.learned is None else row.learned(c, scheme, rotary_dim)
         with c.prefix_errors():

@@ -277,6 +277,7 @@ class Reader(Fields):
         lost_base: whether the config states a base only where the model's code does not read it.
         stated_twice: the parameters of which the config states a value that the model's code does not read.
         weights: the tensors of the checkpoint, as far as they are known.
+        layer_kinds: the kind of each layer, as soon as it is known.
     """
 
     def __init__(
@@ -289,6 +290,7 @@ class Reader(Fields):
     ) -> None:
         super().__init__(config, source, path, base=asked.base)
         self.weights = Weights(None) if weights is None else weights
+        self.layer_kinds: list[str] = []
         self.passed_pairing = asked.pairing
         self.text_only = asked.text_only
         self.longest = self.length(self.first_present(LENGTHS))
@@ -462,15 +464,14 @@ class Reader(Fields):
                 lost[where] = value
         self.warn_of_unread(lost, f"{section}.{name}")
 
-    def per_layer_size(self, name: str, layers: list[str], size: str) -> int | None:
+    def per_layer_size(self, name: str, size: str) -> int | None:
         """Return a size that `per_layer_config` (transformers 5) states for the layers of one kind, or None.
 
         Args:
             name: the kind of layer.
-            layers: the kind of each layer of the model.
             size: the key of the size, e.g. "head_dim".
         """
-        entries = self.get("per_layer_config")
+        entries, layers = self.get("per_layer_config"), self.layer_kinds
         if entries is None:
             return None
         if not isinstance(entries, Mapping):

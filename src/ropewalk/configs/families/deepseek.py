@@ -37,7 +37,7 @@ class DeepSeekV4(Architecture):
             lost = {f"{section}.{key}": value for key, value in unread.items() if value != c.get(key)}
             c.warn_of_unread(lost, "these keys at the top level")
 
-    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+    def collect(self, c: Reader, name: str, kind: Kind) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer.
 
         For layers with compressed attention, llm-compressor writes these keys to `compress_rope_parameters`.
@@ -49,22 +49,16 @@ class DeepSeekV4(Architecture):
             c.add_flat(rope_keys, _OWN_SECTION, scaled=True, with_base=True)
             del c.sections[_OWN_SECTION]
         else:
-            rope_keys = super().collect(c, name, kind, layers)
+            rope_keys = super().collect(c, name, kind)
         if kind is COMPRESSED and not c.nested and rope_keys.get("rope_type", ConfigValue("", "")).value == "yarn":
             implied = f"implied by {c.get('model_type')} ({self.source})"
             rope_keys.setdefault("attention_factor", ConfigValue(1.0, implied))
         return rope_keys
 
     def shape(
-        self,
-        c: Reader,
-        name: str,
-        kind: Kind,
-        rope_keys: dict[str, ConfigValue],
-        scheme: Scaling | None,
-        layers: list[str],
+        self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue], scheme: Scaling | None
     ) -> tuple[int, int, int]:
-        head_dim, rotary_dim, _ = super().shape(c, name, kind, rope_keys, scheme, layers)
+        head_dim, rotary_dim, _ = super().shape(c, name, kind, rope_keys, scheme)
         c.origins["rotary_dim"] += ", the last of the head"
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
 

@@ -40,21 +40,15 @@ class Latent(Architecture):
         return super().implied_pairing(c) if c.boolean("rope_interleave", True) else "half"
 
     def shape(
-        self,
-        c: Reader,
-        name: str,
-        kind: Kind,
-        rope_keys: dict[str, ConfigValue],
-        scheme: Scaling | None,
-        layers: list[str],
+        self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue], scheme: Scaling | None
     ) -> tuple[int, int, int]:
         if kind.head_dim_key:
-            return super().shape(c, name, kind, rope_keys, scheme, layers)
+            return super().shape(c, name, kind, rope_keys, scheme)
         c.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
         c.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
         prefix = "" if c.has("per_layer_config") else self.prefixes.get(name, "")
         unrotated_key, rotated_key = f"{prefix}qk_nope_head_dim", f"{prefix}qk_rope_head_dim"
-        unrotated = c.per_layer_size(name, layers, "qk_nope_head_dim") or c.channels(unrotated_key)
+        unrotated = c.per_layer_size(name, "qk_nope_head_dim") or c.channels(unrotated_key)
         if prefix and not c.has(rotated_key):
             key = f"{prefix}head_dim"
             whole = c.channels(key)
@@ -62,7 +56,7 @@ class Latent(Architecture):
                 fix = "Check both sizes: the remaining channels rotate."
                 raise c.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), fix)
             return whole, whole - unrotated, unrotated
-        rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.channels(rotated_key)
+        rotated = c.per_layer_size(name, "qk_rope_head_dim") or c.channels(rotated_key)
         return unrotated + rotated, rotated, unrotated
 
     def needs_fraction(self, config: Mapping[str, object]) -> bool:
