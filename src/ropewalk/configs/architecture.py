@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
-from ropewalk._checks import Assumed, argument, check_pairing, error, integer, number, possible, shown
+from ropewalk._checks import argument, check_pairing, error, integer, number, possible, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.layers import ALL, NO_ROPE, Kind, Pattern, check_kinds
@@ -201,9 +201,7 @@ class Architecture:
                 c.sections[DEFAULT] = default
                 c.stated_twice.update(default)
                 said = ", ".join(f"{key} {shown(value)}" for key, value in default.items())
-                c.warnings.append(
-                    Assumed(f"the file has no rope_parameters, so transformers takes those of its class: {said}.")
-                )
+                c.assume(f"the file has no rope_parameters, so transformers takes those of its class: {said}.")
 
     def refuse_unsupported(self, c: Reader) -> None:
         """Raise a RopeError if the config describes what no `Rope` does. Add any warning about several axes."""
@@ -388,8 +386,7 @@ class Architecture:
             model_type = str(c.get("model_type"))
             default = DEFAULT_BASES.get(f"{model_type}.{name}", DEFAULT_BASES.get(model_type, 10_000.0))
             c.record_origin("base", f"the default of {model_type} in transformers, which does not read the stated one")
-            used = Assumed(f"So the base is {default:g}, the default of {model_type} in transformers.")
-            c.warnings += [] if used in c.warnings else [used]
+            c.assume(f"So the base is {default:g}, the default of {model_type} in transformers.")
             return default
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if kind.implied_base is None or c.has("rope_parameters"):
@@ -397,11 +394,9 @@ class Architecture:
             raise c.error(key, "must be given, since it is the base", "none", fix)
         c.record_origin("base", f"implied by model_type {self.name_and_source(c)}")
         if "rope_theta" in kind.bases:  # newer configs of this model_type state the base, so the key may have been lost
-            c.warnings.append(
-                Assumed(
-                    f"the file has no {key}, so the base is {kind.implied_base:g}, as in {c.get('model_type')} before "
-                    "that key existed. If the model is newer, the key was lost."
-                )
+            c.assume(
+                f"the file has no {key}, so the base is {kind.implied_base:g}, as in {c.get('model_type')} before "
+                "that key existed. If the model is newer, the key was lost."
             )
         return kind.implied_base
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from ropewalk._checks import Assumed, RopeError, argument, error, nearest, option, possible, shown, with_context
+from ropewalk._checks import RopeError, argument, error, nearest, option, possible, shown, with_context
 from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE, windows
@@ -209,9 +209,10 @@ def _scheme(row: Architecture, c: Reader, rope_keys: dict[str, ConfigValue], sca
         values[key], origins[key] = value, where
     if name in ("yarn", "llama3") and TRAINED not in values and c.longest and row.known and row.in_transformers:
         values[TRAINED], origins[TRAINED] = c.longest, "max_position_embeddings"
-        taken = f"the file has no {TRAINED} for rope_type {name!r}, for which transformers takes "
-        taken += f"max_position_embeddings ({c.longest}). Other engines may take another length."
-        c.warnings += [] if taken in c.warnings else [Assumed(taken)]
+        c.assume(
+            f"the file has no {TRAINED} for rope_type {name!r}, for which transformers takes "
+            f"max_position_embeddings ({c.longest}). Other engines may take another length."
+        )
     _refuse_missing(c, str(name), scheme, values)
     try:
         found = build(scheme, values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import Assumed, argument, nearest, option, possible, shown
+from ropewalk._checks import argument, nearest, option, possible, shown
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import ROPE_WORDS, Fields
 from ropewalk.rope.rope import Rope
@@ -101,10 +101,8 @@ def _base(fields: Fields) -> float:
         fix = f"Add it{possible(', or pass ' + argument('base'), 'base')}."
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
     fields.origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
-    fields.warnings.append(
-        Assumed(
-            "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
-        )
+    fields.assume(
+        "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
     )
     return 10_000.0
 

@@ -141,6 +141,15 @@ class Fields:
         e.unread_key = self.path + key
         return e
 
+    def warn(self, text: str) -> None:
+        """Add a sentence to the warnings, unless it is there."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def assume(self, text: str) -> None:
+        """Add a warning about a value that the config does not state or states twice."""
+        self.warn(Assumed(text))
+
     def has(self, key: str) -> bool:
         """Whether the key has a value."""
         return self.get(key) is not None
@@ -356,9 +365,7 @@ class Reader(Fields):
             self.stated_twice.update(where.rpartition(".")[2].partition("[")[0] for where in values)
             keys = ", ".join(f"{where} ({shown(value)})" for where, value in values.items())
             has, them = ("has", "it") if len(values) == 1 else ("have", "them")
-            warning = f"{keys} {has} no effect in transformers, which reads {read}. Other programs may read {them}."
-            if warning not in self.warnings:
-                self.warnings.append(Assumed(warning))
+            self.assume(f"{keys} {has} no effect in transformers, which reads {read}. Other programs may read {them}.")
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return the value of a key, which must be an object with rope parameters."""

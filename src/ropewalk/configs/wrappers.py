@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ropewalk._checks import Assumed, shown
+from ropewalk._checks import shown
 from ropewalk.configs.reader import SECTIONS, Fields
 from ropewalk.configs.tables.wrappers import (
     DEFAULTS,
@@ -90,7 +90,7 @@ def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) ->
     part.warnings += warnings
     if added:
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
-        part.warnings.append(Assumed(f"{', '.join(added)}: {reason}"))
+        part.assume(f"{', '.join(added)}: {reason}")
     return part
 
 

@@ -160,9 +160,7 @@ def _size(fields: Fields, key: str, default_size: int) -> int:
 def _across_heads(fields: Fields, width: int, axes: int, base: float, pairing: Pairing) -> Rope:
     """Return the rope of LTX: frequencies from π/2 to base · π/2, each for every axis, after pairs without rotation."""
     integer(fields.source, "the number of channels of all heads", width, at_least=2, at_most=MAX_HEAD_DIM)
-    warning = "the heads rotate differently: split the tables of the rope, as docs/coming-from/diffusers.md shows."
-    if warning not in fields.warnings:
-        fields.warnings.append(warning)
+    fields.warn("the heads rotate differently: split the tables of the rope, as docs/coming-from/diffusers.md shows.")
     steps = width // (2 * axes)
     still = width // 2 - steps * axes
     inv_freq = [math.pi / 2 * base ** (i / max(steps - 1, 1)) for i in range(steps) for _ in range(axes)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk._checks import Assumed
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.layers import ALL, Kind
@@ -37,11 +36,9 @@ def architecture(c: Reader, pairing: str) -> Architecture:
 
 def _check_latent(c: Reader) -> None:
     _refuse_different_layers(c)
-    c.warnings.append(
-        Assumed(
-            "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
-            "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
-        )
+    c.assume(
+        "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
+        "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
     )
 
 

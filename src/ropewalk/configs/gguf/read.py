@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import Assumed, RopeError, argument, nearest, shown, unreadable_file
+from ropewalk._checks import RopeError, argument, nearest, shown, unreadable_file
 from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
@@ -338,7 +338,7 @@ def _model_base(c: Keys) -> float:
         raise c.error(BASE, "must be given, since it is the base", "none", fix)
     c.record_origin("base", f"implied: {implied.origin}")
     missing = f"the file has no {c.full(BASE)}, for which llama.cpp uses {implied.value:g}."
-    c.warnings.append(Assumed(f"{missing} {implied.warning}"))
+    c.assume(f"{missing} {implied.warning}")
     return implied.value
 
 
