@@ -252,21 +252,9 @@ def test_arguments_for_text_models_are_refused(how: dict[str, Any]) -> None:
         from_config(FLUX, **how)
 
 
-def test_a_misspelt_class_is_recognised() -> None:
-    def suggested_class(name: str) -> str:
-        with pytest.raises(RopeError, match="_class_name must be a transformer that ropewalk knows") as raised:
-            from_config({"_class_name": name})
-        return str(raised.value).partition("Did you mean ")[2].strip("'?")
-
-    for name in ("FluxTransformer", "FluxTransfomer2DModel", "fluxTransformer2DModel", "FluxxTransformer2DModel"):
-        assert suggested_class(name) == "FluxTransformer2DModel"
-    assert suggested_class("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
-    # Other classes of diffusers 0.42.1, some with names that are similar to a known one.
-    others = (
-        "CogView3PlusTransformer2DModel DiTTransformer2DModel HunyuanDiT2DControlNetModel LatteTransformer3DModel "
-        "SanaTransformer2DModel SD3Transformer2DModel Transformer2DModel UNetDreamLiteModel AutoencoderKL"
-    )
-    assert {suggested_class(name) for name in others.split()} == {""}
+def test_another_class() -> None:
+    with pytest.raises(RopeError, match="_class_name must be a transformer that ropewalk knows, got 'SanaTransformer2"):
+        from_config({"_class_name": "SanaTransformer2DModel"})
 
 
 def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:

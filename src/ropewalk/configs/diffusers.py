@@ -5,11 +5,10 @@ Most heads have one block of channels for each axis of the positions. Each block
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import MAX_HEAD_DIM, integer, nearest, shown
+from ropewalk._checks import MAX_HEAD_DIM, integer, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.denoiser import Denoiser
 from ropewalk.configs.model_ropes import ModelRopes
@@ -61,24 +60,10 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
 
 
 def _hint(name: str, values: Mapping[str, Any]) -> str:
-    """Return a fix for the error about an unknown class.
-
-    The fix names what to pass instead of a pipeline, or a known class with a similar name.
-    """
+    """Return a fix for the error about an unknown class. It names what to pass instead of a pipeline."""
     if name.endswith("Pipeline") or "transformer" in values:
         return "It is a pipeline: pass the folder of its transformer, transformer/ next to model_index.json."
-    stem = _stem(name)
-    likely = [k for k in CLASSES if _digits(_stem(k)) == _digits(stem) and nearest(stem, [_stem(k)], likeness=0.85)]
-    return f"Build a Rope by hand: the model's own code defines how it rotates.{nearest(name, likely)}"
-
-
-def _stem(name: str) -> str:
-    """Return the name of a class in lower case and without its suffix, e.g. "flux" for FluxTransformer2DModel."""
-    return re.sub(r"trans\w*$", "", name.lower())
-
-
-def _digits(name: str) -> str:
-    return "".join(filter(str.isdigit, name))
+    return "Build a Rope by hand: the model's own code defines how it rotates."
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
