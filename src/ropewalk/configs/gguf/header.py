@@ -25,13 +25,11 @@ _NO_ROTATION = 1e30  # the factor that converters write for a pair that does not
 # Bounds far above any model, which limit the time and memory that a corrupt file can take.
 _MAX_KEYS = 10_000
 _MAX_TENSORS = 65_536
-_MAX_ARRAYS = 10_000  # arrays inside other arrays
 _MAX_ITEMS = 2**21  # entries of an array, and strings, keys and tensors of a file: at most 800,000 in large models
 _MAX_BYTES = 2**28  # bytes of the header: about 20 MiB with a vocabulary of 262,144
 _MAX_STRING = 2**26
 _MAX_NAME = 256  # bytes of the name of a key or tensor, and of a string value that is not skipped
 _MAX_KEPT = 512  # entries of an array that is not skipped: llama.cpp supports at most 512 layers
-_MAX_NESTING = 4
 _MAX_ALIGNMENT = 2**20
 
 _STRING, _ARRAY, _F32 = 8, 9, 0
@@ -101,7 +99,6 @@ class _HeaderParser:
         position: the current position in bytes.
         items: the number of keys, tensors, strings and array entries so far, without the entries of skipped arrays of
             numbers.
-        arrays: the number of nested arrays that have been skipped so far.
         where: the part of the header that is being read, for messages.
     """
 
@@ -112,7 +109,6 @@ class _HeaderParser:
         self.source = source
         self.position = 0
         self.items = 0
-        self.arrays = 0
         self.where = "the header"
 
     def error(self, must: str, got: str, fix: str = "Check that the file is complete.") -> RopeError:
@@ -192,14 +188,14 @@ class _HeaderParser:
             self.where = shown(key)
             if key in values:
                 raise self.error("keys must be unique", "the key twice", _BROKEN)
-            values[key] = self._value(self._number(_U32), 0)
+            values[key] = self._value(self._number(_U32))
         return values
 
-    def _value(self, kind: int, depth: int) -> Any:
+    def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
-            return self._array(depth)
+            return self._array()
         if kind not in _NUMBERS:
             raise self.error("the type must be 0 to 12", str(kind), _BROKEN)
         return self._number(_NUMBERS[kind])
@@ -212,31 +208,22 @@ class _HeaderParser:
         self._skip(count)
         return _SkippedValue(f"a string of {count} bytes")
 
-    def _array(self, depth: int) -> tuple[Any, ...] | _SkippedValue:
+    def _array(self) -> tuple[Any, ...] | _SkippedValue:
         """Return the values of an array if it is a short array of numbers. Otherwise skip the array."""
-        if depth >= _MAX_NESTING:
-            raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
         kind: int = self._number(_U32)
         if kind in _NUMBERS:
             form = _NUMBERS[kind]
             count = self._count("the number of array entries", _MAX_ITEMS, form.size)
-            if depth == 0 and count <= _MAX_KEPT:
+            if count <= _MAX_KEPT:
                 self._count_items(count)
                 return struct.unpack(f"<{count}{form.format[-1]}", self._read_bytes(count * form.size))
             self._skip(count * form.size)
             return _SkippedValue(f"an array of {count}")
-        if kind not in (_STRING, _ARRAY):
-            raise self.error("the type must be 0 to 12", str(kind), _BROKEN)
+        if kind != _STRING:
+            raise self.error("an array must hold numbers or strings, as in llama.cpp", f"type {kind}", _BROKEN)
         count = self._count("the number of array entries", _MAX_ITEMS, 8)
         self._count_items(count)
-        if kind == _STRING:
-            self._skip_strings(count)
-            return _SkippedValue(f"an array of {count}")
-        self.arrays += count
-        if self.arrays > _MAX_ARRAYS:
-            raise self.error(f"the number of nested arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
-        for _ in range(count):
-            self._array(depth + 1)
+        self._skip_strings(count)
         return _SkippedValue(f"an array of {count}")
 
     def _skip_strings(self, count: int) -> None:
