@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.axes_rules import AxesRule
-from ropewalk.configs.gguf.architectures import ARCHITECTURES as GGUF
+from ropewalk.configs.gguf.keys import ARCHITECTURES as GGUF
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.denoisers import CLASSES
 from ropewalk.configs.tables.denoisers import REFUSED as REFUSED_CLASSES

@@ -16,7 +16,7 @@ import pytest
 
 from gguf_files import write
 from ropewalk import Axes, Rope, RopeError, from_config
-from ropewalk.configs.gguf.architectures import ARCHITECTURES
+from ropewalk.configs.gguf.keys import ARCHITECTURES
 from ropewalk.schemes import Linear, LongRoPE, PerPair, YaRN
 
 GOLDEN = Path(__file__).parents[2] / "golden"

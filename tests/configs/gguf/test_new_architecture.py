@@ -12,7 +12,7 @@ import pytest
 import oracle
 from gguf_files import write
 from ropewalk import ModelRopes, RopeError, from_config
-from ropewalk.configs.gguf.architectures import ARCHITECTURES
+from ropewalk.configs.gguf.keys import ARCHITECTURES
 from ropewalk.configs.gguf.row import BASE, BASE_SWA, DIM_SWA, HEAD_SWA, GgufRow, ImpliedBase, Layers
 from ropewalk.configs.layers import Every, Kind, LayerFlags
 

@@ -22,8 +22,8 @@ import oracle
 from gguf_files import write
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import ModelRopes
-from ropewalk.configs.gguf import architectures as table
 from ropewalk.configs.gguf import header as gguf_header
+from ropewalk.configs.gguf import keys as table
 from ropewalk.configs.gguf.row import GgufRow
 from ropewalk.configs.tables.gguf import ROWS
 from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, YaRN

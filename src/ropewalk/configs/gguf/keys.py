@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import argument, error, nearest, shown
-from ropewalk.configs.gguf.architectures import ARCHITECTURES, UNKNOWN
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.row import (
     BASE,
@@ -25,7 +24,12 @@ from ropewalk.configs.gguf.row import (
 )
 from ropewalk.configs.reader import ROPE_WORDS, Fields
 from ropewalk.configs.source import Request
+from ropewalk.configs.tables.gguf import ROWS
 
+ARCHITECTURES: dict[str, GgufRow] = {name: row for names, row in ROWS.items() for name in names.split()}
+"""Maps the name of each architecture of llama.cpp to its row."""
+# The row of an unknown architecture, for which the caller passes the pairing. All factor tensors are read.
+UNKNOWN = GgufRow(None, freqs="read", longrope="by type")
 # Keys that llama.cpp reads only for some architectures: maps them to the fix in the error for other architectures.
 _SOMETIMES_READ = {
     DIM_SWA: "Sliding-window layers that rotate other channels are not supported yet.",

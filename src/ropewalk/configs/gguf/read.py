@@ -17,9 +17,8 @@ from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.gguf import header, scheme
-from ropewalk.configs.gguf.architectures import ARCHITECTURES
 from ropewalk.configs.gguf.axes import NAMES, axes_of
-from ropewalk.configs.gguf.keys import Keys
+from ropewalk.configs.gguf.keys import ARCHITECTURES, Keys
 from ropewalk.configs.gguf.row import (
     BASE,
     DIM,
