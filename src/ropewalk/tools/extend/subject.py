@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import random
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ SELF_EXTEND = "self_extend"
 """The method that no engine has. Its factor is the size of a group."""
 
 _NUMBERS = 2**25  # the most logits or scores of a chunk: 128 MiB in float32
-_UNPACKED = 2**22  # bytes of blocks that are unpacked at once
 
 
 class Subject:
@@ -235,35 +232,12 @@ def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any
         if hasattr(transformers, "GgufConfig"):
             for_model["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with unpacked_in_parts() if path.suffix == ".gguf" else contextlib.nullcontext():
-            network: Any = transformers.AutoModelForCausalLM.from_pretrained(where, **for_model, **options)
+        network: Any = transformers.AutoModelForCausalLM.from_pretrained(where, **for_model, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
         return (network if device == "auto" else network.to(device)).eval(), tokenizer
     except Exception as e:  # transformers and the libraries under it raise anything
         fix = "Pass a folder with weights and tokenizer, a GGUF file, or a model in the cache of the hub."
         raise error_from(f"{WHO}: {source} cannot be loaded", e, fix) from e
-
-
-def unpacked_in_parts() -> Any:
-    """Return a context in which gguf, and so transformers, unpacks a tensor in parts.
-
-    At once, it holds all unpacked numbers twice. With a large vocabulary, this exceeds what the measurement needs.
-    """
-    import gguf
-    import numpy
-
-    at_once = gguf.dequantize
-
-    def unpack(data: Any, kind: Any) -> Any:
-        if data.dtype != numpy.uint8 or data.ndim < 2:  # plain numbers
-            return at_once(data, kind)
-        whole = numpy.empty(gguf.quant_shape_from_byte_shape(data.shape, kind), numpy.float32)
-        count = 1 + data.nbytes // _UNPACKED
-        for rows, part in zip(numpy.array_split(whole, count), numpy.array_split(data, count), strict=True):
-            rows[:] = at_once(part, kind)
-        return whole
-
-    return mock.patch.object(gguf, "dequantize", unpack)
 
 
 def _read(text: Path | None) -> str:
