@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +137,6 @@ def extend(
         "reaches": reaches,
         "scaling": getattr(plans.scheme_of(read.text), "rope_type", None),
         "ignored": list(options.get("ignore", ())),
-        "unseen": _unseen(read, made[0], target) if made and made[0].layers else [],
         "asked": {"method": method, "factor": next(iter(ways.values())), "original": original},
         "plans": [_plan_facts(read, entry) for entry in made],
         "replaces": _replaces(read, made),
@@ -160,15 +158,6 @@ def _replaces(source: Source, made: list[Plan]) -> list[str]:
     stated = find_text(source.whole)[1]
     written = made[0].written if made and made[0].layers else stated
     return [key for key in ("rope_scaling", "rope_theta") if key in stated and key not in written]
-
-
-def _unseen(source: Source, made: Plan, target: int) -> list[int]:
-    """Return the pairs of the first rope to change that reach angles beyond those of the stated length, unscaled."""
-    rope = source.text.layers[made.layers[0]]
-    if rope is None:
-        return []
-    static = rope if rope.is_static else rope.at_length(target)
-    return [i for i, w in enumerate(static.wavelength.tolist()) if math.isfinite(w) and w > source.length]
 
 
 def _may_see_all(source: Source, chosen: Engine, plan: Plan) -> str:

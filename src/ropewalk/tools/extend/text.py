@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import printable
-from ropewalk.configs.explain import ranges
 from ropewalk.tools.diff.text import bullets, layers, left_out, wrap
 from ropewalk.tools.extend.plan import MARGIN
 
@@ -53,10 +52,7 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
     if trained is not None and trained != facts["stated_length"] and facts["scaling"]:
         said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
     if facts["reaches"]:
-        return [*said, "It reaches the length as it is, so only the length is passed."]
-    if unseen := facts["unseen"]:
-        pairs = f"pair{'' if len(unseen) == 1 else 's'} {ranges(unseen)}"
-        said.append(f"Beyond that, {pairs} would reach angles that it does not cover.")
+        said.append("It reaches the length as it is, so only the length is passed.")
     return said
 
 
