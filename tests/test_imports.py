@@ -319,7 +319,7 @@ BUDGET = {
     "angles": 550,
     "attention": 1500,
     "cache": 2000,
-    "configs": 6599,
+    "configs": 6589,
     "configs/tables": 2150,
     "engines": 2900,
     "integrations": 2450,

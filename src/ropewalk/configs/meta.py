@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import argument, nearest, option, possible, shown
+from ropewalk._checks import argument, option, possible, shown
+from ropewalk.configs import unread_keys
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.reader import ROPE_WORDS, Fields
+from ropewalk.configs.reader import Fields
 from ropewalk.rope.rope import Rope
 from ropewalk.schemes import Llama3
 
@@ -30,7 +31,7 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     fields = Fields(config, source, base=base)
     _refuse_other_formats(fields)
     fields.origins |= {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
-    _refuse_unknown_keys(fields)
+    unread_keys.refuse(fields, {}, _KEYS)
     head_dim = _head_dim(fields)
     base = _base(fields)
     with fields.prefix_errors():
@@ -65,21 +66,10 @@ def _refuse_other_formats(fields: Fields) -> None:
         )
         raise fields.error("model_type", must, "none", f"{fix} DistilBERT, whose files have these keys, has no rope.")
     for keys, why in _OTHER_FORMATS.items():
-        for key in filter(fields.has, keys.split()):
-            fix = "Read the config.json of the model instead."
-            raise fields.error(key, f"must not be given: {why}", shown(fields.get(key)), fix)
-
-
-def _refuse_unknown_keys(fields: Fields) -> None:
-    for key, value in fields.config.items():
-        if key not in _KEYS and value is not None and ROPE_WORDS.intersection(str(key).lower().split("_")):
-            raise fields.error(
-                shown(key),
-                f"is about rotation and must be one of {', '.join(_KEYS)}",
-                shown(value),
-                f"Meta's code has no such key.{nearest(str(key), _KEYS)} If another program wrote the file, read the "
-                "config.json of the model instead.",
-            )
+        for key in keys.split():
+            if fields.config.get(key) is not None:
+                fix = "Read the config.json of the model instead."
+                raise fields.error(key, f"must not be given: {why}", shown(fields.config[key]), fix)
 
 
 def _head_dim(fields: Fields) -> int:
