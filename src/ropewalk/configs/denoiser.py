@@ -12,11 +12,6 @@ from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Rope
 
 
-def blocks(channels: tuple[int, ...], head_dim: int) -> Axes:
-    """Return axes with a block of channels for each axis."""
-    return Axes.axial(channels)
-
-
 @dataclass(frozen=True)
 class Denoiser:
     """The facts that a transformer class of diffusers implies about rotation.
@@ -38,7 +33,8 @@ class Denoiser:
         whole: whether the channels of all axes must fill the head. Otherwise, its other channels do not rotate.
         unit: if the value of `key` is one integer for all axes, the number of channels of each axis that it is
             multiplied by; 0 if it is a list.
-        axes: function that computes the axis of each pair from the channels and head_dim.
+        axes: function that computes the axis of each pair from the channels and head_dim. By default, each axis has a
+            block of channels.
         more: function that completes the rope. It is passed the config, and returns the rope and further arguments of
             `ModelRopes`. None if the rope is complete.
     """
@@ -55,7 +51,7 @@ class Denoiser:
     pairing: Pairing = "interleaved"
     whole: bool = True
     unit: int = 0
-    axes: Callable[[tuple[int, ...], int], Axes] = blocks
+    axes: Callable[[tuple[int, ...], int], Axes] = lambda channels, _: Axes.axial(channels)
     more: Callable[[Fields, Rope], tuple[Rope, dict[str, Any]]] | None = None
 
 
@@ -76,16 +72,6 @@ def cogvideox_channels(head_dim: int) -> tuple[int, ...]:
 def parts(count: int, of: int) -> Callable[[int], tuple[int, ...]]:
     """Return the function that gives each of `count` axes one of `of` equal parts of the head."""
     return lambda head_dim: (head_dim // of,) * count
-
-
-def column_first(channels: tuple[int, ...], head_dim: int) -> Axes:
-    """Return axes whose first block of channels is that of the column, for positions (row, column)."""
-    return Axes.axial(channels, order=(1, 0))
-
-
-def alternating(channels: tuple[int, ...], head_dim: int) -> Axes:
-    """Return axes whose pairs use the row and the column in turn."""
-    return Axes.alternating(channels)
 
 
 def interleaved(sections: tuple[int, ...], head_dim: int) -> Axes:

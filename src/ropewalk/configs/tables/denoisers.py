@@ -8,16 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ropewalk.configs.denoiser import (
-    Denoiser,
-    alternating,
-    cogvideox_channels,
-    column_first,
-    interleaved,
-    parts,
-    wan_channels,
-)
+from ropewalk.configs.denoiser import Denoiser, cogvideox_channels, interleaved, parts, wan_channels
 from ropewalk.configs.families import denoisers as more
+from ropewalk.rope.axes import Axes
 
 _THW = ("time", "height", "width")
 _HW = _THW[1:]
@@ -338,7 +331,7 @@ CLASSES |= {
         {"attention_head_dim": 88},
         (1e4, ""),
         {"num_layers": 28},
-        axes=column_first,
+        axes=lambda channels, _: Axes.axial(channels, order=(1, 0)),  # for positions (row, column)
     ),
     "LuminaNextDiT2DModel": Denoiser(
         _HW,
@@ -349,7 +342,7 @@ CLASSES |= {
         {"hidden_size": 2304, "num_attention_heads": 32},
         (1e4, ""),
         {"num_layers": 32},
-        axes=alternating,
+        axes=lambda channels, _: Axes.alternating(channels),
     ),
     "Kandinsky5Transformer3DModel": _kandinsky_row(
         (16, 24, 24), "num_visual_blocks", 32, "the scale factors of the pipeline", more.text
