@@ -42,10 +42,10 @@ def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weight
         return ModelRopes((), tower.model_type, source, vision=tower)
     if asked.like is not None:
         return _read_like(fields, asked.like, asked, weights)
-    text = text_model(fields, ARCHITECTURES, asked.pairing is not None)
+    text = text_model(fields, asked.pairing is not None)
     ropes = _read_text(Reader(text.config, text.source, text.path, asked, weights))
     extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
-    for key, part in [] if asked.text_only else other_parts(fields, ARCHITECTURES):
+    for key, part in [] if asked.text_only else other_parts(fields):
         read_part = _read_text(Reader(part.config, part.source, part.path, Request(text_only=True)))
         if len(set(read_part.layers)) == 1:
             extra_ropes[key] = read_part.rope
@@ -69,7 +69,7 @@ def _read_like(fields: Fields, like: str, asked: Request, weights: Weights | Non
     if like not in ARCHITECTURES and like not in WRAPPERS:
         fix = f"`ropewalk explain --list` lists them.{nearest(like, [*ARCHITECTURES, *WRAPPERS])}"
         raise error("from_config", f"{option('like')} must be a model_type that ropewalk knows", shown(like), fix)
-    text = text_model(fields, ARCHITECTURES, False)
+    text = text_model(fields)
     own = text.get("model_type")
     if own is not None and (not isinstance(own, str) or own in ARCHITECTURES):
         must = f"must be one that ropewalk does not know if {option('like')} is passed"
@@ -104,7 +104,7 @@ def _standalone_tower(fields: Fields) -> VisionRopes | None:
 
 def find_text(config: Mapping[str, Any]) -> tuple[list[str], Mapping[str, Any]]:
     """Return the keys that lead to the config of the text model inside a config that can be read, and that config."""
-    path = text_model(Fields(config, "config"), ARCHITECTURES, False).path.split(".")[:-1]
+    path = text_model(Fields(config, "config")).path.split(".")[:-1]
     return path, functools.reduce(operator.getitem, path, config)
 
 

@@ -7,10 +7,11 @@ and the text config of LLaVA 1.5 has no sizes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import shown
+from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS, Fields
 from ropewalk.configs.tables.wrappers import (
     DEFAULTS,
@@ -26,12 +27,11 @@ from ropewalk.configs.tables.wrappers import (
 )
 
 
-def text_model(fields: Fields, known: Container[str], pairing_passed: bool) -> Fields:
+def text_model(fields: Fields, pairing_passed: bool = False) -> Fields:
     """Return the text model inside the config of a multimodal model, or `fields` if it is the config of a text model.
 
     Args:
         fields: the whole config.
-        known: the model_types in the table of models.
         pairing_passed: whether the caller passed a pairing. A config with an unknown model_type is then treated as that
             of a text model.
 
@@ -41,13 +41,13 @@ def text_model(fields: Fields, known: Container[str], pairing_passed: bool) -> F
     Raises:
         RopeError: the config of the text model is missing or not an object.
     """
-    while (inner := _text_part(fields, known, pairing_passed)) is not None:
+    while (inner := _text_part(fields, pairing_passed)) is not None:
         inner.warnings += fields.warnings
         fields = inner
     return fields
 
 
-def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Fields | None:
+def _text_part(fields: Fields, pairing_passed: bool) -> Fields | None:
     layers = fields.get("transformer_layer_config")
     if fields.has("speculators_model_type") and isinstance(layers, Mapping):  # a draft of speculators
         return _part(fields, "transformer_layer_config", layers)
@@ -58,7 +58,7 @@ def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> F
     if nested_key is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(nested_key), Mapping):
         return _part(fields, nested_key, fields.get(nested_key))
     if model_type not in WRAPPERS:
-        return None if model_type in known or pairing_passed else _part_of_unknown(fields, model_type, known)
+        return None if model_type in ARCHITECTURES or pairing_passed else _part_of_unknown(fields, model_type)
     key = WRAPPERS[model_type]
     if not fields.has(key):
         key = OTHER_KEYS.get(model_type, key)
@@ -71,7 +71,7 @@ def _text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> F
         return part
     if not isinstance(inner, Mapping):
         fix = "It must contain the text model."
-        if inner is None and f"{model_type}_text" in known:
+        if inner is None and f"{model_type}_text" in ARCHITECTURES:
             fix += f" If the file is the text model alone, its model_type is {model_type + '_text'!r}."
         raise fields.error(key, "must be an object", shown(inner), fix)
     whole = dict(inner)
@@ -98,13 +98,13 @@ def _has_sizes(inner: object) -> bool:
     return isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
 
 
-def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> Fields | None:
+def _part_of_unknown(fields: Fields, model_type: str) -> Fields | None:
     """Return the text model inside a config with an unknown model_type, or None if no known text model is inside.
 
     Raises:
         RopeError: several parts have a known model_type, so that it is not clear which one is the model.
     """
-    parts = [key for key in fields.config if key not in TOWER_KEYS and _has_type(fields.get(key), known)]
+    parts = [key for key in fields.config if key not in TOWER_KEYS and _has_type(fields.get(key))]
     keys = [key for key in TEXT_KEYS if key in parts]
     if not keys:
         return None
@@ -116,18 +116,18 @@ def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> 
     return _part(fields, keys[0], fields.get(keys[0]), warning)
 
 
-def _has_type(inner: object, known: Container[str]) -> bool:
+def _has_type(inner: object) -> bool:
     """Whether a value is the config of a known text model, or of a model that contains one."""
     inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
-    return isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS)
+    return isinstance(inner_type, str) and (inner_type in ARCHITECTURES or inner_type in WRAPPERS)
 
 
-def other_parts(fields: Fields, known: Container[str]) -> list[tuple[str, Fields]]:
+def other_parts(fields: Fields) -> list[tuple[str, Fields]]:
     """Return the keys and configs of the parts that rotate beside the one that `text_model` returns (an encoder)."""
     model_type = fields.get("model_type")
     keys = OTHER_PARTS.get(model_type, ()) if isinstance(model_type, str) else ()
     parts = [(key, _part(fields, key, inner)) for key in keys if isinstance(inner := fields.get(key), Mapping)]
-    return [(key, text_model(part, known, False)) for key, part in parts]
+    return [(key, text_model(part)) for key, part in parts]
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
