@@ -124,7 +124,7 @@ class Fake:
 
 
 def run(fake: Fake, target: int, keep: Path | None = None, about: str = "fake") -> dict[str, Any]:
-    return find(fake, target, Steps(keep, about, 1, progress=False))
+    return find(fake, target, Steps(keep, about, 1))
 
 
 def said(found: dict[str, Any], target: int) -> str:
@@ -382,7 +382,7 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     text = measured_text(measured)
     assert text.count("a whole text of 8,192 tokens") == len(measured["filled"]) >= 2
     assert "loss by position: " in text
-    short = measure.measure(folders[name], 512, progress=False, **options)
+    short = measure.measure(folders[name], 512, **options)
     assert (short["method"], [entry["method"] for entry in short["filled"]]) == ("none", ["none"])
     picture(measured, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

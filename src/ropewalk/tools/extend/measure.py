@@ -34,15 +34,15 @@ def measure(
     dtype: str = "float32",
     device: str = "cpu",
     keep: Path | None = None,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Measure the reach of a model without scaling, and the methods and factors that could reach a target.
+
+    A bar on the standard error output shows the time that is left.
 
     Args:
         model_source, text, dtype, device: as for `Subject`. With a text, the whole target is read too.
         target: the length to reach, in tokens.
         keep: a JSON file for the results, from which another call continues; None for none.
-        progress: whether to show a bar with the estimated time, on the standard error output.
 
     Returns:
         What was found, as JSON values, for `measured_text` and `picture`. "method" and "factor" are those for engines:
@@ -59,7 +59,7 @@ def measure(
     tried = len(_MARGINS) * (len(subject.methods) + 1)
     table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
     whole = 0 if text is None else MOST * target
-    steps = Steps(keep, about, len(SEEDS) * table + whole, progress)
+    steps = Steps(keep, about, len(SEEDS) * table + whole)
     found = find(subject, target, steps)
     if text is not None and (found["method"] or found["self_extend"]):
         found["filled"] = filled(subject, target, steps, found)
@@ -192,10 +192,9 @@ class Steps:
         path: a JSON file, which may hold the results of several measurements; None for none.
         about: what decides results besides the arguments of a step, such as the model.
         tokens: how many tokens the model reads in all steps, at most.
-        progress: whether to show how far it is, and the time that is left.
     """
 
-    def __init__(self, path: Path | None, about: str, tokens: int, progress: bool) -> None:
+    def __init__(self, path: Path | None, about: str, tokens: int) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         self._path, self._about, self._kept = path, about, {}
@@ -206,7 +205,7 @@ class Steps:
                 fix = "Pass another file, which is then written."
                 raise _checks.error_from(f"{WHO}: {path} does not hold kept results", e, fix) from e
         self._save()
-        self.bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0, disable=not progress)
+        self.bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0)
 
     def do(self, tokens: int, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
         """Return the result of a function, which is a JSON value, from the file if it is there.
