@@ -65,7 +65,6 @@ Examples:
     is_flag=True,
     help="Load the model with transformers, and measure its reach, the method and the factor.",
 )
-@click.option("--text", type=click.Path(path_type=Path), help="With --measure: also read this text, up to the length.")
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="With --measure: keep results in this JSON file, and continue."
 )
@@ -95,7 +94,6 @@ def extend(
     folder: Path | None,
     version: str | None,
     measure: bool,
-    text: Path | None,
     keep: Path | None,
     dtype: str,
     device: str,
@@ -114,7 +112,7 @@ def extend(
     from ropewalk.tools import extend as extending
 
     _refuse_without(context, "write", ("version",), passed=folder is not None)
-    _refuse_without(context, "measure", ("text", "keep", "dtype", "device", "plot"), passed=measure)
+    _refuse_without(context, "measure", ("keep", "dtype", "device", "plot"), passed=measure)
     measured: dict[str, Any] | None = None
     if measure:
         if any(each is not None for each in (method, new_factor, options["original"])):
@@ -123,7 +121,7 @@ def extend(
         from ropewalk.tools.extend.measure import measure as measure_model
         from ropewalk.tools.extend.measured import measured_text, picture
 
-        measured = measure_model(source, target, text=text, dtype=dtype, device=device, keep=keep)
+        measured = measure_model(source, target, dtype=dtype, device=device, keep=keep)
         if plot is not None:
             picture(measured, plot)
         if not as_json:

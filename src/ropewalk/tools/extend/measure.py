@@ -11,7 +11,6 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk._checks import RopeError, error
-from ropewalk.tools.extend.filled import MOST, filled
 from ropewalk.tools.extend.subject import PASSAGE, SELF_EXTEND, WHO, Subject
 
 SHARE = 0.9
@@ -21,7 +20,6 @@ SEEDS = (0, 1, 2)
 _TWENTIETHS = (*range(2, 10, 2), *range(10, 25))  # of the stated length, at which it copies without scaling
 _MARGINS = (1.0, 1.5, 2.0)  # of target / reach
 _NEAR = 4  # Self-Extend leaves a distance of reach / 4 alone
-_LEAST = 40 * PASSAGE  # tokens of a text, so that passages differ
 _SHORT = 512  # tokens of a short text
 _KNOWS = 0.2  # a model that copies less than this at every distance cannot be judged
 
@@ -30,7 +28,6 @@ def measure(
     model_source: str | Path,
     target: int,
     *,
-    text: Path | None = None,
     dtype: str = "float32",
     device: str = "cpu",
     keep: Path | None = None,
@@ -40,7 +37,7 @@ def measure(
     A bar on the standard error output shows the time that is left.
 
     Args:
-        model_source, text, dtype, device: as for `Subject`. With a text, the whole target is read too.
+        model_source, dtype, device: as for `Subject`.
         target: the length to reach, in tokens.
         keep: a JSON file for the results, from which another call continues; None for none.
 
@@ -53,18 +50,14 @@ def measure(
         RopeError: as for `Subject`; or the file cannot be written, or holds something else.
     """
     target = _checks.length(WHO, "to", target, at_least=4 * PASSAGE)
-    least = _LEAST if text is None else max(_LEAST, target)
-    subject = Subject(model_source, text=text, least=least, dtype=dtype, device=device)
+    subject = Subject(model_source, dtype=dtype, device=device)
     about = f"{model_source} of {subject.stated} tokens in {dtype}, text {subject.digest}"
     tried = len(_MARGINS) * (len(subject.methods) + 1)
     table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
-    whole = 0 if text is None else MOST * target
-    steps = Steps(keep, about, len(SEEDS) * table + whole)
+    steps = Steps(keep, about, len(SEEDS) * table)
     found = find(subject, target, steps)
-    if text is not None and (found["method"] or found["self_extend"]):
-        found["filled"] = filled(subject, target, steps, found)
     steps.bar.close()
-    asked = {"model": str(model_source), "text": text and str(text), "dtype": dtype, "device": device, "target": target}
+    asked = {"model": str(model_source), "dtype": dtype, "device": device, "target": target}
     return {**asked, "stated_length": subject.stated, "layer": subject.layer, "kind": subject.kind, **found}
 
 

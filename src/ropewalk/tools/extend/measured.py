@@ -20,21 +20,6 @@ def measured_text(facts: Mapping[str, Any]) -> str:
         head = ["method", "factor", f"at {facts['target']:,}", "(lowest seed)", "at half", "short texts", ""]
         lines += ["", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
         lines += _in_pytorch(facts)
-    for entry in facts.get("filled", ()):
-        name = "without scaling" if entry["method"] == "none" else f"{entry['method']}, factor {entry['factor']:g}"
-        found = entry["found"]
-        lines += ["", f"a whole text of {facts['target']:,} tokens, {name}:"]
-        lines += _columns(
-            [
-                ["distance", *(f"{one['distance']:,}" for one in found)],
-                *([kind, *(f"{one[kind]:.2f}" for one in found)] for kind in ("random", "real")),
-                ["pass key", *("found" if one["key"] else "-" for one in found)],
-            ]
-        )
-        losses = "loss by position: " + " ".join(f"{loss:.2f}" for loss in entry["losses"])
-        lines += textwrap.wrap(losses, _WIDTH, subsequent_indent="  ")
-    if facts.get("filled"):
-        lines += ["", *textwrap.wrap(_MISLEADS, _WIDTH)]
     return "\n".join(lines)
 
 
@@ -63,11 +48,6 @@ def picture(facts: Mapping[str, Any], path: str | Path) -> None:
 
 
 _WIDTH = 85
-
-_MISLEADS = (
-    "Do not choose by the loss: it is that of tokens which mostly depend on near ones, and can be lowest with a factor "
-    "that finds nothing far away."
-)
 
 
 def _verdict(facts: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A loaded model, and what `measure` has it do: copy a passage from afar, and read a text."""
+"""A loaded model, and what `measure` has it do: copy a passage from afar, and read a short text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import inspect
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk._checks import error, error_from, missing_package, unreadable_file
+from ropewalk._checks import error, error_from, missing_package
 from ropewalk.integrations.transformers import accelerate, restore
 from ropewalk.tools.diff.lengths import stated_length
 from ropewalk.tools.extend.plan import method_of, scaled, scheme_of
@@ -28,12 +29,10 @@ _NUMBERS = 2**25  # the most logits or scores of a chunk: 128 MiB in float32
 
 
 class Subject:
-    """A model of transformers, and a text in its tokens.
+    """A model of transformers, and the language reference that every Python contains, in its tokens.
 
     Args:
         source: a folder, a file of weights (GGUF), a config.json beside the weights, or a hub id in the cache.
-        text: the file from which passages are taken; None for the language reference that every Python contains.
-        least: the length of the text, at least, in tokens.
         dtype: "float32", "bfloat16" or "float16".
         device: as in `torch.device`, or "auto" for a model on several GPUs.
 
@@ -42,16 +41,16 @@ class Subject:
         stated: the longest length that its config states, in tokens.
         factor: the factor of the config's own scheme; 1.0 if it has none.
         methods: the methods that can be measured: all, or that of the config.
-        tokens: the text.
+        tokens: the text, from which passages are taken.
         layer, kind: the first layer that rotates and sees the whole text, and its kind, None if all are of one kind.
         copied: how many tokens the model reads to copy once.
 
     Raises:
-        RopeError: the model cannot be loaded; has no rope that could be scaled, or none whose layers see farther than a
-            window; or the text cannot be read or is too short.
+        RopeError: the model cannot be loaded; or has no rope that could be scaled, or none whose layers see farther
+            than a window.
     """
 
-    def __init__(self, source: str | Path, *, text: Path | None, least: int, dtype: str, device: str) -> None:
+    def __init__(self, source: str | Path, *, dtype: str, device: str) -> None:
         self.network, self._tokenizer = _load(source, getattr(torch, dtype), device)
         config = self.network.config.get_text_config()
         self.ropes = ropewalk.from_config(config)
@@ -78,11 +77,8 @@ class Subject:
             raise error(WHO, "the config must have layer_types", "windows without them", "This model is not supported.")
         self._windows = dict(zip(kinds, windows, strict=True)) if self._local else {}
         self._start = self.encode("x", add_special_tokens=True)[: -len(self.encode("x"))]
-        self.tokens = self.encode(_read(text))
+        self.tokens = self.encode("\n\n".join(topics[name] for name in sorted(topics)))
         self.digest = hashlib.sha256(repr(self.tokens).encode()).hexdigest()
-        if len(self.tokens) < least:
-            must = f"the text must have at least {least:,} tokens"
-            raise error(WHO, must, f"{len(self.tokens):,}", "Pass a longer text, or none.")
         self._words = sorted(set(self.tokens))
         self._each = 1 if self._windows else 2  # passages of each kind for a seed; a window of text triples their cost
         self.copied = 2 * self._each * (2 * PASSAGE + max(filter(None, windows), default=0))
@@ -185,16 +181,11 @@ class Subject:
     def loss(self, length: int, seed: int, *way: Any) -> float:
         """Return the mean loss of a part of the text, in nats per token."""
         start = random.Random(seed).randrange(max(1, len(self.tokens) - length))
-        losses, _ = self.read(self.tokens[start : start + length], *way)
-        return float(losses.mean())
+        return float(self.read(self.tokens[start : start + length], *way).mean())
 
     @torch.inference_mode()
-    def read(self, tokens: list[int], *way: Any) -> tuple[Tensor, Tensor]:
-        """Read a text in chunks through a cache.
-
-        Returns:
-            The loss of each token but the first, in nats, and whether it was the most likely one.
-        """
+    def read(self, tokens: list[int], *way: Any) -> Tensor:
+        """Return the loss of each token of a text but the first, in nats, read in chunks through a cache."""
         from transformers import DynamicCache
 
         self._rotate(*way)
@@ -205,16 +196,13 @@ class Subject:
         name = "cache" if "cache" in inspect.signature(self.network.forward).parameters else "past_key_values"
         cache = {name: DynamicCache(config=config), "use_cache": True}
         losses: list[Tensor] = []
-        right: list[Tensor] = []
         for chunk in torch.split(text, width):
             out = self.network(input_ids=chunk[None].to(device), **cache)
             at = sum(len(part) for part in losses)
             targets, logits = text[at + 1 : at + 1 + len(chunk)], out.logits[0].float().cpu()
             logits = logits[: len(targets)]
             losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
-            right.append(logits.argmax(-1) == targets)
-        skipped = max(0, len(self._start) - 1)
-        return torch.cat(losses)[skipped:], torch.cat(right)[skipped:]
+        return torch.cat(losses)[max(0, len(self._start) - 1) :]
 
 
 def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
@@ -238,14 +226,3 @@ def _load(source: str | Path, dtype: torch.dtype, device: str) -> tuple[Any, Any
     except Exception as e:  # transformers and the libraries under it raise anything
         fix = "Pass a folder with weights and tokenizer, a GGUF file, or a model in the cache of the hub."
         raise error_from(f"{WHO}: {source} cannot be loaded", e, fix) from e
-
-
-def _read(text: Path | None) -> str:
-    if text is None:
-        from pydoc_data.topics import topics
-
-        return "\n\n".join(topics[name] for name in sorted(topics))
-    try:
-        return text.read_text(encoding="utf-8", errors="replace")
-    except OSError as e:
-        raise unreadable_file(str(text), e) from e
