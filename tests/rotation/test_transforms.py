@@ -1,11 +1,6 @@
-"""torch.func, torch.compile and torch.export. Each test first shows that a naive version fails, then that ours works.
-
-The naive version is the usual way to wrap a kernel: an opaque operator inside an autograd.Function.
-"""
+"""torch.func, torch.compile and torch.export give the results and gradients of eager mode."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,84 +16,37 @@ TABLE = ROPE.at(POSITIONS)
 SHAPE = (3, 2, 8)  # thd
 
 
-@torch.library.custom_op("ropewalk_tests::rotate", mutates_args=())
-def opaque(x: Tensor, inverse: bool) -> Tensor:
-    return (TABLE.inverse() if inverse else TABLE)(x, layout="thd").clone()
-
-
-@opaque.register_fake
-def _(x: Tensor, inverse: bool) -> Tensor:
-    return torch.empty_like(x)
-
-
-class Naive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        return opaque(x, False)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        return opaque(gradient, True) * TABLE.attention_factor**2
-
-
 def ours(x: Tensor) -> Tensor:
     return TABLE(x, layout="thd")
 
 
-def naive(x: Tensor) -> Tensor:
-    return Naive.apply(x)
-
-
-def gated(x: Tensor) -> Tensor:
-    return Naive.apply(x) if x.requires_grad else opaque(x, False)
-
-
-def loss(rotate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    weight = torch.arange(8.0)
-    return lambda x: (rotate(x) * weight).pow(3).sum()
+def loss(x: Tensor) -> Tensor:
+    return (ours(x) * torch.arange(8.0)).pow(3).sum()
 
 
 X = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
 MANY = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(1))
 
 
-def backward(rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def backward(x: Tensor) -> Tensor:
     """Compute gradients in ordinary eager mode, which gradcheck has verified."""
     x = x.clone().requires_grad_()
-    loss(rotate)(x).backward()
+    loss(x).backward()
     assert x.grad is not None
     return x.grad
 
 
-def is_wrong(attempt: Callable[[], Tensor | None], expected: Tensor) -> bool:
-    """Return whether a call raises, or gives no result or another one."""
-    try:
-        result = attempt()
-    except Exception:
-        return True
-    return result is None or not torch.allclose(result, expected)
-
-
-def test_naive_is_right_in_plain_eager_mode() -> None:
-    """Otherwise the failures below would prove nothing."""
-    for rotate in (naive, gated):
-        torch.testing.assert_close(backward(rotate, X), backward(ours, X))
-
-
 class TestFunctorch:
     def test_grad(self) -> None:
-        torch.testing.assert_close(grad(loss(ours))(X), backward(ours, X))
+        torch.testing.assert_close(grad(loss)(X), backward(X))
 
     def test_grad_of_vmap(self) -> None:
-        expected = torch.stack([backward(ours, x) for x in MANY])
-        torch.testing.assert_close(grad(lambda xs: vmap(loss(ours))(xs).sum())(MANY), expected)
-        for rotate in (naive, gated):
-            assert is_wrong(lambda rotate=rotate: grad(lambda xs: vmap(loss(rotate))(xs).sum())(MANY), expected)
+        expected = torch.stack([backward(x) for x in MANY])
+        torch.testing.assert_close(grad(lambda xs: vmap(loss)(xs).sum())(MANY), expected)
 
     def test_vmap_of_grad(self) -> None:
-        expected = torch.stack([backward(ours, x) for x in MANY])
-        torch.testing.assert_close(vmap(grad(loss(ours)))(MANY), expected)
-        assert is_wrong(lambda: vmap(grad(loss(naive)))(MANY), expected)
+        expected = torch.stack([backward(x) for x in MANY])
+        torch.testing.assert_close(vmap(grad(loss))(MANY), expected)
 
     def test_vmap_over_positions(self) -> None:
         positions = torch.arange(12).reshape(4, 3)
@@ -108,22 +56,15 @@ class TestFunctorch:
 
     def test_jvp(self) -> None:
         tangent = torch.randn(SHAPE)
-        expected = ours(tangent)  # a rotation is linear
-        torch.testing.assert_close(jvp(ours, (X,), (tangent,))[1], expected)
-        for rotate in (naive, gated):
-            assert is_wrong(lambda rotate=rotate: jvp(rotate, (X,), (tangent,))[1], expected)
+        torch.testing.assert_close(jvp(ours, (X,), (tangent,))[1], ours(tangent))  # a rotation is linear
 
     def test_forward_mode(self) -> None:
         tangent = torch.randn(SHAPE)
-
-        def push(rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        for x in (X, X.clone().requires_grad_()):
             with torch.autograd.forward_ad.dual_level():
                 dual = torch.autograd.forward_ad.make_dual(x, tangent)
-                return torch.autograd.forward_ad.unpack_dual(rotate(dual)).tangent
-
-        for x in (X, X.clone().requires_grad_()):
-            torch.testing.assert_close(push(ours, x), ours(tangent))
-        assert is_wrong(lambda: push(gated, X), ours(tangent))
+                pushed = torch.autograd.forward_ad.unpack_dual(ours(dual)).tangent
+            torch.testing.assert_close(pushed, ours(tangent))
 
     def test_jacobian(self) -> None:
         jacobian = jacrev(ours)(X).reshape(48, 48)
@@ -136,11 +77,8 @@ class TestCompile:
         torch._dynamo.reset()
 
     def test_of_grad(self) -> None:
-        expected = backward(ours, X)
-        compiled = torch.compile(grad(loss(ours)), backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(X), expected)
-        if torch.__version__ < "2.14":  # PyTorch 2.15 gets the naive version right
-            assert is_wrong(lambda: torch.compile(grad(loss(naive)), backend="aot_eager")(X), expected)
+        compiled = torch.compile(grad(loss), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(X), backward(X))
 
     @pytest.mark.usefixtures("compiler")
     @pytest.mark.parametrize("pairing", ["half", "interleaved"])
@@ -210,15 +148,13 @@ class TestCompile:
 class Block(torch.nn.Module):
     """A projection and a rotation, to be exported and fine-tuned."""
 
-    def __init__(self, rotate: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.project = torch.nn.Linear(8, 8, bias=False)
         self.embed = RotaryEmbedding(ROPE, layout="bshd")
-        self.rotate = rotate
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q = self.project(x)
-        return self.embed(q, None, positions) if self.rotate is None else self.rotate(q[0]).unsqueeze(0)
+        return self.embed(self.project(x), None, positions)
 
 
 class TestExport:
@@ -237,11 +173,3 @@ class TestExport:
             gradients.append((out, module.project.weight.grad))
         for mine, plain in zip(*gradients, strict=True):
             torch.testing.assert_close(mine, plain)
-
-    def test_naive_exported_module_cannot_be_fine_tuned(self) -> None:
-        block = Block(naive)
-        exported = torch.export.export(block, (torch.randn(1, 3, 2, 8), torch.arange(3))).module()
-
-        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
-            exported(torch.randn(1, 3, 2, 8), torch.arange(3)).sum().backward()
-        assert exported.project.weight.grad is None
