@@ -16,7 +16,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, by_reference, check, expected, same, shape, unchanged
-from ropewalk import Axes, Rope, RopeError, Rotation
+from ropewalk import Axes, Rope, Rotation
 from ropewalk.kernels import backend, cpu
 from unusual import OBSERVERS, TENSORS, Subclass, inference
 
@@ -206,24 +206,6 @@ def test_each_element_needs_memory_of_its_own() -> None:
     assert call(q[:, :, :1].expand(q.shape), k, cos, sin) is not None
 
 
-def test_a_rotation_uses_the_fast_path_or_python() -> None:
-    """Uncommon calls give the same result or error as without the fast path."""
-    rope = Rope(HEAD_DIM, 1e4, "half", rotary_dim=16, rotary_offset=4)
-    q, k, *_ = usual()
-    rotation = rope.at(torch.arange(SEQ))
-    new = rotation(q, k, layout="bshd")
-    for x, y in zip((q, k), new, strict=True):
-        check(y, *expected(x, rotation.cos, rotation.sin, "bshd", "half", 4, False), "bshd", "")
-    learned = Rotation(
-        rotation.cos.clone().requires_grad_(), rotation.sin, pairing="half", head_dim=24, rotary_offset=4
-    )
-    assert all(torch.equal(x, y) for x, y in zip(learned(q, k, layout="bshd"), new, strict=True))
-    with pytest.raises(RopeError, match="must have 5 tokens"):
-        rotation(q[:, :3], k, layout="bshd")
-    with pytest.raises(RopeError, match="q and k must not share elements"):
-        rotation.apply_(q, q, layout="bshd")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (70_000,)])
 def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
@@ -301,19 +283,6 @@ def test_other_table_dtypes_are_left_to_python(dtype: Any) -> None:
     assert cpu.angles_plain(torch.arange(5), steps, 1.0, dtype, b"", 0) is None
 
 
-def test_a_rope_uses_the_fast_path_or_python() -> None:
-    rope = Rope(8, 1e4, "half")
-    at = rope.at(torch.arange(4))
-    for positions in (torch.arange(4, dtype=torch.int32), torch.arange(8)[::2] // 2, torch.arange(4).expand(1, 4)):
-        other = rope.at(positions)
-        assert torch.equal(other.cos.reshape(4, 4), at.cos)
-    for dtype in (torch.bfloat16, ""):
-        with pytest.raises(RopeError, match=r"dtype must be torch\.float32 or torch\.float64"):
-            rope.at(torch.arange(4), dtype=dtype)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match=r"positions must have shape \[seq\]"):
-        rope.at(torch.tensor(4))
-
-
 @pytest.mark.parametrize(
     ("device", "taken"),
     [(None, True), ("cpu", True), (torch.device("cpu"), True), ("cpu:0", False), (torch.device("cpu", 0), False)],
@@ -339,22 +308,6 @@ def test_a_rope_uses_the_fast_path_with_an_explicit_device(
     assert asked == [True] * taken
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (3, 1), (20_000,)])
-def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
-    """Each pair has the same bits as with only its own axis."""
-    positions = torch.randint(-(2**31), 2**31, (3, *size))
-    one, two = positions[:1].expand(3, *size), torch.cat((positions, positions), -1)[..., : size[-1]]
-    for given in (positions, one) if len(size) == 2 else (positions, one, two):
-        tables = cpu.angles_plain(given, SEVERAL._packed_phase_steps, 1.5, dtype, SEVERAL._packed_axis, 3)
-        for a in range(3):
-            alone = cpu.angles_plain(given[a], SEVERAL._packed_phase_steps, 1.5, dtype, b"", 0)
-            which = [pair for pair in range(8) if AXES.axis[pair] == a]
-            for table, wanted in zip(tables, alone, strict=True):
-                assert table.shape == (*size, 8)
-                assert torch.equal(table[..., which], wanted[..., which])
-
-
 @pytest.mark.parametrize(
     "positions",
     [
@@ -377,15 +330,6 @@ def test_invalid_axes_are_left_to_python(axis: list[int]) -> None:
     packed = np.array(axis, dtype=np.int64).tobytes()
     positions = torch.zeros(3, 5, dtype=torch.int64)
     assert cpu.angles_plain(positions, SEVERAL._packed_phase_steps, 1.0, torch.float32, packed, 3) is None
-
-
-def test_a_rope_with_axes_uses_the_fast_path() -> None:
-    positions = torch.arange(12).reshape(3, 4)
-    taken, gone_on = SEVERAL.at(positions), SEVERAL.at(positions.to(torch.int32))
-    assert torch.equal(taken.cos, gone_on.cos)
-    assert torch.equal(taken.sin, gone_on.sin)
-    with pytest.raises(RopeError, match=r"must have shape \[3, seq\]"):
-        SEVERAL.at(positions[:2])
 
 
 def called_in_ropewalk(call: Callable[[], object]) -> list[str]:
