@@ -16,7 +16,6 @@ import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, SMALLEST_NORMAL, same, shape
 from ropewalk import QKNorm, Rope, RopeError, Rotation
 from ropewalk.kernels import backend, cpu
-from ropewalk.rotation import qk_norm
 
 HEADS, KV_HEADS, SEQ, BATCH, EPS = 4, 2, 3, 2, 1e-5
 
@@ -35,21 +34,6 @@ def separate(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor, layout: Any
 
 def rotation_of(rope: Rope, seq: int = SEQ) -> Rotation:
     return rope.at(torch.arange(7, 7 + seq))
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record, for each call of `run_fused`, whether one kernel did all the work."""
-    answers: list[bool] = []
-    run = qk_norm.run_fused
-
-    def noted(*args: Any, **how: Any) -> Any:
-        done = run(*args, **how)
-        answers.append(done is not None)
-        return done
-
-    monkeypatch.setattr(qk_norm, "run_fused", noted)
-    return answers
 
 
 @pytest.mark.parametrize("add_one", [False, True])
@@ -72,13 +56,6 @@ def test_norm_by_the_oracle(dtype: torch.dtype, add_one: bool) -> None:
                 if dtype == torch.bfloat16:
                     allowed += float(SMALLEST_NORMAL)
                 assert (abs(y.double().numpy() - exact) <= allowed).all(), (head_dim, scale)
-
-
-def test_norm_is_close_to_pytorch() -> None:
-    torch.manual_seed(1)
-    q, k, norm = torch.randn(2, 3, 4, 128), torch.randn(2, 3, 2, 128), normal(128, torch.float32)
-    for x, y, weight in zip((q, k), norm(q, k), (norm.q_weight, norm.k_weight), strict=True):
-        torch.testing.assert_close(y, nn.functional.rms_norm(x, (128,), weight, EPS), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [torch.inf, 1.0], [torch.nan, 1.0], [3e38, 3e38], [1e-30, -1e-30]])

@@ -19,7 +19,6 @@ from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, same, shape
 from ropewalk import KVCache, QKNorm, Rope, RopeError, RotaryAttention, Rotation, SelfExtend, rotate_and_store
 from ropewalk.attention.layer import HeadNorm
 from ropewalk.kernels import backend, cpu
-from ropewalk.rotation import qk_norm
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 3, 4, 2, 24
 BLOCKS, BLOCK = 5, 4
@@ -222,12 +221,6 @@ class TestOtherUses:
         )
         assert (made.shape, made.device.type) == (q.shape, "meta")
 
-    def test_profiled(self) -> None:
-        usual = self.call()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-            assert torch.equal(self.call(), usual)
-        assert not backend.FAST_PATH or "ropewalk::step" in {event.key for event in seen.key_averages()}
-
 
 def of(*size: int) -> Tensor:
     return torch.ones(size)
@@ -310,6 +303,7 @@ class TestMisuse:
             ({"slot_mapping": torch.tensor([[3, 2**62, -1], [0, -1, 7]])}, "each slot must be"),
             ({"k": of(BATCH, SEQ, KV_HEADS, HEAD_DIM).requires_grad_()}, "gradients cannot pass through a cache"),
             ({"norm": QKNorm(of(HEAD_DIM).requires_grad_(), of(HEAD_DIM), 1e-6)}, "gradients cannot pass"),
+            ({"norm": torch.nn.RMSNorm(HEAD_DIM)}, "rotate_and_store: norm must be a QKNorm or None, got RMSNorm"),
             ({"norm": QKNorm(of(20), of(20), 1e-6)}, "q must be a tensor .*head_dim=20"),
             ({"rotation": ROPE.at(torch.arange(4))}, "must have 4 tokens"),
         ],
@@ -357,21 +351,6 @@ def model(dtype: torch.dtype = torch.float32) -> list[RotaryAttention]:
     return layers
 
 
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record, for each call of `run_fused`, whether one kernel did all the work."""
-    noted: list[bool] = []
-    run = qk_norm.run_fused
-
-    def asked(*args: Any, **how: Any) -> Any:
-        done = run(*args, **how)
-        noted.append(done is not None)
-        return done
-
-    monkeypatch.setattr(qk_norm, "run_fused", asked)
-    return noted
-
-
 def decoded(size: dict[str, int], rope: Any, dtype: torch.dtype) -> tuple[list[Tensor], KVCache]:
     """Return the outputs of several passes, with padding in the first and a row that restarts."""
     layers = model(dtype)
@@ -404,12 +383,12 @@ ROPES: dict[str, tuple[dict[str, int], Any, int]] = {  # and the number of layer
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ROPES)
-def test_cache_of_a_model(case: str, dtype: torch.dtype, answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    size, rope, fused = ROPES[case]
+def test_cache_of_a_model(case: str, dtype: torch.dtype, fused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    size, rope, layers = ROPES[case]
     monkeypatch.setattr(cpu, "attend_plain", lambda *arguments: None)  # attention in PyTorch both times
     outputs, cache = decoded(size, rope, dtype)
     if backend.FAST_PATH:
-        assert answers == [True] * fused
+        assert fused == [True] * layers
     monkeypatch.setattr(backend, "FAST_PATH", False)
     separate, other = decoded(size, rope, dtype)
     for x, y in zip((*outputs, *cache.keys, *cache.values), (*separate, *other.keys, *other.values), strict=True):
@@ -447,7 +426,7 @@ def whole(layers: list[RotaryAttention], x: Tensor, rotation: Any) -> Tensor:
     return x
 
 
-def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training(fused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cache, norm and rotation are one call. Its gradients are close to those of separate calls."""
     layers = model(torch.float64)
     x = torch.randn(BATCH, 5, HIDDEN, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
@@ -458,7 +437,7 @@ def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         return out, [*torch.autograd.grad(out.sin().sum(), [p for layer in layers for p in layer.parameters()])]
 
     out, found = gradients()
-    assert answers == ([True] if backend.FAST_PATH else [False])  # one of the two layers has norms
+    assert fused == ([True] if backend.FAST_PATH else [False])  # one of the two layers has norms
     for layer in layers[1:]:
         monkeypatch.setattr(layer, "_fusable_norm", lambda *_: None)
     other, wanted = gradients()
@@ -467,13 +446,13 @@ def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)  # measured: 1.4e-13 in values of size 100
 
 
-def test_norms_with_hooks_are_called(answers: list[bool]) -> None:
+def test_norms_with_hooks_are_called(fused: list[bool]) -> None:
     layer, x, rotation = model()[1], torch.randn(BATCH, 5, HIDDEN), ROPE.at(torch.arange(5))
     usual, seen = layer(x, rotation), []
     with layer.q_norm.register_forward_hook(lambda *_: seen.append(1)):  # type: ignore[union-attr]
         assert same(layer(x, rotation), usual, best())
     assert seen == [1]
-    assert len(answers) == 1
+    assert len(fused) == 1
     layer.k_norm = torch.nn.Identity()
     assert not torch.equal(layer(x, rotation), usual)
 
@@ -534,16 +513,3 @@ def test_autocast(cached: bool) -> None:
             hook.remove()
     assert made[0].dtype == torch.bfloat16
     assert same(*made, best())  # type: ignore[call-arg]
-
-
-def test_a_norm_of_torch_is_refused() -> None:
-    x, cache, slots = torch.ones(1, 1, 2, 8), torch.zeros(1, 4, 2, 8), torch.zeros(1, 1, dtype=torch.int64)
-    rotation = Rope(8, 1e4, "half").at(torch.arange(1))
-    norm: Any = torch.nn.RMSNorm(8)
-    with (
-        torch.no_grad(),
-        pytest.raises(RopeError, match="rotate_and_store: norm must be a QKNorm or None, got RMSNorm"),
-    ):
-        rotate_and_store(
-            x, x, x, rotation=rotation, k_cache=cache, v_cache=cache.clone(), slot_mapping=slots, norm=norm
-        )
