@@ -11,8 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
@@ -125,33 +123,6 @@ def test_default_dtype_has_no_effect() -> None:
                 assert torch.equal(table, other)
     finally:
         torch.set_default_dtype(before)
-
-
-positions_ = st.integers(-LIMIT, LIMIT - 1)
-
-
-@given(positions_, positions_, st.sampled_from(BASES))
-def test_phase_of_a_difference_is_the_difference_of_phases(m: int, n: int, base: float) -> None:
-    """Bit for bit, modulo 2⁶⁴: no product of floats can do this."""
-    steps = torch.tensor(Rope(16, base, "half")._phase_steps)
-    assert torch.equal(m * steps - n * steps, torch.tensor(m - n) * steps)
-    for step in steps.tolist():
-        signed = torch.tensor(m) * step
-        assert int(signed) % 2**64 == m * step % 2**64
-
-
-@given(positions_, st.integers(-LIMIT, LIMIT))
-def test_scores_depend_on_distance_only(shift: int, distance: int) -> None:
-    """Random unit q and k moved by up to two billion positions: the score changes by ≤ 2e-6."""
-    rope = Rope(128, 10_000.0, "half")
-    q, k = (torch.nn.functional.normalize(torch.randn(1, 1, 128), dim=-1) for _ in range(2))
-
-    def score(at: int) -> torch.Tensor:
-        turned_q = rope.at(torch.tensor([at]))(q, layout="thd")
-        turned_k = rope.at(torch.tensor([at + distance]))(k, layout="thd")
-        return (turned_q * turned_k).sum()
-
-    assert abs(score(shift) - score(0)) <= 2e-6
 
 
 def test_float64_tables() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -453,13 +451,6 @@ def test_a_length_is_required() -> None:
     with pytest.raises(RopeError, match="the length must be resolved"):
         rope.at(torch.arange(3), numerics="float32")
     assert rope.at_length(200).at(torch.arange(3), numerics="float32").cos.shape == (3, 4)
-
-
-def test_copies_of_a_rope_rotate_alike() -> None:
-    rope = Rope(64, 5e5, "half", scaling=YaRN(8.0, 4096))
-    for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
-        rotations = (r.at(POSITIONS, numerics="float32").cos for r in (rope, other))
-        assert torch.equal(*rotations)
 
 
 def test_frequencies_load_no_compiler() -> None:

@@ -232,17 +232,6 @@ def test_decay_shows_an_actual_score_below_the_bound():
         assert value == pytest.approx(math.fsum(math.cos(float(distance) * each) for each in w) / 64, abs=1e-8)
 
 
-def test_decay_is_the_score_that_the_rotation_gives():
-    import torch
-
-    _, lower = plots.decay(YARN, longest=30).axes
-    ones = torch.ones(31, 1, 8, dtype=torch.float64)
-    q = YARN.at(torch.arange(31), dtype=torch.float64)(ones, layout="thd")
-    k = YARN.at(torch.zeros(31, dtype=torch.int64), dtype=torch.float64)(ones, layout="thd")
-    scores = (q * k).sum(dim=(1, 2)) / 8 / YARN.attention_factor**2
-    np.testing.assert_allclose(line(lower, "score").get_ydata(), scores, atol=1e-12)
-
-
 def test_decay_marks_the_largest_rise():
     for axes, name in zip(plots.decay(PLAIN, longest=300).axes, ("upper bound", "score"), strict=True):
         curve, dots = line(axes, name), line(axes, "largest rise")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -107,15 +106,6 @@ def test_masks_combine() -> None:
     some = seen.any(-1)  # the oracle does not define the output of a fully masked query
     torch.testing.assert_close(ours[some], theirs[some], **EXACT)
     assert torch.equal(ours[~some], torch.zeros_like(ours[~some]))
-
-
-def test_blocks() -> None:
-    made, x, at = layer(), hidden(3), torch.arange(SEQ)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        ours = made(x, ROPE.at(at, dtype=torch.float64), mask=masks.packed_blocks(CU_SEQLENS, SEQ))
-    seen = masks.packed(CU_SEQLENS, SEQ).expand(3, 1, SEQ, SEQ)
-    torch.testing.assert_close(ours, reference(made, x, at, seen), **EXACT)
 
 
 def test_documents_skip_blocks() -> None:
