@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +26,6 @@ from cache_model import (
     MODEL,
     ROPES,
     cache_of,
-    check_rows,
     distances,
     run,
     run_whole_row,
@@ -115,29 +112,6 @@ def test_no_slot_is_written_twice() -> None:
 
 
 class TestAPassThatRaised:
-    @given(data=st.data(), size=st.sampled_from([{"capacity": 30}, {"window": 4}, {"window": 3, "sinks": 2}]))
-    @settings(max_examples=40)
-    def test_is_repeated(self, data: st.DataObject, size: dict[str, int]) -> None:
-        """Between complete passes, some stop before, between or in the layers. No NaN of them remains."""
-        torch.manual_seed(data.draw(st.integers(0, 99)))
-        cache, outputs, inputs, real = cache_of(2, **size), [], [], []
-        for seq in data.draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=5)):
-            x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
-            mask = torch.rand(2, seq) < 0.7
-            length = cache.length.clone()
-            other = data.draw(st.sampled_from([None, None, 1, 4]))  # a number of other tokens than in the next pass
-            tokens = x if other is None else torch.full((2, other, HIDDEN), torch.nan, dtype=torch.float64)
-            after = data.draw(st.sampled_from([None, 0, 1, LAYERS]))
-            if after is not None:
-                stopped(cache, tokens, after, attention_mask=None if other else mask)
-                assert torch.equal(cache.length, length)
-                if after:
-                    cache.rollback()
-            outputs.append(run(cache, x, ROPE, attention_mask=mask))
-            inputs.append(x)
-            real.append(mask)
-        check_rows(outputs, inputs, real, TURN, lambda row, seq: distances(seq, size))
-
     def test_that_required_gradients(self) -> None:
         cache, x = cache_of(1, capacity=4), torch.randn(1, 3, HIDDEN, dtype=torch.float64)
         step, before = cache.step(3), state(cache)

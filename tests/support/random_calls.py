@@ -1,8 +1,9 @@
-"""Random inputs of rotations, of fused steps and of caches, for test_fuzz.py."""
+"""Random inputs of rotations, of fused steps and of caches."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from cache_model import EXACT, HIDDEN, ROPES, cache_of, distances, run, run_whole_row, stopped
+from cache_model import EXACT, HIDDEN, LAYERS, ROPES, cache_of, distances, run, run_whole_row, stopped
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, broadcast, check, expected, shape, unchanged
 from ropewalk import QKNorm, Rotation
 
@@ -193,6 +194,16 @@ class Text:
             torch.testing.assert_close(torch.stack(self.out), wanted, **EXACT)
 
 
+ROWS: dict[str, Callable[[list[int], int], Any]] = {
+    "list": lambda rows, batch: rows,
+    "tuple": lambda rows, batch: tuple(rows),
+    "int64": lambda rows, batch: torch.tensor(rows, dtype=torch.int64),
+    "int32": lambda rows, batch: torch.tensor(rows, dtype=torch.int32),
+    "bool": lambda rows, batch: torch.tensor([row in rows for row in range(batch)]),
+}
+"""The ways to name some rows of a batch."""
+
+
 class Episode:
     """A `KVCache` and the texts of its rows, changed by random requests. The outputs are compared with one pass."""
 
@@ -204,10 +215,8 @@ class Episode:
         self.texts = [Text() for _ in range(batch)]
 
     def run(self, count: int) -> None:
-        ways = [self.step] * 5 + [self.stop, self.reset, self.reorder]
-        ways += [self.shift] if self.rope is not None else []
         for _ in range(count):
-            self.draw.choice(ways)()
+            self.draw.choice([self.step] * 5 + [self.stop, self.reset, self.reorder, self.shift])()
             assert self.cache.length.tolist() == [len(text.x) for text in self.texts]
             assert self.cache.position.tolist() == [text.next for text in self.texts]
         for text in self.texts:
@@ -229,9 +238,13 @@ class Episode:
         starts = torch.tensor([[text.next] for text in self.texts])
         places = starts + (real.cumsum(1) - 1).clamp(min=0)
         if "sinks" not in self.size and self.draw.random() < 0.2:
-            options["positions"] = places = torch.randint(-9, 9, (rows, seq))
+            options["positions"] = torch.randint(-9, 9, self.draw.choice(((rows, seq), (seq,))))
+            places = options["positions"].expand(rows, seq)
         x = torch.randn(rows, seq, HIDDEN, dtype=torch.float64)
+        padding = self.draw.choice((0.0, torch.nan))  # which a mask would not hide, as 0 · NaN is NaN
+        x = x.masked_fill(~real[..., None], padding)
         out = run(self.cache, x, self.rope, **options)
+        assert out.isfinite().all() or padding != 0
         for i, text in enumerate(self.texts):
             new = [j for j in range(seq) if real[i, j]]
             text.x += [x[i, j] for j in new]
@@ -250,25 +263,29 @@ class Episode:
         return torch.tensor([text.next for text in self.texts])
 
     def stop(self) -> None:
-        """Run tokens of NaN that only the first layer stores, and roll back. Nothing of them may remain."""
+        """Run tokens of NaN that only some layers store, and roll back. Nothing of them may remain."""
         seq = 1 if "window" in self.size else self.draw.choice((1, 4))
         if self.rope is not None and self.fits(seq):
             nan = torch.full((len(self.texts), seq, HIDDEN), torch.nan, dtype=torch.float64)
-            stopped(self.cache, nan, self.draw.choice((0, 1)))
-            self.cache.rollback()
+            after = self.draw.randint(0, LAYERS)
+            stopped(self.cache, nan, after)
+            if after:
+                self.cache.rollback()
 
     def shift(self) -> None:
-        for text in self.texts:
+        by = [self.draw.randint(-300, 300) for _ in self.texts]
+        alike = self.draw.random() < 0.5
+        for text, delta in zip(self.texts, by[:1] * len(by) if alike else by, strict=True):
             text.check(self.rotary, self.size)
-            text.positions, text.next = [p + 5 for p in text.positions], text.next + 5
-        self.cache.shift(self.rope, 5)
+            text.positions, text.next = [p + delta for p in text.positions], text.next + delta
+        self.cache.shift(self.rope or [None] * LAYERS, by[0] if alike else torch.tensor(by))
 
     def reset(self) -> None:
         rows = self.draw.sample(range(len(self.texts)), self.draw.randint(0, len(self.texts)))
         for row in rows:
             self.texts[row].check(self.rotary, self.size)
             self.texts[row] = Text()
-        self.cache.reset(rows)
+        self.cache.reset(ROWS[self.draw.choice(sorted(ROWS))](rows, len(self.texts)))
 
     def reorder(self) -> None:
         rows = [self.draw.randrange(len(self.texts)) for _ in self.texts]
