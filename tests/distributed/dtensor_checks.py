@@ -577,23 +577,8 @@ def raises(pattern: str, call: Callable[[], object]) -> None:
 
 
 @check
-def learned_rope(world: int) -> None:
-    """Trained frequencies with sharded q: the gradient is that of the whole tensor."""
-    mesh, q, up = line(world), made("bshd"), made("bshd")
-    rope = LearnedRope.from_rope(Rope(HEAD_DIM, 1e4, "half"))
-    grads = []
-    for placement in (None, Shard(0), Shard(1), Shard(2)):
-        rope.zero_grad()
-        x, grad = (q, up) if placement is None else (spread(q, mesh, placement), spread(up, mesh, placement))
-        rope(torch.arange(SEQ))(x, layout="bshd").backward(grad)
-        grads.append(rope.inv_freq.grad.clone())
-    for grad in grads[1:]:
-        torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-5)
-
-
-@check
 def learned_rope_of_dtensors(world: int) -> None:
-    """DTensor positions, frequencies or both: results are sharded like the positions, with the whole gradient."""
+    """Plain or DTensor positions and frequencies: results are sharded like q, with the gradient of the whole."""
     mesh, q, up = line(world), made("bshd"), made("bshd")
     positions = torch.arange(4)[:, None] * 7 + torch.arange(SEQ)
     for heads in (None, 4):
@@ -604,8 +589,6 @@ def learned_rope_of_dtensors(world: int) -> None:
             for rope, of_positions in itertools.product(
                 (ours, spread_out), (positions, spread(positions, mesh, placement))
             ):
-                if rope is ours and of_positions is positions:
-                    continue
                 rope.zero_grad()
                 rotated = rope(of_positions)(spread(q, mesh, placement), layout="bshd")
                 torch.testing.assert_close(rotated.full_tensor(), alone(positions)(q, layout="bshd"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import parallelize_module
@@ -135,17 +130,6 @@ def fsdp1(world: int) -> None:
 
 
 @check
-def fsdp2_with_activation_checkpoints(world: int) -> None:
-    alone = Model()
-    model = copy.deepcopy(alone)
-    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
-    for block in model.blocks:
-        fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    compare(model, alone)
-
-
-@check
 def fsdp2_with_tensor_parallel(world: int) -> None:
     """Batches over one axis of the mesh and heads over the other, also if ranks share a key head."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "heads"))
@@ -174,61 +158,6 @@ def fsdp2_in_bfloat16(world: int) -> None:
     q = x.bfloat16() @ layer.project.weight.full_tensor().bfloat16().T
     assert torch.equal(out, rotation(q, layout="bshd"))
     assert layer.project.weight.grad is not None
-
-
-def on_mesh(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Model()
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@check
-def checkpoints(world: int) -> None:
-    """A checkpoint after two steps, loaded into a new model, gives the same bits of later losses. It has no rope."""
-    told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    batches = [torch.randn(2, 5, 32) for _ in range(4)]
-    model, optimizer = on_mesh(init_device_mesh("cpu", (world,)))
-    losses(model, batches[:2], optimizer)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    assert not [name for name in of_model if "rope" in name or "inv_freq" in name or "cos" in name]
-    checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=told[0])
-    again, its_optimizer = on_mesh(init_device_mesh("cpu", (world,)))
-    load(again, its_optimizer, told[0])
-    assert losses(again, batches[2:], its_optimizer) == losses(model, batches[2:], optimizer)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(told[0])
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    checkpoint.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
-
-
-@check
-def checkpoint_of_fewer_processes(world: int) -> None:
-    """A checkpoint that half of the processes saved is loaded by all, with the same whole parameters."""
-    told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    saved, group = {}, dist.new_group(list(range(world // 2)))
-    if dist.get_rank() < world // 2:
-        model, optimizer = on_mesh(DeviceMesh.from_group(group, "cpu"))
-        losses(model, [torch.randn(2, 5, 32)], optimizer)
-        saved = {name: whole.full_tensor() for name, whole in model.named_parameters()}
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=told[0], process_group=group)
-    dist.barrier()
-    model, optimizer = on_mesh(init_device_mesh("cpu", (world,)))
-    load(model, optimizer, told[0])
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor()
-        assert name not in saved or torch.equal(whole, saved[name])
-    assert bool(saved) == (dist.get_rank() < world // 2)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(told[0])
 
 
 @check

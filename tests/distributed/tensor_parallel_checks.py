@@ -26,8 +26,8 @@ CHECKS: dict[str, Callable[[int], None]] = {}
 HIDDEN, HEADS, HEAD_DIM, SEQ, EPS = 12, 4, 6, 8, 1e-6
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 CAUSAL, PLACES = written_out.causal(SEQ), written_out.pairs(torch.arange(SEQ))
-# Measured: 2e-15 in values of size 5.
-EXACT: dict[str, Any] = {"rtol": 0, "atol": 3e-14}
+# Measured: 2e-15 in values of size 5, and 4.3e-14 in gradients of size 9.
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 
 
 def check(function: Callable[[int], None]) -> Callable[[int], None]:
@@ -128,26 +128,6 @@ def the_sequence_sharded_too(world: int) -> None:
         assert collectives(backward) == expected, collectives(backward)
         torch.testing.assert_close(part.grad, x.grad.chunk(world, 1)[rank], **EXACT)
         same_gradients(attention, weights)
-
-
-@check
-def a_plan_by_hand(world: int) -> None:
-    """With PyTorch's own styles, outputs are right, but the gradient of each norm is that of this rank's heads only."""
-    attention = layer(4, qk_norm=EPS)
-    weights, (x, factor) = weights_of(attention), inputs()
-    plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
-    parallelize_module(attention, line(world), plan)
-    right, out = wanted(x, weights, 4), attention(x.detach(), rotation())
-    torch.testing.assert_close(out, right, **EXACT)
-    (right * factor).sum().backward()
-    (out * factor).sum().backward()
-    torch.testing.assert_close(attention.q_proj.weight.grad.full_tensor(), weights["q_proj.weight"].grad, **EXACT)
-    for norm in (attention.q_norm, attention.k_norm):
-        gradient = norm.weight.grad.clone()
-        exact = weights["q_norm.weight" if norm is attention.q_norm else "k_norm.weight"].grad
-        assert (gradient - exact).abs().max() > 0.01
-        dist.all_reduce(gradient)
-        torch.testing.assert_close(gradient, exact, **EXACT)
 
 
 @check

@@ -81,15 +81,12 @@ def test_command_of_the_page(alone: Steps) -> None:
         (1, "--accumulate 4"),
         (2, "--accumulate 2 --recompute"),  # FSDP2
         (2, "--context 2"),
+        (2, "--tensor 2 --compile"),
         (8, "--tensor 2 --context 2 --accumulate 2 --recompute"),
     ],
 )
 def test_steps_are_those_of_one_process(ran: Callable[..., Steps], alone: Steps, processes: int, options: str) -> None:
     assert ran(processes, *options.split()) == same(alone)
-
-
-def test_steps_with_compiled_blocks(ran: Callable[..., Steps], alone: Steps) -> None:
-    assert ran(2, "--tensor", "2", "--compile") == same(alone)
 
 
 def test_resumes_with_other_processes(
