@@ -276,38 +276,6 @@ def _page(tmp_path: Path, text: str) -> Path:
     return page
 
 
-def test_a_wrong_assert_fails_and_names_page_and_line(tmp_path: Path) -> None:
-    page = _page(
-        tmp_path,
-        """\
-        # A page
-
-        ```python
-        two = 2
-        ```
-
-        Prose.
-
-        ```python
-        assert two == 2
-        assert two == 3, "two is not three"
-        ```
-
-        ```python
-        raise SystemError("never reached")
-        ```
-        """,
-    )
-    blocks = blocks_of(page)
-    assert [block.where for block in blocks] == ["page.md:3", "page.md:9", "page.md:14"]
-    outcomes = run(blocks, tmp_path)
-    check(blocks[0], outcomes)
-    with pytest.raises(pytest.fail.Exception, match=r'(?s)page\.md", line 11, .*AssertionError: two is not three'):
-        check(blocks[1], outcomes)
-    with pytest.raises(pytest.skip.Exception, match=r"page\.md:9 failed"):
-        check(blocks[2], outcomes)
-
-
 def test_wrong_output_fails_and_names_page_and_line(tmp_path: Path) -> None:
     page = _page(
         tmp_path,
@@ -330,31 +298,6 @@ def test_wrong_output_fails_and_names_page_and_line(tmp_path: Path) -> None:
         pytest.fail.Exception, match=r'(?s)page\.md", line 8, in page\.md:5.*Expected:\n    4\nGot:\n    3'
     ):
         check(blocks[1], outcomes)
-
-
-def test_pycon_and_python_share_names_and_files(tmp_path: Path) -> None:
-    page = _page(
-        tmp_path,
-        """\
-        ```pycon
-        >>> from pathlib import Path
-        >>> written = Path("note.txt").write_text("walk")
-        ```
-
-        - In a list:
-
-            ```python
-            assert written == 4
-            assert Path("note.txt").read_text() == "walk"
-            ```
-        """,
-    )
-    blocks = blocks_of(page)
-    assert [block.line for block in blocks] == [1, 8]
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        assert run(blocks, tmp_path / folder) == dict.fromkeys(blocks)
-    assert (tmp_path / "a" / "note.txt").exists()
 
 
 def test_only_no_run_is_left_out_and_comments_run(tmp_path: Path) -> None:

@@ -189,82 +189,11 @@ def test_frequencies_of_the_methods(lab: SimpleNamespace) -> None:
     each(((f"{name} {n}", (name, n)) for name in methods for n in (1, 256, 257, 1024, 2048)), check)
 
 
-def test_steps_of_adamw_written_out(lab: SimpleNamespace, tmp_path: Path) -> None:
-    """Loshchilov and Hutter 2019 (1711.05101), algorithm 2, with the clipping of Pascanu et al. 2013, in float64."""
-    recipe, rope = lab.training.Recipe(6, 1e-2, warmup=2, clip=0.05), ropewalk.Rope(4, 1e4, "half")
-
-    def fresh() -> Any:
-        torch.manual_seed(0)
-        model = lab.model.LanguageModel(lab.model.Size(16, 8, 12, 1, 2))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(10)
-        return model
-
-    def batch(step: int) -> Any:
-        rows = torch.from_numpy(np.random.default_rng((1, step)).integers(0, 16, size=(3, 6)))
-        return lab.training.Batch(rows[:, :-1], rows[:, 1:], rows[:, 1:] > 3)
-
-    model, reference = fresh(), fresh().double()
-    losses = lab.training.train(model, rope, batch, recipe, tmp_path / "x")
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in reference.named_parameters()}
-    rates = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2 for i in range(4))]
-    for step, rate in enumerate(rates):
-        now = batch(step)
-        reference.zero_grad()
-        log_p = torch.log_softmax(reference(now.tokens, rope), dim=-1)
-        loss = -log_p.gather(-1, now.targets.unsqueeze(-1)).squeeze(-1)[now.mask].mean()
-        assert losses[step] == pytest.approx(loss.item(), rel=1e-4)
-        loss.backward()
-        length = math.sqrt(sum((p.grad**2).sum().item() for p in reference.parameters()))
-        assert length > recipe.clip
-        with torch.no_grad():
-            for name, p in reference.named_parameters():
-                g = p.grad * recipe.clip / length
-                m, v = moments[name]
-                m.mul_(0.9).add_(0.1 * g)
-                v.mul_(0.95).add_(0.05 * g * g)
-                p.mul_(1 - 0.01 * rate * (0.1 if p.ndim > 1 else 0.0))
-                p.sub_(0.01 * rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8))
-    # A step moves a weight by up to the rate, 0.01. A hundredth of that; measured after six steps in float32: 1.2e-5.
-    for (name, mine), p in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.double(), p, rtol=0, atol=1e-4, msg=name)
-
-
 def test_a_copy_by_hand(lab: SimpleNamespace) -> None:
     made = lab.tasks.copy_batch(torch.tensor([[5, 63, 0]]))
     assert made.tokens.tolist() == [[64, 5, 63, 0, 64, 5, 63]]
     assert made.targets.tolist() == [[5, 63, 0, 64, 5, 63, 0]]
     assert made.mask.tolist() == [[False, False, False, False, True, True, True]]
-
-
-def test_measures_by_hand(lab: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """−log softmax with the module math, of a model whose logits are a formula of token and position."""
-
-    def model(tokens: torch.Tensor, plan: object) -> torch.Tensor:
-        place, channel = torch.arange(tokens.shape[1], dtype=torch.float64), torch.arange(5, dtype=torch.float64)
-        return torch.sin(tokens[..., None] + 0.3 * place[:, None] + 1.7 * channel).float()
-
-    tokens, targets = torch.randint(5, (2, 7, 12), generator=torch.Generator().manual_seed(3))
-    losses, best = np.zeros((7, 12)), np.zeros((7, 12), dtype=int)
-    for row, place in np.ndindex(7, 12):
-        angles = (int(tokens[row, place]) + 0.3 * place + 1.7 * channel for channel in range(5))
-        logits = [float(np.float32(math.sin(angle))) for angle in angles]
-        losses[row, place] = math.log(sum(map(math.exp, logits))) - logits[int(targets[row, place])]
-        best[row, place] = logits.index(max(logits))
-    mask = torch.zeros(7, 12, dtype=torch.bool)
-    mask[:, 7:] = True
-    mask[0, 8] = False
-    batch = lab.training.Batch(tokens, targets, mask)
-    monkeypatch.setattr(lab.tasks, "_TOKENS_AT_ONCE", 36)  # three of the seven sequences at a time
-    # The logits are rounded to float32, which may go the other way where the sines differ: by 2⁻²⁴, twice in a loss.
-    found = lab.tasks.token_losses(model, None, batch)
-    np.testing.assert_allclose(found.numpy(), losses, rtol=0, atol=2**-23)
-    assert lab.tasks.perplexity(found) == pytest.approx(math.exp(losses.mean()), rel=1e-6)
-    accuracy, loss = lab.tasks.copy_accuracy(model, None, batch)
-    assert 0 < accuracy < 1
-    assert accuracy == (best == targets.numpy())[mask.numpy()].mean()
-    assert loss == pytest.approx(losses[mask.numpy()].mean(), abs=2**-23)
 
 
 def test_the_text_of_this_python(lab: SimpleNamespace) -> None:
