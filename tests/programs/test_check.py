@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from ropewalk.tools import cli
+import command_line
 from ropewalk.tools.commands import check
 
 HERE = Path(__file__).parents[1] / "conformance"
 RIGHT = f"{HERE / 'right' / 'flash_attn_reference.py'}:apply_rotary_emb_torch"
 WRONG = f"{HERE / 'wrong' / 'cos_and_sin_swapped.py'}:apply_rotary_pos_emb"
 CAUTION = f"{HERE / 'wrong' / 'output_order.py'}:Rotary"
-
-
-def run(*arguments: object) -> Result:
-    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-    return CliRunner(**apart).invoke(cli.main, ["check", *(str(a) for a in arguments)])
+run = partial(command_line.run, "check")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +108,7 @@ class TestAnotherProcess:
         (folder / "mine.py").write_text(code)
         command = [sys.executable, "-m", "ropewalk", "check", "mine.py:f", *arguments]
         # A shell starts jobs in the background with Ctrl-C ignored, and their processes inherit this.
-        heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=folder, text=True, stdout=pipe, stderr=pipe, preexec_fn=heeded)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -12,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import ropewalk
+from command_line import run
 from ropewalk import _checks
 from ropewalk.tools import cli
 from ropewalk.tools.commands import doctor
@@ -28,12 +27,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(CONFIG.read_text())["config"]))
     return path
-
-
-def run(*arguments: object) -> Result:
-    # Before click 8.2 stderr is a part of stdout unless it is asked for.
-    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-    return CliRunner(**apart).invoke(cli.main, [str(a) for a in arguments])
 
 
 def test_explain(config: Path) -> None:

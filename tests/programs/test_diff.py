@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+import command_line
+from command_line import LLAMA
 from ropewalk import RopeError, diff
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS
-from ropewalk.tools import cli
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 8192,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "mscale": 0.7}
-
-
-def run(*arguments: object) -> Result:
-    # Before click 8.2 stderr is a part of stdout unless it is asked for.
-    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-    return CliRunner(**apart).invoke(cli.main, ["diff", *(str(a) for a in arguments)])
+run = partial(command_line.run, "diff")
 
 
 def written(folder: Path, name: str, **more: Any) -> Path:
@@ -84,7 +71,7 @@ def test_no_verdict_about_a_file_of_which_a_key_is_left_out(tmp_path: Path, more
     assert facts["ignored"] == ["rope_parameters.my_rope_key"]
     assert facts.get("verdict") in (None, "not judged")
     assert facts.get("same") is None
-    asked = CliRunner().invoke(cli.main, ["explain", str(path), "--for", "vllm", *map(str, arguments[-2:])])
+    asked = command_line.run("explain", path, "--for", "vllm", *arguments[-2:])
     assert (asked.exit_code, "Left out, as asked" in asked.output) == (2, True)
 
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
+import command_line
 import ropewalk
-from ropewalk.tools import cli
-
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "rope_theta": 10_000.0,
-    "max_position_embeddings": 8192,
-}
+from command_line import LLAMA
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return addresses
 
 
-def run(*arguments: object) -> Result:
-    # Before click 8.2 stderr is a part of stdout unless it is asked for.
-    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
-    return CliRunner(**apart).invoke(cli.main, ["explore", *(str(a) for a in arguments)])
+run = partial(command_line.run, "explore")
 
 
 def labels(path: Path) -> list[str]:
