@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check_rotation, same, shape, unchanged
+from kernel_cases import (
+    DTYPES,
+    LAYOUTS,
+    PAIRINGS,
+    by_reference,
+    check_rotation,
+    check_table_gradient,
+    same,
+    shape,
+    unchanged,
+)
 from ropewalk._layout import Options
 from ropewalk.kernels import gpu, gpu_plans
 
@@ -30,18 +40,9 @@ def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
     return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
 
 
-def rotate(
-    tensors: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    layout: str,
-    pairing: str,
-    offset: int = 0,
-    inverse: bool = False,
-    like: Callable[[Tensor], Tensor] = torch.empty_like,
-) -> list[Tensor]:
+def rotate(tensors: list[Tensor], *given: Any, **how: Any) -> list[Tensor]:
     truncated = INTERPRETED and tensors[0].dtype == torch.bfloat16
-    return check_rotation(gpu, tensors, cos, sin, layout, pairing, offset, inverse, like, truncated=truncated)
+    return check_rotation(gpu, tensors, *given, **how, truncated=truncated)
 
 
 class TestRotate:
@@ -262,26 +263,6 @@ class TestAngles:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestTableGradient:
-    def check(
-        self, tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, offset: int
-    ) -> None:
-        made = gpu.table_gradient(tensors, grads, pairs, Options(layout, pairing == "interleaved", offset))
-        parts = [
-            oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), pairs, pairing, offset)
-            for x, g in zip(tensors, grads, strict=True)
-        ]
-        dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-        # Each head adds two roundings of products and two of sums; the oracle rounds in float64 as well.
-        heads = sum(x.shape[layout.index("h")] for x in tensors)
-        allowed = (4 * heads + 4) * torch.finfo(dtype).eps * sum(part[2] for part in parts) / 2 + torch.finfo(
-            dtype
-        ).tiny
-        for table, which in zip(made, (0, 1), strict=True):
-            exact = sum(part[which] for part in parts)
-            assert table.dtype == dtype
-            assert table.shape == exact.shape
-            assert (abs(table.double().cpu().numpy() - exact) <= allowed).all(), f"{('cos', 'sin')[which]} {pairs}"
-
     def test_sizes(self, dtype: torch.dtype, pairing: str) -> None:
         torch.manual_seed(0)
         for layout, (head_dim, pairs, offset) in zip(
@@ -289,18 +270,18 @@ class TestTableGradient:
         ):
             sizes = [shape(layout, 2, 5, heads, head_dim) for heads in (37, 1)]
             tensors, grads = ([torch.randn(size).to(dtype) for size in sizes] for _ in range(2))
-            self.check(tensors, grads, pairs, layout, pairing, offset)
-            self.check(tensors[1:], grads[1:], pairs, layout, pairing, offset)
+            check_table_gradient(gpu, tensors, grads, pairs, layout, pairing, offset)
+            check_table_gradient(gpu, tensors[1:], grads[1:], pairs, layout, pairing, offset)
 
     def test_strides_and_empty(self, dtype: torch.dtype, pairing: str) -> None:
         torch.manual_seed(1)
         dense, apart = torch.randn(2, 5, 3, 80).to(dtype), torch.randn(2, 5, 3, 160).to(dtype)[..., ::2]
         one = torch.ones((), dtype=dtype).expand(2, 5, 3, 80)  # the gradient of .sum()
         for x, grad in ((dense, one), (apart, dense), (dense, apart)):
-            self.check([x, dense], [grad, one], 29, "bshd", pairing, 7)
+            check_table_gradient(gpu, [x, dense], [grad, one], 29, "bshd", pairing, 7)
         for batch, seq, heads in ((2, 5, 0), (1, 0, 3), (0, 5, 3)):
             x = torch.randn(batch, seq, heads, 8).to(dtype)
-            self.check([x], [x + 1], 3, "bshd", pairing, 1)
+            check_table_gradient(gpu, [x], [x + 1], 3, "bshd", pairing, 1)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -335,18 +316,4 @@ class TestTablesPerHead:
             )
             for count in (1, 2):
                 given = tensors[:count], grads[:count]
-                made = gpu.table_gradient(*given, 29, Options(layout, pairing == "interleaved", 7), True)
-                parts = [
-                    # One head at a time, because the oracle sums over heads.
-                    oracle.table_gradient(*(as_bshd(y, layout)[..., None, :] for y in pair), 29, pairing, 7)
-                    for pair in zip(*given, strict=True)
-                ]
-                real = torch.float64 if dtype == torch.float64 else torch.float32
-                # Two products and two sums of each tensor; the oracle rounds in float64 as well.
-                allowed = (4 * count + 4) * torch.finfo(real).eps / 2 * sum(part[2] for part in parts)
-                for which in (0, 1):
-                    exact = sum(part[which] for part in parts).transpose(0, 2, 1, 3)
-                    assert made[which].dtype == real
-                    assert made[which].shape == exact.shape
-                    error = abs(made[which].double().cpu().numpy() - exact)
-                    assert (error <= allowed.transpose(0, 2, 1, 3)).all()
+                check_table_gradient(gpu, *given, 29, layout, pairing, 7, per_head=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check, expected, shape, unchanged
+from kernel_cases import DTYPES, LAYOUTS, OPCHECKS, PAIRINGS, check, expected, shape, unchanged
 from ropewalk import Rope, Rotation
 
 ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default
@@ -34,18 +34,11 @@ class TestOperator:
     @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
     def test_opcheck(self, operator: Any) -> None:
         """All checks of opcheck. Gradients are not part of the operator; test_gradients.py checks them."""
-        everything = (
-            "test_schema",
-            "test_autograd_registration",
-            "test_faketensor",
-            "test_aot_dispatch_static",
-            "test_aot_dispatch_dynamic",
-        )
         for layout, dtype in zip(LAYOUTS, DTYPES, strict=True):
             for tensors in ([queries(layout).to(dtype), queries(layout, 1).to(dtype)], [queries(layout).to(dtype)]):
                 inverse = len(tensors) == 1
-                torch.library.opcheck(operator, arguments(tensors, layout, inverse, inverse), test_utils=everything)
-        torch.library.opcheck(operator, arguments([queries("sbhd").transpose(0, 1)]), test_utils=everything)
+                torch.library.opcheck(operator, arguments(tensors, layout, inverse, inverse), test_utils=OPCHECKS)
+        torch.library.opcheck(operator, arguments([queries("sbhd").transpose(0, 1)]), test_utils=OPCHECKS)
 
     @pytest.mark.parametrize("where", ["fake", "meta"])
     def test_shapes_and_strides_of_meta_tensors(self, where: str) -> None:

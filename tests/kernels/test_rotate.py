@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,18 +47,8 @@ def random_table(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
 
 
-def rotate(
-    level: str,
-    tensors: list[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    layout: str,
-    pairing: str,
-    offset: int = 0,
-    inverse: bool = False,
-    like: Callable[[Tensor], Tensor] = torch.empty_like,
-) -> list[Tensor]:
-    return check_rotation(cpu, tensors, cos, sin, layout, pairing, offset, inverse, like, level=level)
+def rotate(level: str, *given: Any, **how: Any) -> list[Tensor]:
+    return check_rotation(cpu, *given, **how, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

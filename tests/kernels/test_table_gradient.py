@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
 
-import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, shape, unchanged
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check_table_gradient, shape, unchanged
 from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def check(tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, offset: int) -> None:
-    before = [x.clone() for x in (*tensors, *grads)]
-    tables = cpu.table_gradient(tensors, grads, pairs, Options(layout, pairing == "interleaved", offset))
-    parts = [
-        oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), pairs, pairing, offset)
-        for x, g in zip(tensors, grads, strict=True)
-    ]
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    # Each head adds two roundings of products and two of sums; the oracle rounds in float64 as well.
-    heads = sum(x.shape[layout.index("h")] for x in tensors)
-    allowed = (4 * heads + 4) * torch.finfo(dtype).eps * sum(part[2] for part in parts) / 2 + torch.finfo(dtype).tiny
-    for table, which in zip(tables, (0, 1), strict=True):
-        exact = sum(part[which] for part in parts)
-        assert table.dtype == dtype
-        assert table.shape == exact.shape
-        assert (abs(table.double().numpy() - exact) <= allowed).all(), f"{('cos', 'sin')[which]} {pairs} {offset}"
-    assert all(unchanged(x, old) for x, old in zip((*tensors, *grads), before, strict=True))
+check = partial(check_table_gradient, cpu)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

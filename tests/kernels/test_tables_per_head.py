@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, check_rotation, shape
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, check_rotation, check_table_gradient, shape
 from ropewalk._layout import Options
 from ropewalk.kernels import cpu
 from ropewalk.rotation import reference
@@ -28,8 +27,8 @@ def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = tables(batch, 11, 5, 39, dtype=table_dtype)
             for inverse in (False, True):
-                check_rotation(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, torch.empty_like, level=level)
-            check_rotation(cpu, [k], cos, sin, layout, pairing, 6, False, torch.empty_like, level=level)
+                check_rotation(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, level=level)
+            check_rotation(cpu, [k], cos, sin, layout, pairing, 6, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -38,32 +37,19 @@ def test_strides_and_sizes(level: str, threads: None, layout: str, pairing: str)
     """Several blocks of tokens for two threads; more pairs than the buffer holds; permuted and gapped tables."""
     torch.manual_seed(1)
     q = torch.randn(shape(layout, 1, 331, 3, 128))
-    check_rotation(cpu, [q, q], *tables(1, 3, 331, 64), layout, pairing, 0, False, torch.empty_like, level=level)
+    check_rotation(cpu, [q, q], *tables(1, 3, 331, 64), layout, pairing, level=level)
     other = [table.transpose(1, 2) for table in tables(1, 331, 3, 64)]
-    check_rotation(cpu, [q], *other, layout, pairing, 0, True, torch.empty_like, level=level)
+    check_rotation(cpu, [q], *other, layout, pairing, 0, True, level=level)
     apart = [table[..., ::2] for table in tables(1, 3, 331, 80)]
-    check_rotation(cpu, [q], *apart, layout, pairing, 5, False, torch.empty_like, level=level)
+    check_rotation(cpu, [q], *apart, layout, pairing, 5, level=level)
     alike = [table.expand(1, 3, 331, 64) for table in tables(1, 1, 331, 64)]
-    check_rotation(
-        cpu, [q], alike[0], tables(1, 3, 331, 64)[1], layout, pairing, 0, False, torch.empty_like, level=level
-    )
+    check_rotation(cpu, [q], alike[0], tables(1, 3, 331, 64)[1], layout, pairing, level=level)
     wide = torch.randn(shape(layout, 1, 3, 2, 1030))
-    check_rotation(
-        cpu,
-        [wide],
-        *tables(1, 2, 3, 513, dtype=torch.float64),
-        layout,
-        pairing,
-        3,
-        False,
-        torch.empty_like,
-        level=level,
-    )
+    wide_tables = tables(1, 2, 3, 513, dtype=torch.float64)
+    check_rotation(cpu, [wide], *wide_tables, layout, pairing, 3, level=level)
     for batch, seq, heads in ((1, 0, 2), (1, 3, 0), (1, 1, 1)):
         x = torch.randn(shape(layout, batch, seq, heads, 6))
-        check_rotation(
-            cpu, [x], *tables(batch, heads, seq, 2), layout, pairing, 1, False, torch.empty_like, level=level
-        )
+        check_rotation(cpu, [x], *tables(batch, heads, seq, 2), layout, pairing, 1, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -74,23 +60,8 @@ def test_gradient(level: str, dtype: torch.dtype, layout: str, pairing: str) -> 
     torch.manual_seed(2)
     tensors, grads = ([torch.randn(shape(layout, 2, 5, 7, 80)).to(dtype) for _ in range(2)] for _ in range(2))
     for count in (1, 2):
-        parts = [
-            # One head at a time, because the oracle sums over heads.
-            oracle.table_gradient(as_bshd(x, layout)[..., None, :], as_bshd(g, layout)[..., None, :], 29, pairing, 7)
-            for x, g in zip(tensors[:count], grads[:count], strict=True)
-        ]
-        made = cpu.table_gradient(
-            tensors[:count], grads[:count], 29, Options(layout, pairing == "interleaved", 7), True
-        )
-        plain = reference.table_gradient(
-            tensors[:count], grads[:count], 29, Options(layout, pairing == "interleaved", 7), True
-        )
-        real = torch.float64 if dtype == torch.float64 else torch.float32
-        # Two products and two sums of each tensor; the oracle rounds in float64 as well.
-        allowed = (4 * count + 4) * torch.finfo(real).eps / 2 * sum(part[2] for part in parts)
-        for which in (0, 1):
-            exact = sum(part[which] for part in parts).transpose(0, 2, 1, 3)
-            assert made[which].dtype == real
-            assert made[which].shape == exact.shape
-            assert (abs(made[which].double().numpy() - exact) <= allowed.transpose(0, 2, 1, 3)).all()
-            assert torch.equal(bits(made[which] + 0.0), bits(plain[which] + 0.0))  # a sum that starts with 0 is +0
+        given = tensors[:count], grads[:count]
+        made = check_table_gradient(cpu, *given, 29, layout, pairing, 7, per_head=True)
+        plain = reference.table_gradient(*given, 29, Options(layout, pairing == "interleaved", 7), True)
+        for mine, other in zip(made, plain, strict=True):
+            assert torch.equal(bits(mine + 0.0), bits(other + 0.0))  # a sum that starts with 0 is +0

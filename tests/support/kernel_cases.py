@@ -19,6 +19,15 @@ LAYOUTS = ["bshd", "bhsd", "sbhd", "thd"]
 PAIRINGS = ["half", "interleaved"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
+# All checks of torch.library.opcheck.
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SMALLEST_NORMAL = torch.finfo(torch.bfloat16).smallest_normal
 
@@ -129,9 +138,9 @@ def check_rotation(
     sin: Tensor,
     layout: str,
     pairing: str,
-    offset: int,
-    inverse: bool,
-    like: Callable[[Tensor], Tensor],
+    offset: int = 0,
+    inverse: bool = False,
+    like: Callable[[Tensor], Tensor] = torch.empty_like,
     *,
     level: str = "",
     truncated: bool = False,
@@ -152,6 +161,41 @@ def check_rotation(
         assert unchanged(y[..., outside], x[..., outside]), description
         assert unchanged(x, old), description
     return outputs
+
+
+def check_table_gradient(
+    kernel: Any,
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    pairs: int,
+    layout: str,
+    pairing: str,
+    offset: int,
+    *,
+    per_head: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients to cos and sin with a kernel, and compare them with the sums of the oracle."""
+    before = [x.clone() for x in (*tensors, *grads)]
+    made: tuple[Tensor, Tensor] = kernel.table_gradient(
+        tensors, grads, pairs, Options(layout, pairing == "interleaved", offset), per_head
+    )
+    rows = [[as_bshd(y, layout) for y in pair] for pair in zip(tensors, grads, strict=True)]
+    if per_head:  # one head at a time, because the oracle sums over heads
+        rows = [[y[..., None, :] for y in pair] for pair in rows]
+    parts = [oracle.table_gradient(*pair, pairs, pairing, offset) for pair in rows]
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    # Each head adds two roundings of products and two of sums; the oracle rounds in float64 as well.
+    heads = len(parts) if per_head else sum(x.shape[layout.index("h")] for x in tensors)
+    allowed = (4 * heads + 4) * torch.finfo(dtype).eps * sum(part[2] for part in parts) / 2 + torch.finfo(dtype).tiny
+    for table, name, which in zip(made, ("cos", "sin"), (0, 1), strict=True):
+        exact, most = (
+            x.transpose(0, 2, 1, 3) if per_head else x for x in (sum(part[which] for part in parts), allowed)
+        )
+        assert table.dtype == dtype
+        assert table.shape == exact.shape
+        assert (abs(table.double().cpu().numpy() - exact) <= most).all(), f"{name} {pairs} {offset}"
+    assert all(unchanged(x, old) for x, old in zip((*tensors, *grads), before, strict=True))
+    return made
 
 
 def record_calls(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
