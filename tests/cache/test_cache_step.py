@@ -33,7 +33,7 @@ from cache_model import (
     stopped,
     unchanged,
 )
-from ropewalk import CacheStep, KVCache, Rope, RopeError, Rotation, SelfExtend
+from ropewalk import CacheStep, KVCache, Rope, RopeError, Rotation
 
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
@@ -177,28 +177,6 @@ class TestMisuse:
         with torch.no_grad(), pytest.raises(RopeError, match=f"KVCache: {message}"):
             MODEL[0](x, rotation, cache=step.layer(0))
         assert unchanged(cache, before)
-
-    def test_rotation_of_other_tokens(self) -> None:
-        cache, x = self.cache()
-        step = cache.step(1)
-        assert step.positions.tolist() == [[4], [4]]
-        message = r"with a cache, rotation must be .* \[batch, seq\] = \[2, 1\], got one for tokens of shape "
-        for positions, shape in ((torch.arange(1), r"\(1,\)"), (torch.arange(1)[None], r"\(1, 1\)")):
-            rotation = ROPE.at(positions, dtype=torch.float64)
-            self.refuses(cache, step, x, rotation, rf"{message}{shape}\. Use step.rotation\(rope\)")
-            if positions.ndim == 1:
-                far = SelfExtend(ROPE, 2, 2).at(positions, dtype=torch.float64)
-                self.refuses(cache, step, x, far, message)
-        self.refuses(cache, step, x, ROPE.shift(4, dtype=torch.float64), message)
-
-    def test_self_extend_without_the_cached_keys(self) -> None:
-        cache, x = self.cache()
-        step = cache.step(1)
-        far = SelfExtend(ROPE, 2, 2).at(step.positions, dtype=torch.float64)
-        message = (
-            r".* must be computed for all 9 keys, got one for 1\. .*SelfExtend.at\(step.positions, step.key_positions\)"
-        )
-        self.refuses(cache, step, x, far, message)
 
     @pytest.mark.parametrize("sinks", [0, 1])
     def test_rotation_of_the_previous_step(self, sinks: int) -> None:

@@ -64,30 +64,6 @@ def test_some_tokens_move(row: int) -> None:
     torch.testing.assert_close(cached(cache)[0], keys_at(places), rtol=0, atol=3e-14)
 
 
-def test_keys_in_8_bits() -> None:
-    """The other row keeps its bits. A key is rounded twice, by 1/254 of the largest number of its head."""
-    cache = filled(store="int8", capacity=9)
-    before = [store.read(7)[0][0].clone() for store in cache._stores]
-    cache.move(ROPE, 1, torch.tensor([6, 1]), torch.tensor([0, 500]))
-    places = [0, 500, 2, 3, 4, 5, 0]
-    for i, wanted in enumerate(keys_at([list(range(7)), places])):
-        keys = cache._stores[i].read(7)[0]
-        assert torch.equal(keys[0], before[i])
-        assert (keys[1] - wanted[1]).abs().max() <= (1 + 2**0.5) / 254 * wanted[1].abs().max() * 2**0.5
-
-
-def test_with_a_window() -> None:
-    """The cached tokens are at the positions from 3 on."""
-    cache = filled(window=4)
-    cache.move(ROPE, 0, torch.tensor([4, 6]), torch.tensor([60, 40]))
-    step = cache.step(1)
-    seen = (step.key_order[0] >= 4) & (step.key_order[0] < 7)
-    found = dict(zip(step.key_order[0][seen].tolist(), step.key_positions[0][seen].tolist(), strict=True))
-    assert {order: found[order] for order in (5, 6)} == {5: 5, 6: 40}
-    assert found.get(4, 60) == 60  # the new token of a ring has the slot of one that it does not see
-    assert step.positions.tolist() == [[61], [7]]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -132,17 +132,6 @@ def test_tokens_adjacent_in_memory(level: str, dtype: torch.dtype, pairing: str)
     rotate(level, [x], *random_table(71, 7), "bshd", pairing, offset=3)
 
 
-def test_threads_make_no_difference(level: str, threads: None) -> None:
-    torch.manual_seed(3)
-    q, (cos, sin) = torch.randn(1, 997, 3, 64), random_table(997, 32)
-    results = []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append(rotate(level, [q], cos, sin, "bshd", "half")[0])
-    assert unchanged(results[0], results[1])
-    assert unchanged(results[0], results[2])
-
-
 def views(dtype: torch.dtype) -> dict[str, Tensor]:
     """Return views of shape [2, 5, 3, 80] with every order of strides."""
     draw = torch.randn
