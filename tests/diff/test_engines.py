@@ -498,6 +498,17 @@ class TestRopeDifference:
         json.dumps(facts, allow_nan=False)
 
 
+def test_gemma_4_in_sglang() -> None:
+    """Its file passes the rope_type of rope_parameters to get_rope, without the keys that other schemes need."""
+    config = MODELS["gemma-4-26b-a4b"]["config"]
+    assert diff.engines(config, names=("transformers", "vllm", "sglang")).verdict == "agree"
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 65536}
+    text = config["text_config"]
+    text = {**text, "rope_parameters": {**text["rope_parameters"], "full_attention": yarn}}
+    found = diff.engines({**config, "text_config": text}, names=("transformers", "sglang"))
+    assert found.facts["states"]["SGLang"] == "unknown"
+
+
 def test_all_facts_are_json() -> None:
     facts = diff.engines(yarn(mscale=0.707)).facts
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
