@@ -196,10 +196,11 @@ def test_frequencies_that_depend_on_the_length() -> None:
 
 
 def test_idle_pairs() -> None:
-    ropes = ModelRopes((Rope(8, 1e4, "half", scaling=Proportional(0.5)),), "test", "here", trained_length=64)
+    ropes = ModelRopes((Rope(8, 1e4, "half", scaling=Proportional(0.5)),), "test", "here", trained_length=700)
+    assert "2 of 4 pairs complete a turn within it before scaling" in ropes.explain()
     assert "pairs 0-1 are not slowed; pairs 2-3 do not rotate" in ropes.explain()
     assert ropes.facts()["ropes"][0]["rope"]["wavelength"][2:] == [None, None]
-    ropes.explain(100)
+    ropes.explain(1000)
 
 
 def test_no_pair_rotates() -> None:

@@ -133,8 +133,7 @@ _ORDINAL = {2: "second", 3: "third"}
 def _format_wavelengths(rotating: list[float], of_text: bool) -> str:
     if not rotating:
         return "no pair rotates"
-    unit = "tokens" if of_text else "positions"
-    return f"{min(rotating):,.2f} to {max(rotating):,.0f} {unit} for a full turn"
+    return f"{min(rotating):,.2f} to {max(rotating):,.0f} {'tokens' if of_text else 'positions'} for a full turn"
 
 
 def _format_parameter(value: Any) -> str:

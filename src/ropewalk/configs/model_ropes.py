@@ -240,7 +240,8 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None, window: int
         "wavelength": [w if math.isfinite(w) else None for w in wavelength],
         "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
         "window": window,
-        "full_turns_when_trained": far_trained and sum(2 * math.pi / w <= far_trained for w in unscaled),
+        "full_turns_when_trained": far_trained
+        and sum(now > 0 and 2 * math.pi / w <= far_trained for w, now in zip(unscaled, inv_freq, strict=True)),
         "full_turns_at_length": far and sum(w <= far for w in wavelength),
     }
 
