@@ -275,6 +275,9 @@ def test_what_a_config_states_for_engines() -> None:
     assert "The config states 131,072 tokens, without scaling." in found.text()
     assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
     assert extend(command, 2 * LONG).plans[0].factor == 4.0
+    assert from_config(command).trained_length == LONG
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert from_config({**command, "rope_scaling": yarn}).trained_length == 32_768
     mistral = {**FLAT, "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}}
     assert extend(mistral, LONG).facts["reaches"]  # Yarn-Mistral-7b-128k states 32,768 as well
     chunks = {**FLAT, "dual_chunk_attention_config": {"chunk_size": 8192}}

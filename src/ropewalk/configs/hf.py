@@ -164,7 +164,7 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         layers=tuple(ropes[name] for name in layers),
         model_type=str(c.get("model_type")),
         source=c.source,
-        trained_length=_trained_length(c.longest, schemes) if row.trained_length is None else row.trained_length(c),
+        trained_length=_trained_length(c.longest, schemes, row.trained_length(c) if row.trained_length else None),
         max_position_embeddings=c.longest,
         layer_kinds=tuple(layers),
         windows=windows(c.config, str(c.get("model_type")), layers),
@@ -277,11 +277,11 @@ def _refuse_missing(c: Reader, name: str, scheme: type[Scaling], values: dict[st
             raise c.error(f.name, f"must be given for rope_type {name!r}", "none", fix)
 
 
-def _trained_length(longest: int | None, schemes: list[Scaling]) -> int | None:
+def _trained_length(longest: int | None, schemes: list[Scaling], own: int | None) -> int | None:
     """Return the length in tokens that the model was trained on before scaling, or None if it is not known."""
-    lengths = [scheme.trained_length(longest) for scheme in schemes]
-    known = [length for length in lengths if length is not None]
-    return longest if not lengths else min(known) if len(known) == len(lengths) else None
+    known = [length for scheme in schemes if (length := scheme.trained_length(longest)) is not None]
+    stated = own if own is not None or schemes else longest
+    return min(known) if known and len(known) == len(schemes) else stated
 
 
 def _find_row(c: Reader) -> Architecture:

@@ -217,16 +217,16 @@ def refuse_rope_head_dim(c: Reader) -> None:
         raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
 
 
-def qwen_length(c: Reader) -> int | None:
-    """Return the trained length of Qwen 1: seq_length, or max_position_embeddings if the config has no seq_length."""
-    return c.length("seq_length") or c.longest
+def own_length(key: str) -> Callable[[Reader], int | None]:
+    """Return a function that returns the trained length that a key states, or max_position_embeddings without it."""
+    return lambda c: c.length(key) or c.longest
 
 
 def warn_of_qwen_ntk(c: Reader) -> None:
     """Add a warning if the config of Qwen 1 enables its dynamic scaling, which no scheme describes."""
     if c.boolean("use_dynamic_ntk", False):
         c.warnings.append(
-            f"use_dynamic_ntk: beyond {qwen_length(c)} tokens the model's own code uses NTK with "
+            f"use_dynamic_ntk: beyond {own_length('seq_length')(c)} tokens the model's own code uses NTK with "
             "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes do not "
             f"include it.{possible(' For longer texts use dataclasses.replace(rope, scaling=NTK(alpha)).')}"
         )

@@ -347,7 +347,7 @@ REMOTE: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=("rotary_emb_base",))},
         keys_without_effect={"rope_theta": "the model's code reads rotary_emb_base"},
         check=functions.warn_of_qwen_ntk,
-        trained_length=functions.qwen_length,
+        trained_length=functions.own_length("seq_length"),
     ),
     "telechat": remote(
         "modeling_telechat.py of telechat-7B",

@@ -24,6 +24,7 @@ _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING
 _NESTED_KINDS = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
+_COMMAND_R_LENGTH = functions.own_length("model_max_length")  # as vLLM and SGLang read it
 # The factor (1 + (position + 1) / 2048)^0.1.
 _BEAM_SCALE = QueryScale(original_max_position_embeddings=2048, offset=1, power=0.1, only_unrotated=True)
 _NO_ROPE_LAYERS = LayerFlags("no_rope_layers", otherwise=Every(4, NO_ROPE, ALL, key="no_rope_layer_interval"))
@@ -63,7 +64,7 @@ TEXT: dict[str, Architecture] = {
         "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime ",
         head_dim_divides=False,
     ),
-    **llama_like("ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
+    **llama_like("ernie4_5 ernie4_5_moe ", pairing="interleaved"),
     **llama_like(
         "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
         pairing="interleaved",
@@ -303,12 +304,14 @@ TEXT: dict[str, Architecture] = {
         query_scale=functions.llama4_query_scale,
     ),
     "smollm3": row("smollm3", pattern=_NO_ROPE_LAYERS),
+    "cohere": row("cohere", pairing="interleaved", trained_length=_COMMAND_R_LENGTH),
     "cohere2": local_only(
         "cohere2",
         Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
         null_window=NO_ROPE,
         pairing="interleaved",
         partial_keys=("partial_rotary_factor", "rotary_pct"),  # 1.0 in Command R7B
+        trained_length=_COMMAND_R_LENGTH,
     ),
     "exaone4": local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),

@@ -31,8 +31,6 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
 def stated_length(ropes: ModelRopes) -> int | None:
     """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
-    if ropes.model_type.startswith("cohere"):  # Command R states it so, as vLLM and SGLang read it
-        known += [n for n in [(ropes.config or {}).get("model_max_length")] if type(n) is int]
     for rope in filter(None, dict.fromkeys(ropes.layers)):
         scheme, factor = rope.scaling, getattr(rope.scaling, "factor", None)
         # It is None for linear scaling, whose configs may state the length before or after it.
