@@ -40,7 +40,7 @@ def test_another_base() -> None:
     text = found.text()
     assert "Different: 4 of 4 layers rotate differently." in text
     assert "base: 10000 → 1000000" in text
-    assert "weights   fit unchanged: the same channels are rotated, at other frequencies." in text
+    assert "weights   fit unchanged: the same channels are rotated, at other frequencies, which the model" in text
     assert "KV cache  does not fit: the stored keys were rotated by other angles." in text
 
 

@@ -232,7 +232,7 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]], con
     elif fit := bool(changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}):
         why = "other channels are rotated, which the model must have been trained for"
     elif fit := any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
-        why = "the same channels are rotated, at other frequencies"
+        why = "the same channels are rotated, at other frequencies, which the model must have been trained for"
     else:
         fit, why = True, "of the rotation, only the attention factor differs" if rows else "the rotation is the same"
     return {"fit": fit, "permute": permute, "why": why}
