@@ -565,6 +565,13 @@ def test_text_of_engines_that_differ() -> None:
     assert "25 pairs differ, at most 2.119 times faster (pair 45)" in line
 
 
+def test_the_text_says_that_the_indexer_was_not_compared() -> None:
+    """It is a second attention in each layer, and mlx-lm#512 is about its pairing."""
+    found = diff.engines(MODELS["deepseek-v3.2"]["config"])
+    assert found.facts["not_compared"][0] == "the rope of its indexer"
+    assert "Not compared: the rope of its indexer; the softmax scale, " in " ".join(found.text().split())
+
+
 def test_the_text_says_what_was_not_compared() -> None:
     smollm3 = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [0] + [1] * (LLAMA["num_hidden_layers"] - 1)}
     names = ["transformers", "vllm", "sglang", "mlx-lm", "exllamav3"]

@@ -232,6 +232,7 @@ def _compare_at_length(
 def not_compared(ropes: ModelRopes) -> list[str]:
     """Return what the config states about the attention, and the comparison leaves out."""
     found = ["which layers rotate"] if None in ropes.layers else []
+    found += [f"the rope of its {name}" for name in ropes.extra_ropes]
     if ropes.softmax_factor != 1.0:
         found.append(f"the softmax scale, which this config multiplies by {ropes.softmax_factor:.6g}")
     return found
