@@ -111,8 +111,7 @@ def read(
         if dim % 2:
             fix = f"Pass {dim + 1}, or the config of the model."
             raise _checks.error("check", "head_dim must be even", str(dim), fix)
-        is_stated = head_dim is not None
-        return target, Expected(pairing=pairing, base=base, head_dim=dim, states_head_dim=is_stated)
+        return target, Expected(pairing=pairing, base=base, head_dim=dim, states_head_dim=head_dim is not None)
     if rope is not None:
         expected = _of_rope(rope, 2048)
         return target, replace(expected, table_length=expected.length)

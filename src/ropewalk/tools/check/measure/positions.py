@@ -257,4 +257,5 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
     if subject.way.given is not None or subject.way.positions in ("none", "packed"):
         return [torch.arange(64 if subject.way.given is not None else 512)]
     last = baseline.subject.expected.length or 10**9
-    return [positions for p in _PROBES_16 if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]
+    probes = (*_PROBES_16, *_table_length(subject))  # beyond a table, code builds another one
+    return [positions for p in probes if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]
