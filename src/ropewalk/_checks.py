@@ -283,7 +283,8 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
         suggestion = ""
         if isinstance(value, str):
             name_here = SYNONYMS.get(value.lower().replace("_", "-").replace(" ", "-"))
-            suggestion = f" Did you mean {name_here!r}?" if name_here in choices else nearest(value, choices)
+            suggestion = "" if name_here == "" else nearest(value, choices)
+            suggestion = f" Did you mean {name_here!r}?" if name_here in choices else suggestion
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.{suggestion}")
 
 

@@ -343,6 +343,8 @@ class TestMessagesNameOptions:
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
         for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio"):
             assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
+        for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers"):
+            assert "Did you mean" not in fails("diff", config, "--engines", program)
 
     def test_download(self) -> None:
         assert "If it is a hub id, pass --download, or pass the path" in fails("explain", "owner/name")
