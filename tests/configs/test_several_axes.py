@@ -115,6 +115,14 @@ class TestSections:
         three = from_config({**HUNYUAN, "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}})
         assert three.axis_names == ("width", "height", "image")
 
+    def test_ernie_as_published(self) -> None:
+        """Its keys are flat. transformers has the script convert_ernie4_5_vl_moe_to_hf.py for it."""
+        keys = {"head_dim": 128, "num_hidden_layers": 2, "rope_theta": 5e5, "max_position_embeddings": 131072}
+        ropes = from_config({**keys, "model_type": "ernie4_5_moe_vl", "rope_3d": True, "freq_allocation": 20})
+        assert ropes.layers == from_config({**keys, "model_type": "ernie4_5_vl_moe_text"}).layers
+        with pytest.raises(RopeError, match="rope_3d must be"):
+            from_config({**keys, "model_type": "ernie4_5_moe_vl", "rope_3d": False})
+
     @pytest.mark.parametrize(
         ("config", "scaling", "message"),
         [

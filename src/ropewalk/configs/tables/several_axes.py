@@ -80,6 +80,9 @@ SEVERAL_AXES: dict[str, Architecture] = {
         name: remote(f"vLLM models/{file}.py: Qwen 3 with flat keys", axes=AxesRule(None))
         for name, file in (("KeyeVL", "keye"), ("KeyeVL1_5", "keye_vl1_5"))
     },
+    "ernie4_5_moe_vl": remote(
+        "ERNIE's modeling_ernie4_5_vl.py", axes=_ERNIE, pairing="interleaved", fixed={"rope_3d": (True, "one axis")}
+    ),
     "openpangu_vl_text": remote(
         "vLLM layers/rotary_embedding/mrope_interleaved.py and models/openpangu.py",
         axes=_OPENPANGU,
