@@ -498,6 +498,16 @@ class TestRopeDifference:
         json.dumps(facts, allow_nan=False)
 
 
+def test_the_base_of_chatglm() -> None:
+    """GLM-4-9B-Chat has rope_ratio 500. The files of all three engines multiply 10,000 by it."""
+    config = {"model_type": "chatglm", "kv_channels": 128, "num_attention_heads": 32, "num_layers": 2}
+    config |= {"hidden_size": 4096, "seq_length": 131_072, "rope_ratio": 500, "original_rope": True}
+    for name in ("vllm", "sglang", "llama.cpp"):
+        assert from_config(config, engine=name).rope.base == 5e6
+        assert diff.for_engine(config, name).verdict == "nothing needed" if name != "sglang" else True
+    assert from_config({**config, "rope_ratio": 1}, engine="vllm").rope.base == 1e4
+
+
 def test_gemma_4_in_sglang() -> None:
     """Its file passes the rope_type of rope_parameters to get_rope, without the keys that other schemes need."""
     config = MODELS["gemma-4-26b-a4b"]["config"]

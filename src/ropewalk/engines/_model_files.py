@@ -191,7 +191,9 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     if isinstance(parameters, Mapping) and nested != any(isinstance(v, Mapping) for v in parameters.values()):
         return Reading(None, file, stop="how it reads rope_parameters of this form was not recorded", why="unknown")
     rope = config.rope
-    base = _first({**config.values, "layer_rope_theta": config.listed_base}, file.base, file.otherwise)
+    ratio = to_finite(config.values.get("rope_ratio"))
+    times = {} if ratio is None else {"10000 * rope_ratio": 10_000.0 * ratio}  # ChatGLM
+    base = _first({**config.values, "layer_rope_theta": config.listed_base, **times}, file.base, file.otherwise)
     section, scaling = _scaling(file, config)
     if missing := [key for key in file.section_needs if section.get(key) is None]:
         stop = f"it needs the keys {', '.join(missing)} in {' or '.join(file.scaling)}"
