@@ -280,8 +280,11 @@ def test_what_a_config_states_for_engines() -> None:
     assert from_config({**command, "rope_scaling": yarn}).trained_length == 32_768
     mistral = {**FLAT, "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}}
     assert extend(mistral, LONG).facts["reaches"]  # Yarn-Mistral-7b-128k states 32,768 as well
-    chunks = {**FLAT, "dual_chunk_attention_config": {"chunk_size": 8192}}
+    chunks = {**FLAT, "dual_chunk_attention_config": {"chunk_size": 8192, "original_max_position_embeddings": 16_384}}
     assert [bool(entry["commands"]) for entry in extend(chunks, LONG).facts["engines"]] == [False, False, True, True]
+    assert from_config(chunks).trained_length == 16_384
+    said = "beyond 16,384 tokens the model needs dual_chunk_attention_config, which vLLM and SGLang read."
+    assert said in " ".join(extend(chunks, LONG).text().split())
 
 
 def test_tokens_with_several_positions() -> None:

@@ -160,11 +160,14 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         schemes += [] if scheme is None else [scheme]
         extra_ropes.update(row.extra_ropes(c, name, rope))
     c.warnings += [w for scheme in dict.fromkeys(schemes) for w in scheme.warnings(c.longest)]
+    if chunked := c.length(f"dual_chunk_attention_config.{TRAINED}"):
+        read = "dual_chunk_attention_config, which vLLM and SGLang read"
+        c.warnings.append(f"beyond {chunked:,} tokens the model needs {read}.")
     return ModelRopes(
         layers=tuple(ropes[name] for name in layers),
         model_type=str(c.get("model_type")),
         source=c.source,
-        trained_length=_trained_length(c.longest, schemes, row.trained_length(c) if row.trained_length else None),
+        trained_length=_trained_length(c.longest, schemes, row.trained_length(c) if row.trained_length else chunked),
         max_position_embeddings=c.longest,
         layer_kinds=tuple(layers),
         windows=windows(c.config, str(c.get("model_type")), layers),

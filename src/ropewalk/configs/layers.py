@@ -91,8 +91,7 @@ class Every:
             "does not rotate" if self.kind == NO_ROPE else f"is {self.kind}",
         )
         c.origins["layer_types"] = f"{c.full(self.key) if has_key else 'implied'}: the {which} of every {n} {does}"
-        at = 0 if self.first else n - 1
-        return [self.kind if i % n == at else self.rest for i in range(count)]
+        return [self.kind if i % n == (0 if self.first else n - 1) else self.rest for i in range(count)]
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,7 @@ def recurrent_gemma_kinds(c: Reader, count: int) -> list[str]:
     block_types = c.get(key)
     if not isinstance(block_types, list) or not block_types:
         raise c.error(key, "must be a list of kinds of layers", shown(block_types), "Add it.")
-    repeated = [block_types[i % len(block_types)] for i in range(count)]
-    return check_kinds(c, key, repeated, ("attention", "recurrent"))
+    return check_kinds(c, key, [block_types[i % len(block_types)] for i in range(count)], ("attention", "recurrent"))
 
 
 def nemotron_nas_kinds(c: Reader, count: int) -> list[str]:

@@ -157,8 +157,7 @@ class _HeaderParser:
 
     def _name(self, name: str) -> str:
         self._count_items()
-        content = self._read_bytes(self._count(f"the length of {name}", _MAX_NAME, 1))
-        return self._text(content)
+        return self._text(self._read_bytes(self._count(f"the length of {name}", _MAX_NAME, 1)))
 
     def _text(self, content: bytes) -> str:
         try:
