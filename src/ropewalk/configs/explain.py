@@ -174,11 +174,11 @@ def _format_length(rope: dict[str, Any], info: dict[str, Any]) -> str:
     reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _divisors(rope), strict=True)]
     now = [length / (2 * math.pi) * w for w in rope["inv_freq"]]
     unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]
-    # A model such as Llama 3.1 was trained on with its scaling, on texts longer than the trained length.
     after = "after scaling, " if any(slow != 1.0 for slow in _divisors(rope)) else ""
     if not unseen:
         return f"{words}; {after}no pair reaches an angle beyond those of training"
-    return f"{words}; {after}pairs {ranges(unseen)} reach angles that were not seen in training"
+    new = "are new unless training went on with this scaling" if after else "were not seen in training"
+    return f"{words}; {after}pairs {ranges(unseen)} reach angles that {new}"
 
 
 def _divisors(rope: dict[str, Any]) -> list[float]:
