@@ -205,19 +205,6 @@ class TestTextIsOneAxis:
         assert torch.equal(several.cos, one.cos)
         assert torch.equal(several.sin, one.sin)
 
-    def test_tables(self) -> None:
-        axes, text = OF_64["Qwen3-VL"], np.arange(2_000)
-        several, one = rope(axes).tables(np.broadcast_to(text, (3, 2_000))), rope(None).tables(text)
-        assert all((a == b).all() for a, b in zip(several, one, strict=True))
-
-    def test_each_axis_is_the_rope_of_one(self) -> None:
-        """With a progression per axis, the block of each axis is a rope with that number of channels."""
-        rotation = rope(OF_64["FLUX"], 1e4).at(positions := places(OF_64["FLUX"], 2, 5))
-        for a, block in enumerate((slice(0, 8), slice(8, 36), slice(36, 64))):
-            one = Rope(2 * (block.stop - block.start), 1e4, "half").at(positions[a])
-            assert torch.equal(rotation.cos[..., block], one.cos)
-            assert torch.equal(rotation.sin[..., block], one.sin)
-
     def test_as_deployed_with_a_progression_per_axis(self) -> None:
         rotation = rope(OF_64["FLUX"], 1e4).at(positions := places(OF_64["FLUX"], 5, limit=99), numerics="float32")
         one = Rope(56, 1e4, "half").at(positions[2], numerics="float32")
@@ -292,10 +279,6 @@ class TestShift:
     def test_no_shift(self, delta: Any) -> None:
         with pytest.raises(RopeError, match=r"Rope\.shift: delta(\[\d\])? (of a rope with 3 axes )?must"):
             rope(OF_64["Qwen2-VL"]).shift(delta)
-
-    def test_a_list_of_shifts(self) -> None:
-        with pytest.raises(RopeError, match=r"with 3 axes must be a tuple of 3 ints, got \[1, 2, 3\]"):
-            rope(OF_64["Qwen2-VL"]).shift([1, 2, 3])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "delta", [torch.tensor(1), torch.tensor([1, 2]), torch.zeros(3), torch.ones(3, 1, 1, 1).int()]

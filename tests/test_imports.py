@@ -205,12 +205,16 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
         "import ropewalk; ropewalk.plots.explorer({'plain': ropewalk.Rope(8, 1e4, 'half')})",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
         "from ropewalk import Rope; Rope(8, 1e4, 'half').tables([[0, 1], [7, 8]])",
+        # vLLM imports every plugin in each of its processes, including disabled ones.
+        "from ropewalk.integrations.vllm import register; register()",
+        # pytest imports the fixture before the first test.
+        "import ropewalk.integrations.pytest",
     ],
 )
 def test_starts_without_torch(program: str) -> None:
     modules = loaded_by(program)
     assert "ropewalk" in modules
-    assert not modules & {"torch", "transformers", "matplotlib"}
+    assert not modules & {"torch", "transformers", "matplotlib", "vllm"}
 
 
 def test_a_first_rotation_loads_few_modules() -> None:
@@ -245,17 +249,6 @@ def test_the_integration_into_transformers_imports_no_transformers() -> None:
     modules = loaded_by("from ropewalk.integrations.transformers import accelerate, restore")
     assert "torch" in modules
     assert "transformers" not in modules
-
-
-def test_the_integration_into_vllm_imports_almost_nothing() -> None:
-    """vLLM imports every plugin in each of its processes, including disabled ones."""
-    modules = loaded_by("from ropewalk.integrations.vllm import register; register()")
-    assert not {"torch", "vllm"} & modules
-
-
-def test_the_fixture_for_pytest_imports_almost_nothing() -> None:
-    """pytest imports the fixture before the first test."""
-    assert "torch" not in loaded_by("import ropewalk.integrations.pytest")
 
 
 def test_loaded_modules_are_detected() -> None:

@@ -79,25 +79,6 @@ def test_several_steps_equal_one_pass_with_self_extend(
     )
 
 
-@pytest.mark.parametrize("delta", [5, torch.tensor([5])])
-def test_slots_without_a_key_stay_empty_when_positions_shift(delta: int | Tensor) -> None:
-    rope, _ = ROPES["default"]
-    cache = cache_of(1, capacity=4)
-    run(cache, torch.randn(1, 2, HIDDEN, dtype=torch.float64), rope)
-    cache.shift(rope, delta)
-    assert cache.step(1).key_positions.tolist() == [[5, 6, 7, 2**62]]
-
-
-def test_slots_of_dropped_keys_are_empty() -> None:
-    rope, _ = ROPES["default"]
-    cache = cache_of(2, capacity=4)
-    run(cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), rope)
-    assert cache.step(1, at=torch.tensor([1, 3])).key_positions.tolist() == [[0, 1, 2**62, 2**62], [0, 1, 2, 3]]
-    cache.rollback()
-    cache.reset([1])
-    assert cache.step(1).key_positions.tolist() == [[0, 1, 2**62, 2**62], [0, 2**62, 2**62, 2**62]]
-
-
 def test_explicit_positions_are_copied() -> None:
     """The caller may reuse one buffer for the positions of every step."""
     cache, buffer = KVCache(1, 1, 1, 2, capacity=4), torch.tensor([7, 7])

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, same, shape
@@ -167,15 +165,6 @@ class TestSeparateCalls:
             check(q, k, v, caches, torch.randperm(3 * batch)[:batch, None], rotation, norm)  # type: ignore[arg-type]
         finally:
             torch.set_num_threads(before)
-
-    @settings(max_examples=40)
-    @given(st.data())
-    def test_any_slots(self, data: Any) -> None:
-        slots = data.draw(st.permutations([*range(BLOCKS * BLOCK), *[-1] * 6]))[: BATCH * SEQ]
-        torch.manual_seed(4)
-        check(
-            *drawn(), (memory(), memory()), torch.tensor(slots).view(BATCH, SEQ), ROPE.at(torch.arange(SEQ)), a_norm()
-        )
 
 
 class TestOtherUses:

@@ -275,6 +275,9 @@ class RowRequests:
         getattr(self, way)()
         self.served[way] += 1
         self.check_everything()
+        if "capacity" in self.size:  # the last column is for padding
+            for places, tokens in zip(self.cache._key_positions[:, :-1].tolist(), self.tokens, strict=True):
+                assert places == [token.position for token in tokens] + [2**62] * (len(places) - len(tokens))
 
     def visible(self, row: int) -> set[int]:
         """Return the orders of the cached tokens to which the next token attends."""
