@@ -131,9 +131,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        but = [f"decoding was not tried (not passed: {', '.join(self.untried)})"] if self.untried else []
-        but += [f"{g.name} {g.says}" for g in self.grades if g.name == "after .bfloat16()" and "rounded" in g.says]
-        lines = [f"{self.target}: {self.verdict}{', but ' * bool(but)}{' and '.join(but)}"]
+        untried = f", but decoding was not tried (not passed: {', '.join(self.untried)})" if self.untried else ""
+        lines = [f"{self.target}: {self.verdict}{untried}"]
         for finding in self.findings:
             bug = finding.bug
             lines += [

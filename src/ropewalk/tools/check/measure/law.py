@@ -255,7 +255,8 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
         yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
     if rope.base != 10_000.0:
-        yield "wrong-base", f"The base is 10000 instead of {rope.base:.10g}.", replace(rope, base=10_000.0).inv_freq
+        says = f"The base is 10000 instead of {rope.base:.10g}."
+        yield "wrong-base", says, replace(rope, base=10_000.0).inv_freq
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
