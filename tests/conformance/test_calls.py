@@ -493,6 +493,57 @@ def as_passed(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     return rotate(q), rotate(k)
 
 
+class Relative:
+    """Tables of positions from −1 to 1, whatever the size of the grid."""
+
+    def __init__(self, dim: int) -> None:
+        self.inv_freq = 10_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def forward(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        angles = 100 * torch.linspace(-1, 1, seq_len)[:, None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+    __call__ = forward
+
+
+def with_xpos(x: Tensor, positions: Tensor) -> Tensor:
+    sizes = ((torch.arange(32) + 12.8) / 44.8) ** (positions[..., None] / 512)
+    angles = positions[..., None] * 10_000.0 ** (-torch.arange(32) / 32).double()
+    return turn(x, sizes * angles.cos(), sizes * angles.sin())
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ((Relative, turn), "must not depend on their number, got positions relative to the length"),
+        (with_xpos, "must keep their size, got powers of the position, as in xPos"),
+    ],
+)
+def test_what_is_not_judged(target: Any, says: str) -> None:
+    with pytest.raises(RopeError, match=says):
+        conformance.check(target)
+
+
+def of_halved_indices(x: Tensor, positions: Tensor) -> Tensor:
+    angles = positions[..., None] * 10_000.0 ** (-(torch.arange(32) // 2) / 16).double()
+    return turn(x, angles.cos(), angles.sin())
+
+
+def on_a_short_axis(x: Tensor, position_ids: Annotated[Tensor, "2bs"]) -> Tensor:
+    """The rows of the second axis end where those of the first go on."""
+    tables = [cos_sin_cache(32, length)[p] for length, p in zip((2048, 64), position_ids, strict=True)]
+    (cos, sin), (cos2, sin2) = (table.chunk(2, dim=-1) for table in tables)
+    return turn(x, torch.cat((cos, cos2), dim=-1), torch.cat((sin, sin2), dim=-1))
+
+
+def test_measures_of_rare_code() -> None:
+    report = conformance.check(of_halved_indices)
+    assert [finding.says for finding in report.findings] == [
+        "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
+    ]
+    assert "pairs 0 to 15 height, 16 to 31 width" in conformance.check(on_a_short_axis).found["axes"]
+
+
 def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, Tensor]:
     assert mask is None
     positions = torch.arange(pos, pos + q.shape[1])
@@ -574,13 +625,13 @@ class TestAdapter:
         exec(code.replace(value, value.partition("=")[0] + "=4.0"), theirs)
         assert conformance.check(theirs["make"], rope=rope).codes == []
 
-    @pytest.mark.parametrize("name", ["rotate", "of_frames,apply_tables"])
+    @pytest.mark.parametrize("name", ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables"])
     def test_of_a_grid_has_one_column(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "2_axes.py").write_text(GRID + UNKNOWN)  # a name that cannot be imported by a statement
         with pytest.raises(RopeError) as e:
             conformance.check(f"{tmp_path / '2_axes.py'}:{name}")
         (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
-        names = {"rotate": "adapter", "of_frames,apply_tables": "tables,apply_tables"}[name]
+        names = "tables,apply_tables" if "," in name else "adapter" if name == "rotate" else "rotate"
         report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
         assert (report.verdict, report.found["pairing"]) == ("right", "half"), str(report)
 
@@ -641,6 +692,17 @@ def rotate(x, shape):
 def of_frames(embed_dim, T, H, W):
     assert H == W == 1
     return fixed_tables(embed_dim)[0][:T], fixed_tables(embed_dim)[1][:T]
+
+def of_shape(spatial_shape, dim):
+    assert spatial_shape[1] == 1
+    return of_frames(dim, spatial_shape[0], 1, 1)
+
+class Grid:
+    def __init__(self, max_width, proj_dim, device):
+        assert (max_width, proj_dim) == (64, 64)
+
+    def turned(self, x, h, w):
+        return rotate(x, (h, w))
 """
 
 UNKNOWN = """

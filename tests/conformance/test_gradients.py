@@ -50,7 +50,7 @@ def reads(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     ("f", "code", "says"),
     [
         (unseen, "no-gradient", "The gradient of q is that of a function that changes nothing."),
-        (reads, "in-place-gradient", "The gradient is not the output gradient rotated by minus the angle."),
+        (reads, "in-place-gradient", "The gradient of q depends on values that are overwritten."),
     ],
 )
 def test_in_place(f: Callable[..., None], code: str, says: str) -> None:

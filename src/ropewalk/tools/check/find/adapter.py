@@ -113,7 +113,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
-    is_grid = {"grid", "frames"} & {
+    is_grid = {"grid", "height"} & {
         role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of
     }
     lines = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
@@ -161,15 +161,17 @@ def function_of(obj: Any) -> Any:
 
 def _written(call: Call, expected: Expected) -> dict[str, str]:
     """Return `written` with values in place of what is no word."""
+    tokens = next((f"{role}.shape[1]" for role in ("q", "x") if role in call.parameter_of), "seq_len")
     fixed = {
         "tensor_layout": "'bshd'",
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",
         "seq_dim": "1",
-        "grid": "(x.shape[1], 1)",
-        "frames": "seq_len",
-        **({"height": "1", "width": "1"} if "frames" in call.parameter_of else {}),
+        "grid": f"({tokens}, 1)",
+        "frames": tokens,
+        "height": "1" if "frames" in call.parameter_of else tokens,
+        "width": "1",
         "seq_len": "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
@@ -181,7 +183,8 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
-    sizes = {} if is_constructor(obj) else chosen(obj, expected)  # of a function that computes tables
+    sizes = words.filled(function_of(obj), role_of)
+    sizes |= {} if is_constructor(obj) else chosen(obj, expected)  # of a function that computes tables
     omitted = call.optional & {"offset", "offsets", "cu_seqlens", "tensor_layout"}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}

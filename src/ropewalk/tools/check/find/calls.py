@@ -251,10 +251,12 @@ class _Finder:
                 calls.append((call, tables.exact(call.parameter_of, given)))
         else:
             calls = [(call, [])]
-            if "base" in roles - call.optional and not (OF_POSITIONS | FUSED) & roles:  # a theta may be the angles
+            if (
+                mode is None and "base" in roles - call.optional and not (OF_POSITIONS | FUSED) & roles
+            ):  # a theta may be the angles
                 of_tables = _renamed(call, "base", "freqs_cis")
                 calls.append((of_tables, tables.exact(of_tables.parameter_of, given)))
-            if "positions" in roles and not {"offset", "offsets"} & roles and not call.axes:
+            if mode is None and "positions" in roles and not {"offset", "offsets"} & roles and not call.axes:
                 calls.append((_renamed(call, "positions", "offset"), []))
         if call.key_first:
             calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import SPELLINGS, filled, match, parameters
+from ropewalk.tools.check.find.words import SPELLINGS, filled, match, no_call, parameters
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -115,6 +116,15 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     for key, names in _SCALING.items():
         if (value := getattr(scaling, key, None)) is not None:
             values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
+    parts = {
+        "dim|width|feature|^d_": expected.head_dim,
+        "heads": 4,
+        "len|max|ctx|context": expected.table_length or 4096,
+    }
+    for part, size in parts.items():
+        for name, p in known.items():
+            if p.default is p.empty and re.search(part, name) and "orig" not in name:
+                values.setdefault(name, size)
     return values | filled(owner, values)
 
 
@@ -130,7 +140,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
-    options = [name for name in known if name not in values and name not in ("device", "dtype")]
+    options = [n for n, p in known.items() if n not in values and isinstance(p.default, int | float | str | None)]
     texts = {name: name for name in values} | {name: repr(known[name].default) for name in options}
     texts |= dict.fromkeys(missing or ["NAME"][bool(options) :], "VALUE")
     called = f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts.items())})"
@@ -138,6 +148,8 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     fix = f"Check a function that constructs it: def make({', '.join(values)}): return {called}{method}."
     if missing:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
+        if not is_constructor(constructor):
+            raise no_call(must, ", ".join(missing))
         if missing[0] == parameter_of.get("config"):
             fix = f"Pass the config that it reads: {_checks.argument('config')}."
         raise _checks.error("check", must, ", ".join(missing), fix)

@@ -24,19 +24,19 @@ from ropewalk.tools.check.find.target import name_of
 
 # Word → the other names that a parameter for it has in public code.
 WORDS = {
-    "q": "xq query queries query_states query_layer q_pe q_rot",
-    "k": "xk key keys key_states key_layer k_pe k_rot",
+    "q": "xq query queries query_states q_states query_layer q_pe q_rot",
+    "k": "xk key keys key_states k_states key_layer k_pe k_rot",
     "v": "xv value values value_states value_layer",
     "x": "xs t input inputs tensor hidden_states states qk tokens",
     "qkv": "mixed_qkv packed_qkv",  # q, k and v in one tensor
     "kv": "",
-    "cos": "cos_cached cos_cache freqs_cos cos_table",
-    "sin": "sin_cached sin_cache freqs_sin sin_table",
+    "cos": "cos_cached cached_cos cos_cache freqs_cos cos_table",
+    "sin": "sin_cached cached_sin sin_cache freqs_sin sin_table",
     "freqs_cis": "freqs_complex freqs rope_cache emb pos_emb rope angles sinusoidal_pos rotary_emb image_rotary_emb "
     "position_embeddings",
     "cos_sin_cache": "",  # [length, rotary_dim]
-    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids cache_ids grid coords",
-    "offset": "start_pos seqlen_offset start past_length",
+    "positions": "position_ids pos input_pos position pos_ids indices token_positions ids cache_ids seq_id grid coords",
+    "offset": "start_pos seqlen_offset positional_offset start past_length",
     "offsets": "seqlen_offsets start_positions",  # one for each sequence, or one number
     "cu_seqlens": "cu_seqlens_q cu_seqlen indptr",
     "past_k": "past_key past_keys",
@@ -70,10 +70,10 @@ SPELLINGS = {
     "tensor_layout": "tensor_format qkv_format",  # the name of the layout
     "seq_len": "seqlen max_seq_len length",
     "seq_dim": "",  # the axis of the tokens
-    "grid": "shape",  # the sizes of the axes of the positions, in one tuple or each alone
+    "grid": "shape spatial_shape",  # the sizes of the axes of the positions, in one tuple or each alone
     "frames": "T",
-    "height": "h",
-    "width": "w",
+    "height": "h end_y",
+    "width": "w end_x",
     "unsqueeze_dim": "",
     "layer_type": "",
     "sections": "mrope_section mrope_sections section",
@@ -179,7 +179,7 @@ def _axes_of(parameter: inspect.Parameter) -> str:
 
 def filled(called: Callable[..., Any], taken: Collection[str], *, unknown: bool = False) -> dict[str, Any]:
     """Return values for required parameters that have no role: a device, a dtype, an option, or with `unknown` None."""
-    values = {"device": str(memory.current().device), "dtype": torch.float32}
+    values = {"device": str(memory.current().device), "dtype": torch.float32, "dropout": 0.0}
     free = {n: p for n, p in (parameters(called) or {}).items() if n not in taken and p.default is p.empty}
     known = {n: values.get(n, False) for n, p in free.items() if n in values or p.annotation in (bool, "bool")}
     return dict.fromkeys(free) | known if unknown else known

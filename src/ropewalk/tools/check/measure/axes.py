@@ -42,7 +42,8 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
             report.found["axes"] = "not judged: one position is passed for each token, as for text"
         return subject, None
     names = _names(subject.axes, expected)
-    measured = torch.stack([_measure(subject, structure, axis) for axis in range(subject.axes)])
+    of_axes = [_measure(subject, structure, axis) for axis in range(subject.axes)]
+    measured = torch.stack([z[: min(map(len, of_axes))] for z in of_axes])  # up to the end of the shortest
     sizes = measured.abs() / multipliers.abs().median()
     if bool((sizes - 1).abs().max() > 1e-3):
         of, _, pair = _first((sizes - 1).abs() > 1e-3)

@@ -104,7 +104,9 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
                 part = "" if torch.equal(grad, weight) else where(wrong)
                 says = f"The gradient of {name} is that of a function that changes nothing{part}."
                 return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
-            return in_place, "The gradient is not the output gradient rotated by minus the angle."
+            if subject.form.in_place and _depends_on_values(subject, case, positions, index, weight, grads[0]):
+                return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
+            return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
     if overwritten:
         return (
             "gradient-overwritten",
@@ -118,11 +120,11 @@ def _positions(baseline: Baseline, case: Case) -> Tensor:
     return torch.arange(case.tokens).expand(case.rows, -1) if is_ignored else case.positions(baseline.subject)
 
 
-def _call(subject: Subject, case: Case, positions: Tensor) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
+def _call(
+    subject: Subject, case: Case, positions: Tensor, scale: float = 1.0
+) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
     """Return q and k, which require gradients, and the results for them, all in the target's layout."""
-    inputs = [
-        subject.to_native(x).clone(memory_format=torch.contiguous_format).requires_grad_() for x in case.tensors()
-    ]
+    inputs = [(scale * subject.to_native(x)).contiguous().requires_grad_() for x in case.tensors()]
     # A function that works in place is passed what a model passes: the result of a layer, and not a leaf.
     with torch.enable_grad():
         passed = [x.clone() for x in inputs] if subject.form.in_place else inputs
@@ -177,3 +179,15 @@ def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key
     axes = (-2, -1) if baseline.subject.form.of_all_heads else (-1,)
     unit, right = x.double() / size, right * size
     return (right - unit * (unit * right).mean(axes, keepdim=True)) / size
+
+
+def _depends_on_values(
+    subject: Subject, case: Case, positions: Tensor, index: int, weight: Tensor, grad: Tensor
+) -> bool:
+    """Return whether the gradient of q or k changes with their values, which that of a rotation does not."""
+    if "weights" in subject.form.takes:
+        return True
+    inputs, results = _call(subject, case, positions, 2.0)
+    out = cast(Tensor, results[index])
+    other = torch.autograd.grad(out, inputs[index], subject.to_native(weight), materialize_grads=True)[0]
+    return bool(((other - grad).abs() > CLOSE).any())

@@ -124,6 +124,9 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         says = f"Heads of size 1 do not keep their size: channel {structure.lost[0]} is changed."
         report.add("wrong-norm", f"{says} The norm is not that of the whole head.")
         return None
+    if structure.flaw == "xpos":
+        fix = "Check the rotation without that scale."
+        raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
     _judge_structure(structure, subject, report)
     if structure.flaw is not None:
         report.add(structure.flaw, _FLAWS[structure.flaw])
@@ -366,6 +369,12 @@ def _judge_law(
             measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.explains(multipliers, SMALL):
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
+    speeds = measured.inv_freq.abs()
+    of_two = len(speeds) % 2 == 0 and len(speeds) > 2 and torch.allclose(speeds[::2], speeds[1::2], rtol=1e-3)
+    can_be_wrong = measured.code == "wrong-frequencies" or not (stated or measured.code)
+    if can_be_wrong and subject.axes is None and of_two and not torch.allclose(speeds[0], speeds[2]):
+        says = "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
+        measured = replace(measured, code="wrong-frequencies", says=says)
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
     report.found["direction"] = "backwards" if (measured.kind == "backwards") != stated_backwards else "forwards"
     report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"

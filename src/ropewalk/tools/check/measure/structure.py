@@ -152,7 +152,10 @@ def _is_rotation(blocks: Tensor) -> bool:
 
 
 def _flaw(blocks: Tensor) -> str | None:
-    """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations or have a NaN."""
+    """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations or have a NaN.
+
+    "xpos" is no bug: the size of each pair is a power of its position.
+    """
     if bool(blocks.isnan().any()):
         return None
     first_row, second_row = _complex_rows(blocks)
@@ -160,6 +163,9 @@ def _flaw(blocks: Tensor) -> str | None:
         sizes = first_row.abs()
         if float((sizes - sizes[:1]).abs().max()) <= 0.02 * float(sizes.max()):
             return None
+        steps = sizes.log().diff(dim=0)
+        if bool((steps - steps[:1]).abs().max() < 1e-4):
+            return "xpos"
         # The pairs are stretched, unless cos and sin have different factors, so that their squares are on an ellipse.
         cos, sin = first_row.real / first_row.real[:1], first_row.imag
         squares = (sin**2 / (1 - cos**2))[cos**2 < 0.9]
