@@ -199,7 +199,7 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     except RopeError:
         answers = [chosen.answer(config) for config, _ in source.configs]
         why = [f"it {answer.refusal}" for answer in answers if answer.why == "absent"][:1]
-        own_code = "it loads this config with the model's own code, whose keys no argument replaces"
+        own_code = "it loads this config with the model's own code, on which its arguments were not tried"
         return {**row, "why_not": why or [own_code]}
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):

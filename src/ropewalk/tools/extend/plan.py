@@ -136,8 +136,8 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     now = scheme_of(source.text)
     if now is not None and not method_of(now):
         must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
-        fix = f"Its numbers are known for at most {source.length:,} tokens. Choose another model, or train it."
-        raise error(source.text.source, must, now.rope_type, fix)
+        stated = f"If the model card states more than the {source.length:,} tokens of the config, correct the config"
+        raise error(source.text.source, must, now.rope_type, f"{stated}. If not, choose another model, or train it.")
     trained = source.text.trained_length or 0
     before = original or (trained if 0 < trained < source.stated else source.length)
     if now is not None:  # its factor may have a margin, and the model may have been trained on after it
