@@ -255,6 +255,21 @@ def test_tables_of_each_axis() -> None:
     assert conformance.check(apply_exchanged).codes == ["axes-exchanged"]
 
 
+def of_patches(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate as CroCo, DUSt3R and VGGT do: the halves of each axis, with positions `[batch, seq, 2]`."""
+    each = zip(x.chunk(2, dim=-1), positions.float().unbind(-1), strict=True)
+    return torch.cat([half(part, (places[..., None] * torch.tensor(OWN[:4]))[:, :, None]) for part, places in each], -1)
+
+
+def test_half_pairing_within_each_axis() -> None:
+    report = conformance.check(of_patches, base=100.0, head_dim=16)
+    assert (report.codes, report.found["pairing"]) == ([], "half, within each axis")
+    assert report.found["frequencies"] == "base 100, a progression for each axis"
+    assert conformance.check(of_patches, base=1e4, head_dim=16).codes == ["wrong-base"]
+    rope = Rope(16, 100.0, "half", axes=GRID)  # the halves of the head
+    assert "wrong-pairing" in conformance.check(of_patches, rope=rope).codes
+
+
 def test_one_position_for_each_token_is_judged_as_text() -> None:
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         if positions.ndim != 2:

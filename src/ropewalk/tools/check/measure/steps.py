@@ -127,7 +127,11 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw == "xpos":
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
+    plain = structure.pairing is None and subject.expected.axes is None
+    in_each_axis = plain and bool((structure.ins.diff(dim=1) * (subject.axes or 1) == structure.pairs).all())
+    structure = replace(structure, pairing="half") if in_each_axis else structure  # as in CroCo, DUSt3R and VGGT
     _judge_structure(structure, subject, report)
+    report.found["pairing"] += ", within each axis" * in_each_axis
     if structure.flaw is not None:
         report.add(structure.flaw, _FLAWS[structure.flaw])
         return None
@@ -338,11 +342,7 @@ def _judge_structure(structure: Structure, subject: Subject, report: Report) -> 
 
 
 def _judge_law(
-    subject: Subject,
-    structure: Structure,
-    multipliers: Tensor,
-    report: Report,
-    on_axes: OnAxes | None,
+    subject: Subject, structure: Structure, multipliers: Tensor, report: Report, on_axes: OnAxes | None
 ) -> Law:
     """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     expected, rope = subject.expected, subject.expected.rope
