@@ -46,7 +46,11 @@ def test_nothing_is_needed() -> None:
     assert (plain.verdict, plain.facts["command"], plain.facts["differences"]) == ("nothing needed", None, [])
     scaled = diff.for_engine(with_yarn(), "vLLM")
     assert (scaled.verdict, scaled.facts["command"]) == ("nothing needed", None)
-    assert "Nothing is needed: vLLM 0.33.0 rotates as the config says, up to 131,072 tokens." in scaled.text()
+    assert "The rope needs nothing: vLLM 0.33.0 rotates as the config says, up to 131,072 tokens." in scaled.text()
+    assert scaled.facts["notes"] == []
+    # Its own code refuses more than this key, as recorded for `extend` ("length of a scaled config alone").
+    short = diff.for_engine({**with_yarn(), "max_position_embeddings": 32_768}, "vllm")
+    assert "It may accept fewer tokens, unless it gets what `ropewalk extend --to 131072`" in short.facts["notes"][0]
     assert "No engine was run." in scaled.text()
 
 
@@ -130,7 +134,7 @@ def test_a_length_that_the_model_was_not_trained_for(scaling: Any, longest: int,
     config = {**FLAT, "max_position_embeddings": 32_768, "rope_scaling": scaling}
     assert diff.for_engine(config, "transformers", length=longest).facts["too_long"] is None
     found = diff.for_engine(config, "transformers", length=longest + 1)
-    assert (found.verdict, "Nothing is needed" in found.text()) == ("not trained", False)
+    assert (found.verdict, "needs nothing" in found.text()) == ("not trained", False)
     assert f"The model was not trained for {longest + 1:,} tokens: {said}" in found.text().replace("\n", " ")
 
 

@@ -33,10 +33,9 @@ class ForEngine(Result):
     def verdict(self) -> Literal["nothing needed", "not trained", "command", "cannot", "not judged"]:
         """The result in a word or two.
 
-        "nothing needed": the engine rotates as the config says. "not trained": it does, but the model was not trained
-        for the length that was passed, and its scaling does not reach it. "command": it does with the command in
-        `facts["command"]`. "cannot": no argument that ropewalk knows makes it do so. "not judged": ropewalk does not
-        know what the engine reads for this model, or a key was ignored, so another config was compared.
+        "nothing needed": the engine rotates as the config says. "not trained": it does, but neither training nor
+        scaling reaches the length that was passed. "command": it does with `facts["command"]`. "cannot": no known
+        argument makes it do so. "not judged": what it reads for the model is not known, or a key was ignored.
         """
         return self.facts["verdict"]  # type: ignore[no-any-return]
 
@@ -93,6 +92,8 @@ def for_engine(
     too_long = _too_long(ropes, length)
     verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
     verdict = "not judged" if unknown or ignore else verdict
+    if verdict in ("nothing needed", "command") and setting > (ropes.max_position_embeddings or setting):
+        notes[f"It may accept fewer tokens, unless it gets what `ropewalk extend --to {setting}` prints for it."] = None
     return ForEngine(
         {
             "source": ropes.source,
@@ -283,7 +284,7 @@ def _text(facts: Mapping[str, Any]) -> str:
     name = f"{facts['engine']} {facts['version']}"
     up_to = f"up to {facts['length']:,} tokens"
     verdicts = {
-        "nothing needed": f"Nothing is needed: {name} rotates as the config says, {up_to}.",
+        "nothing needed": f"The rope needs nothing: {name} rotates as the config says, {up_to}.",
         "not trained": f"{name} rotates as the config says, which does not scale for this length. "
         f"`ropewalk extend --to {facts['length']}` looks for a command that does.",
         "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
