@@ -80,7 +80,10 @@ def _text_part(fields: Fields, pairing_passed: bool) -> Fields | None:
     if model_type in TEXT_AS:
         read_as, keys = TEXT_AS[model_type]
         whole |= {"model_type": read_as, **{key: fields.get(key) for key in keys if fields.has(key)}}
-    return _part(fields, key, whole)
+    said = f"{{}} beside {key} is not read, and transformers may reject a file with it. Move it into {key}."
+    outer = [(section, fields.get(section)) for section in SECTIONS]
+    beside = [name for name, at in outer if isinstance(at, Mapping) and "factor" in at and at != whole.get(name)]
+    return _part(fields, key, whole, *map(said.format, beside))
 
 
 def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> Fields:

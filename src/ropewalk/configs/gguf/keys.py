@@ -52,13 +52,7 @@ _NEUTRAL = {
     "rope.scaling.yarn_beta_slow": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-_ALWAYS_READ = (
-    DIM,
-    BASE,
-    "rope.scaling.type",
-    ORIGINAL,
-    "rope.scaling.finetuned",
-)
+_ALWAYS_READ = (DIM, BASE, "rope.scaling.type", ORIGINAL, "rope.scaling.finetuned")
 _CONFIG = "Read the model's config.json instead."
 REMOVE = "remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf"
 _ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
