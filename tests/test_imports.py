@@ -312,7 +312,7 @@ BUDGET = {
     "angles": 550,
     "attention": 1500,
     "cache": 2000,
-    "configs": 6575,
+    "configs": 6573,
     "configs/tables": 2145,
     "engines": 2900,
     "integrations": 2450,

@@ -181,15 +181,16 @@ def test_models_that_contain_a_text_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
-def test_a_scaling_beside_the_text_model() -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen2_5_vl"])
+def test_a_scaling_beside_the_text_model(model_type: str) -> None:
     """As model cards give it for text models. transformers loads no such file if the scaling is YaRN."""
     from transformers import CONFIG_MAPPING
 
-    config = json.loads(CONFIG_MAPPING["qwen3_5"]().to_json_string(use_diff=False))
+    config = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     said = "is not read, and transformers may reject a file with it. Move it into text_config."
     assert not [warning for warning in from_config(config).warnings if said in warning]
     for key in ("rope_scaling", "rope_parameters"):
         assert f"{key} beside text_config {said}" in from_config({**config, key: yarn}).warnings
         with pytest.raises(AttributeError, match="max_position_embeddings"):
-            CONFIG_MAPPING["qwen3_5"].from_dict({**config, key: yarn})
+            CONFIG_MAPPING[model_type].from_dict({**config, key: yarn})

@@ -55,8 +55,9 @@ def _text_part(fields: Fields, pairing_passed: bool) -> Fields | None:
     if not isinstance(model_type, str):
         return None
     nested_key = FLAT_OR_NESTED.get(model_type)
-    if nested_key is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(nested_key), Mapping):
-        return _part(fields, nested_key, fields.get(nested_key))
+    nested = None if nested_key is None or fields.has("num_hidden_layers") else fields.get(nested_key)
+    if nested_key is not None and isinstance(nested, Mapping):
+        return _part(fields, nested_key, nested, *_beside(fields, nested_key, nested))
     if model_type not in WRAPPERS:
         return None if model_type in ARCHITECTURES or pairing_passed else _part_of_unknown(fields, model_type)
     key = WRAPPERS[model_type]
@@ -80,10 +81,14 @@ def _text_part(fields: Fields, pairing_passed: bool) -> Fields | None:
     if model_type in TEXT_AS:
         read_as, keys = TEXT_AS[model_type]
         whole |= {"model_type": read_as, **{key: fields.get(key) for key in keys if fields.has(key)}}
+    return _part(fields, key, whole, *_beside(fields, key, whole))
+
+
+def _beside(fields: Fields, key: str, inner: Mapping[str, Any]) -> list[str]:
     said = f"{{}} beside {key} is not read, and transformers may reject a file with it. Move it into {key}."
     outer = [(section, fields.get(section)) for section in SECTIONS]
-    beside = [name for name, at in outer if isinstance(at, Mapping) and "factor" in at and at != whole.get(name)]
-    return _part(fields, key, whole, *map(said.format, beside))
+    beside = [name for name, at in outer if isinstance(at, Mapping) and "factor" in at and at != inner.get(name)]
+    return [said.format(name) for name in beside]
 
 
 def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> Fields:

@@ -81,11 +81,7 @@ class Keys(Fields):
     further_key = "nextn_predict_layers"
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        source: str,
-        tensors: Mapping[str, tuple[float, ...]],
-        asked: Request,
+        self, values: Mapping[str, Any], source: str, tensors: Mapping[str, tuple[float, ...]], asked: Request
     ) -> None:
         super().__init__(values, source, base=asked.base)
         self.tensors = tensors
