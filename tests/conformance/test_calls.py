@@ -551,6 +551,15 @@ def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, T
     return turn(q, *tables), turn(k, *tables)
 
 
+class OfThirds:
+    """A class without __call__, of which a head has three equal parts."""
+
+    def forward(self, value: Tensor, position_ids: Tensor) -> Tensor:
+        assert value.shape[-1] % 3 == 0
+        angles = position_ids[..., None] * 10_000.0 ** (-torch.arange(0, 1, 2 / value.shape[-1]).double())
+        return turn(value, angles.cos(), angles.sin())
+
+
 def along_an_axis(x: Tensor, seq_dim: int, offset: int = 0, position_ids: Tensor | None = None) -> Tensor:
     positions = torch.arange(offset, offset + x.shape[seq_dim])
     tables = at_positions(cos_sin_cache(64, offset + x.shape[seq_dim]), positions)
@@ -569,6 +578,7 @@ def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
         ((OneMethod, turn), "frequencies", "base 100"),
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
+        (OfThirds, "rotated channels", "0 to 95 of 96"),
         (along_an_axis, "not passed", "position_ids"),
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
     ],
@@ -646,7 +656,7 @@ class TestAdapter:
         with pytest.raises(RopeError, match=r"def rotate\(x, positions\):"):
             conformance.check((Rotary, fails))
 
-    @pytest.mark.parametrize("function", ["of_numpy", "of_numpy_for_q_and_k"])
+    @pytest.mark.parametrize("function", ["of_numpy", "of_numpy_for_q_and_k", "numpy_tables,numpy_apply"])
     def test_converts_arrays(self, tmp_path: Path, function: str) -> None:
         (tmp_path / "arrays.py").write_text(NUMPY)
         with pytest.raises(RopeError, match="code that uses numpy") as e:
@@ -760,6 +770,15 @@ def of_numpy(x, positions):
 
 def of_numpy_for_q_and_k(q, k, position_ids):
     return of_numpy(q, position_ids), of_numpy(k, position_ids)
+
+def numpy_tables(head_dim, max_seq_len):
+    angles = np.arange(max_seq_len)[:, None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
+    return np.cos(angles), np.sin(angles)
+
+def numpy_apply(q, k, cos, sin):
+    cos, sin = cos[:, None], sin[:, None]
+    halves = [np.split(x, 2, axis=-1) for x in (q, k)]
+    return [np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1) for a, b in halves]
 """
 
 

@@ -126,12 +126,19 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
             body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
-        lines.append(f"{', '.join(tables) or 'freqs_cis'} = {_called(make, made)}")
+        computed = _called(make, made)
+        is_indexed = bool(library) and "seq_len" in of_make.parameter_of and "positions" not in call.parameter_of
+        if is_indexed:
+            rows = "table[positions.numpy()] for table in"
+            computed = f"({rows} {computed})" if len(tables) > 1 else f"{computed}[positions.numpy()]"
+        lines.append(f"{', '.join(tables) or 'freqs_cis'} = {computed}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
     takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
     if len(target.objects) == 2:
         takes = [word for word in takes if word not in tables]
+    if library and len(target.objects) == 2:
+        takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
     called = _called(last, arguments)

@@ -79,7 +79,9 @@ def _callable(obj: Any) -> Any:
     if not issubclass(obj, torch.autograd.Function):
         named = {name for cls in obj.__mro__ if cls is not torch.nn.Module for name in vars(cls)}
         public = [name for name, value in vars(obj).items() if inspect.isfunction(value) and not name.startswith("_")]
-        return obj if {"forward", "__call__"} & named or len(public) != 1 else Method(obj, public[0])
+        public = ["forward"] if "forward" in public else public
+        is_called = "__call__" in named or (issubclass(obj, torch.nn.Module) and "forward" in named)
+        return obj if is_called or len(public) != 1 else Method(obj, public[0])
 
     def apply(*args: Any) -> Any:
         return obj.apply(*args)  # type: ignore[no-untyped-call]

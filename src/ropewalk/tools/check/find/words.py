@@ -144,8 +144,9 @@ def read_call(called: Callable[..., Any]) -> Call:
     """Return the roles of the parameters of a function that rotates or computes tables."""
     known = parameters(called) or {}
     roles = match(known, _NAMES)
-    if "q" in roles and not {"k", "x"} & {*roles}:  # q alone, as a function for one tensor may call it, is x
-        roles = {"x" if role == "q" else role: name for role, name in roles.items()}
+    alone = "q" if "q" in roles else "v"
+    if not {"k", "x", "qkv", "kv"} & {*roles}:  # q or v alone, as a function for one tensor may call it, is x
+        roles = {"x" if role == alone else role: name for role, name in roles.items()}
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
