@@ -117,9 +117,9 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
         if (value := getattr(scaling, key, None)) is not None:
             values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
     parts = {
-        "dim|width|feature|^d_": expected.head_dim,
+        r"^(?!n_|num_).*(dim|width|feature)|^d_": expected.head_dim,
         "heads": 4,
-        "len|max|ctx|context": expected.table_length or 4096,
+        "len|ctx|context|max_(pos|seq|tok)": expected.table_length or 4096,
     }
     for part, size in parts.items():
         for name, p in known.items():
@@ -140,7 +140,8 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
-    options = [n for n, p in known.items() if n not in values and isinstance(p.default, int | float | str | None)]
+    others = {name: p.default for name, p in known.items() if name not in (*values, "device", "dtype")}
+    options = [name for name, default in others.items() if isinstance(default, int | float | str | None)]
     texts = {name: name for name in values} | {name: repr(known[name].default) for name in options}
     texts |= dict.fromkeys(missing or ["NAME"][bool(options) :], "VALUE")
     called = f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts.items())})"

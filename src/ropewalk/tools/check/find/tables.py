@@ -204,7 +204,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown:
         with contextlib.suppress(memory.CallError, _checks.RopeError):
             few, many = (flat(make(torch.zeros(1, 1, 1, 64), {name: n})) for n in (8, 16))
         pairs = [(a[:8], b[:8]) for a, b in zip(few, many, strict=False)]
-        if any(a.shape == b.shape and not torch.allclose(a, b, atol=1e-3) for a, b in pairs):
+        if any(a.shape == b.shape and not torch.allclose(a, b, atol=1e-3, equal_nan=True) for a, b in pairs):
             must = "the rows of tables must not depend on their number"
             got = "positions relative to the length, or to the size of a grid"
             raise _checks.error("check", must, got, "Check the function that takes the tables alone.")
