@@ -551,11 +551,10 @@ def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, T
     return turn(q, *tables), turn(k, *tables)
 
 
-class OfThirds:
-    """A class without __call__, of which a head has three equal parts."""
+class OnlyForward:
+    """A class without __call__."""
 
     def forward(self, value: Tensor, position_ids: Tensor) -> Tensor:
-        assert value.shape[-1] % 3 == 0
         angles = position_ids[..., None] * 10_000.0 ** (-torch.arange(0, 1, 2 / value.shape[-1]).double())
         return turn(value, angles.cos(), angles.sin())
 
@@ -578,7 +577,7 @@ def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
         ((OneMethod, turn), "frequencies", "base 100"),
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
-        (OfThirds, "rotated channels", "0 to 95 of 96"),
+        (OnlyForward, "rotated channels", "0 to 63 of 64"),
         (along_an_axis, "not passed", "position_ids"),
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
     ],

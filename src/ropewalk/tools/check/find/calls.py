@@ -58,7 +58,7 @@ def find(target: Target, expected: Expected, layout: str | None, *, unknown: boo
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
     If nothing else works, required parameters whose names are unknown get None (`unknown`). If no call takes whole
-    heads of 64 or 96 channels, the target is expected to take their rotated channels, which its caller slices out.
+    heads, the target is expected to take their rotated channels, which its caller slices out.
 
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
@@ -73,9 +73,6 @@ def find(target: Target, expected: Expected, layout: str | None, *, unknown: boo
         if not unknown and any(None in _filled(obj).values() for obj in target.objects):
             with contextlib.suppress(_checks.RopeError):
                 return find(target, expected, layout, unknown=True)
-        if expected == Expected(expected.rope, expected.pairing, expected.base):  # some need a multiple of 3 or 6
-            with contextlib.suppress(_checks.RopeError):
-                return find(target, replace(expected, head_dim=96), layout, unknown=unknown)
         if (sliced := for_slice(expected)) is None:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
