@@ -144,7 +144,7 @@ def read(
         _of_rope(layer_rope, ropes.trained_length or 2048),
         output_order=ropes.output_order,
         model_type=ropes.model_type,
-        table_length=None if longest is None else min(longest, 163_840),
+        table_length=None if longest is None else min(longest, 163_840),  # that of DeepSeek V3
         config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
         notes=ropes.warnings,

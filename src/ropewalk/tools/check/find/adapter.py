@@ -113,13 +113,13 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
-    is_grid = {"grid", "height"} & {
-        role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of
-    }
+    roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
+    is_grid = {"grid", "height"} & roles
     lines = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
     lines += [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
+    is_indexed = False
     for make in target.objects[:-1]:
         of_make = words.read_call(function_of(make))
         made = _arguments(make, of_make, expected)
@@ -137,8 +137,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
     if len(target.objects) == 2:
         takes = [word for word in takes if word not in tables]
-    if library and len(target.objects) == 2:
-        takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
+    if is_indexed:
+        takes = [f"{word}: 's'" if word == "positions" else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
     called = _called(last, arguments)

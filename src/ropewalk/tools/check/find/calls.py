@@ -122,6 +122,12 @@ class _Finder:
         if _writes_into_its_input(chosen):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
+        if (chosen.way.tables or "").startswith(INDEXED[1]) and _depends_on_length(chosen):
+            must, got = (
+                "the rows of tables must not depend on their number",
+                "positions relative to the length or a grid",
+            )
+            raise _checks.error("check", must, got, "Check the function that takes the tables alone.")
         others = []
         for mode in ("offsets", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
@@ -251,13 +257,12 @@ class _Finder:
                 calls.append((call, tables.exact(call.parameter_of, given)))
         else:
             calls = [(call, [])]
-            if (
-                mode is None and "base" in roles - call.optional and not (OF_POSITIONS | FUSED) & roles
-            ):  # a theta may be the angles
+            states_positions = bool((OF_POSITIONS | FUSED) & roles)
+            if mode is None and "base" in roles - call.optional and not states_positions:  # a theta may be the angles
                 of_tables = _renamed(call, "base", "freqs_cis")
                 calls.append((of_tables, tables.exact(of_tables.parameter_of, given)))
             if mode is None and "positions" in roles and not {"offset", "offsets"} & roles and not call.axes:
-                calls.append((_renamed(call, "positions", "offset"), []))
+                calls.append((_renamed(call, "positions", "offset"), []))  # as in arange(pos, pos + n)
         if call.key_first:
             calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]
         for each, sources in calls:
@@ -439,6 +444,16 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
                     return other
                 working = working or other
     return working
+
+
+def _depends_on_length(chosen: Subject) -> bool:
+    """Return whether 8 tokens are rotated differently if others follow them."""
+    new = chosen if chosen.rebuild is None else chosen.rebuild()
+    x, positions = new.equal_heads(16, 1), torch.arange(16)[None]
+    with contextlib.suppress(CallError):
+        few, many = (new(x[:, :n], x[:, :n], positions[:, :n])[0] for n in (8, 16))
+        return not torch.allclose(few, many[:, :8], atol=1e-3, equal_nan=True)
+    return False
 
 
 def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:

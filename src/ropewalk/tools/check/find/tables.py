@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -199,15 +198,6 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown:
         return [at(way) for way in ways(call, count)]
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
-        few: Tables = ()
-        many: Tables = ()
-        with contextlib.suppress(memory.CallError, _checks.RopeError):
-            few, many = (flat(make(torch.zeros(1, 1, 1, 64), {name: n})) for n in (8, 16))
-        pairs = [(a[:8], b[:8]) for a, b in zip(few, many, strict=False)]
-        if any(a.shape == b.shape and not torch.allclose(a, b, atol=1e-3, equal_nan=True) for a, b in pairs):
-            must = "the rows of tables must not depend on their number"
-            got = "positions relative to the length, or to the size of a grid"
-            raise _checks.error("check", must, got, "Check the function that takes the tables alone.")
         return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: max(int(p.max()) + 1, 2)}))))]
     if "x" in parameter_of:
         name = parameter_of["x"]
