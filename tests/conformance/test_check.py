@@ -48,6 +48,14 @@ def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
     return turned(x, angles)
 
 
+@dataclass
+class ModelArgs:
+    rope_theta: float
+    dim: int = 4096
+    n_heads: int = 32
+    n_kv_heads: int | None = None
+
+
 class TestTarget:
     def test_an_object(self) -> None:
         report = conformance.check(rotated)
@@ -408,8 +416,28 @@ class TestExpected:
         assert seen[0] == {*config}
         with pytest.raises(RopeError, match="AttributeError: the config has no head_dim"):
             conformance.check(ReadsHeadDim, config=LLAMA)
-        with pytest.raises(RopeError, match=r"got config\. Pass the config that it reads: config=CONFIG\."):
-            conformance.check(Rotary)
+
+    @pytest.mark.parametrize("annotation", [Any, "ModelArgs", ModelArgs, LlamaConfig, dict])
+    def test_a_config_that_nobody_states_has_the_keys_that_are_read(self, annotation: Any) -> None:
+        class Rotary:
+            def __init__(self, hparams: Any) -> None:
+                if annotation is LlamaConfig:
+                    width = hparams.hidden_size // hparams.num_attention_heads
+                    self.base = hparams.rope_parameters["rope_theta"]
+                elif annotation is dict:
+                    width, self.base = hparams["emb_dim"] // hparams["n_heads"], hparams["rope_base"]
+                else:
+                    width, self.base = hparams.dim // hparams.n_heads, hparams.rope_theta
+                assert width == 64
+                assert not hasattr(hparams, "flavour")
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions, self.base)
+
+        Rotary.__init__.__annotations__["hparams"] = annotation
+        assert conformance.check(Rotary).codes == []
+        if annotation in ("ModelArgs", ModelArgs):
+            assert conformance.check(Rotary, config=LLAMA | {"rope_theta": 500_000.0}).codes == []
 
     def test_code_for_the_config_class_of_transformers_gets_one(self) -> None:
         class Rotary:

@@ -12,7 +12,7 @@ from typing import Any
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import words
-from ropewalk.tools.check.find.construct import chosen, is_constructor
+from ropewalk.tools.check.find.construct import CONFIGS, chosen, is_constructor
 from ropewalk.tools.check.find.target import Method, Target, name_of
 from ropewalk.tools.check.find.words import Call
 
@@ -223,7 +223,7 @@ def _object(obj: Any) -> str:
 def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
     values = {name: repr(value) for name, value in chosen(obj, expected).items()}
-    values |= {name: "..." for name in values if name in ("config", "args", "cfg")}
+    values |= {name: "..." for name in values if name in CONFIGS}
     needed = [n for n, p in (words.parameters(owner) or {}).items() if p.default is inspect.Parameter.empty]
     texts = (values | {name: "..." for name in needed if name not in values}).items()
     return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts)})"

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ _NAMES = {
     "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
     "context_len seqlen max_length block_size n_positions",
-    "config": "args cfg params model_args",
+    "config": "args cfg conf params model_args model_config hps hparams",
     "sections": SPELLINGS["sections"],
     "mixed": "mrope_interleaved",  # whether the sections are interleaved
     "interleaved": SPELLINGS["interleaved"],
@@ -51,6 +51,7 @@ _SCALING = {
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "truncate"), ""),
 }
 
+CONFIGS = {"config", *_NAMES["config"].split()}
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
 
@@ -79,6 +80,13 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     """Return the values, by name, of those parameters of a constructor whose names say what they are."""
     owner = getattr(constructor, "owner", constructor)
     known = parameters(owner) or {}
+    values = _by_name(known, expected)
+    for name in CONFIGS & {*known}:
+        values[name] = _config_object(owner, known[name].annotation, expected)
+    return values | filled(owner, values)
+
+
+def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[str, Any]:
     parameter_of = match(known, _NAMES)
     values: dict[str, Any] = {}
     scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
@@ -96,8 +104,6 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values[name] = expected.table_length or default or 4096
         elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
-        elif role == "config" and (config := _config_object(owner, known[name].annotation, expected)) is not None:
-            values[name] = config
         elif role == "mixed" and expected.axes is not None:
             values[name] = [*expected.axes.axis] != sorted(expected.axes.axis)
         elif role in ("interleaved", "is_neox") and (expected.pairing is not None or default is None):
@@ -125,7 +131,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
         for name, p in known.items():
             if p.default is p.empty and re.search(part, name) and "orig" not in name:
                 values.setdefault(name, size)
-    return values | filled(owner, values)
+    return values
 
 
 def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:
@@ -151,8 +157,6 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
         if not is_constructor(constructor):
             raise no_call(must, ", ".join(missing))
-        if missing[0] == parameter_of.get("config"):
-            fix = f"Pass the config that it reads: {_checks.argument('config')}."
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
         built = partial(constructor, **values) if free else memory.construct(constructor, values)
@@ -188,16 +192,42 @@ class _Config(SimpleNamespace):
             return self
         raise AttributeError(f"the config has no {name}")
 
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute or the default, like `dict.get`."""
         return getattr(self, key, default)
 
 
+class _NamedConfig(_Config):
+    """The config of code for which none is stated. Each key has the value that its name means when it is read."""
+
+    def __getattr__(self, name: str) -> Any:
+        expected = self.__dict__["expected"]
+        return values[name] if name in (values := _of_keys([name], expected)) else super().__getattr__(name)
+
+
+def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
+    """Return the values of those keys of a config whose names say what they are. A `dim` is that of the model."""
+    fixed: dict[str, Any] = dict.fromkeys(
+        ("dim", "emb_dim", "model_dim", *_NAMES["width"].split()), 4 * expected.head_dim
+    )
+    fixed |= dict.fromkeys(_NAMES["heads"].split(), 4) | {"rope_scaling": None, "device": memory.current().device}
+    fixed["rope_parameters"] = {"rope_type": "default", "rope_theta": expected.base or 10_000.0}
+    values: dict[str, Any] = {}
+    for key in keys:
+        known = {key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY)}
+        values |= {key: fixed[key]} if key in fixed else _by_name(known, expected)
+    return values
+
+
 def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
-    """Build the object to pass for the user's config, with the same keys and no others, or return None without one.
+    """Build the object to pass for the user's config, with the same keys and no others.
 
     A class of transformers, or one that is annotated with a config class of transformers, gets an object of that
-    class, which adds the defaults of that version. A dataclass gets the arguments that its fields name.
+    class, which adds the defaults of that version. A dataclass gets the arguments that its fields name. If no config
+    is stated, the keys have the values that their names mean.
     """
     config = expected.config
     if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
@@ -210,9 +240,17 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     if any(str(getattr(cls, "__module__", "")).startswith("transformers.") for cls in classes):
         from transformers import AutoConfig
 
-        return None if config is None else AutoConfig.for_model(**config)
+        return annotation(**_of_keys(_SIZES, expected)) if config is None else AutoConfig.for_model(**config)
     if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
         known, keys = parameters(annotation) or {}, config or {}
-        with contextlib.suppress(TypeError):  # a field without a default is not known
-            return annotation(**chosen(annotation, expected) | {name: keys[name] for name in known if name in keys})
-    return None if config is None else _Config(**config)
+        required = [name for name, p in known.items() if p.default is p.empty]
+        with contextlib.suppress(TypeError):
+            return annotation(
+                **dict.fromkeys(required)
+                | _of_keys(known, expected)
+                | {name: keys[name] for name in known if name in keys}
+            )
+    return _NamedConfig(expected=expected) if config is None else _Config(**config)
+
+
+_SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")  # of a config of transformers
