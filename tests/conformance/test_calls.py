@@ -515,7 +515,7 @@ def with_xpos(x: Tensor, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ((Relative, turn), "must not depend on their number, got positions relative to the length"),
+        ((Relative, turn), "must not depend on the number of tokens, got angles that do, as on a grid"),
         (with_xpos, "must keep their size, got powers of the position, as in xPos"),
     ],
 )

@@ -47,6 +47,7 @@ def written(
         inv_freq = f"torch.tensor({expected.rope.inv_freq.tolist()})"
     halves = "x.chunk(2, dim=-1)[0]", "x.chunk(2, dim=-1)[1]"
     q, k = [*(role for role in ("q", "x", "k") if role in call.parameter_of), *halves][:2]
+    tokens_axis = "layout.index('s' if 's' in layout else 't')"
     required = {
         "conjugate": "False",
         "inplace": "False",
@@ -57,8 +58,9 @@ def written(
         "inv_freq": inv_freq,
         "q_out": f"torch.full_like({q}, torch.nan)",
         "k_out": f"torch.full_like({k}, torch.nan)",
-        "seq_dim": "layout.index('s' if 's' in layout else 't')",
+        "seq_dim": tokens_axis,
     }
+    required |= {"seq_len": f"{q}.shape[{tokens_axis}]"} if counts_tokens(call) else {}
     always = {
         "x1": halves[0],
         "x2": halves[1],
@@ -72,6 +74,11 @@ def written(
         always |= {role: required[role] for role in ("interleaved", "is_neox")}
     known = {role: text for role, text in required.items() if role not in call.optional} | always
     return {role: text for role, text in known.items() if role in call.parameter_of}
+
+
+def counts_tokens(call: Call) -> bool:
+    """Return whether a length that a function takes is the number of its tokens, and not one of all positions."""
+    return bool({"q", "x"} & {*call.parameter_of}) and "positions" not in call.parameter_of
 
 
 def library_of(target: Target) -> str | None:
@@ -114,11 +121,18 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
     roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
-    is_grid = {"grid", "height"} & roles
-    lines = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
+    objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
+    lines = [line for line in objects if "tokens" in line]
+    objects = [line for line in objects if line not in lines]
+    is_grid = bool({"grid", "height", "frames"} & roles or lines)
+    if is_grid or any("tokens" in text for text in arguments.values()):
+        tensor = next((role for role in ("q", "x") if role in call.parameter_of), "q")
+        is_of_tables = len(target.objects) == 2 and has_failed
+        count = "seq_len" if is_of_tables else f"{tensor}[0].numel() // (num_heads * head_size)"
+        lines.insert(0, f"tokens = {count}")
+        lines[:0] = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
     lines += [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
-    objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     is_indexed = False
     for make in target.objects[:-1]:
         of_make = words.read_call(function_of(make))
@@ -168,18 +182,16 @@ def function_of(obj: Any) -> Any:
 
 def _written(call: Call, expected: Expected) -> dict[str, str]:
     """Return `written` with values in place of what is no word."""
-    tokens = next((f"{role}.shape[1]" for role in ("q", "x") if role in call.parameter_of), "seq_len")
     fixed = {
         "tensor_layout": "'bshd'",
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",
         "seq_dim": "1",
-        "grid": f"({tokens}, 1)",
-        "frames": tokens,
-        "height": "1" if "frames" in call.parameter_of else tokens,
+        "frames": "tokens",
+        "height": "1" if "frames" in call.parameter_of else "tokens",
         "width": "1",
-        "seq_len": "int(positions.max()) + 1",
+        "seq_len": "tokens" if counts_tokens(call) else "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
     fixed = {role: text for role, text in fixed.items() if role in {*call.parameter_of} - call.optional}
@@ -191,20 +203,28 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
     sizes = words.filled(function_of(obj), role_of)
-    sizes |= {} if is_constructor(obj) else chosen(obj, expected)  # of a function that computes tables
+    if not is_constructor(obj) and not {"q", "x", "qkv", "kv", "x1"} & roles:  # a function that computes tables
+        sizes |= chosen(obj, expected)
     omitted = call.optional & {"offset", "offsets", "cu_seqlens", "tensor_layout"}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():
         role = role_of.get(name, "")
-        if role in known and role not in omitted:
+        if role == "grid" and role not in call.optional:
+            arguments[name] = _grid(parameter)
+        elif role in known and role not in omitted:
             arguments[name] = known[role]
-        elif role in words.WORDS and role not in omitted:
+        elif role in words.WORDS and role not in omitted and (name not in sizes or role != "head_size"):
             arguments[name] = role
         elif parameter.default is inspect.Parameter.empty:
             arguments[name] = repr(sizes[name]) if name in sizes else "..."
     return arguments
+
+
+def _grid(parameter: inspect.Parameter) -> str:
+    """Return the sizes of a grid of one column, with as many axes as the annotation of a parameter states, or two."""
+    return f"(tokens{', 1' * max(1, str(parameter.annotation).count('int') - 1)})"
 
 
 def _called(obj: Any, arguments: dict[str, str]) -> str:
@@ -224,9 +244,10 @@ def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
     values = {name: repr(value) for name, value in chosen(obj, expected).items()}
     values |= {name: "..." for name in values if name in CONFIGS}
-    needed = [n for n, p in (words.parameters(owner) or {}).items() if p.default is inspect.Parameter.empty]
-    texts = (values | {name: "..." for name in needed if name not in values}).items()
-    return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts)})"
+    for name, p in (words.parameters(owner) or {}).items():
+        if name not in values and p.default is p.empty:
+            values[name] = _grid(p) if re.search(words.GRID, name) else "..."
+    return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in values.items())})"
 
 
 def _import(target: Target, obj: Any) -> str:

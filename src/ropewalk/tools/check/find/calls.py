@@ -122,12 +122,11 @@ class _Finder:
         if _writes_into_its_input(chosen):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
-        if (chosen.way.tables or "").startswith(INDEXED[1]) and _depends_on_length(chosen):
-            must, got = (
-                "the rows of tables must not depend on their number",
-                "positions relative to the length or a grid",
-            )
-            raise _checks.error("check", must, got, "Check the function that takes the tables alone.")
+        of_tables = (chosen.way.tables or "").startswith(INDEXED[1])
+        if (of_tables or chosen.way.positions == "none") and _depends_on_length(chosen):
+            must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
+            fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
+            raise _checks.error("check", must, got, fix)
         others = []
         for mode in ("offsets", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)

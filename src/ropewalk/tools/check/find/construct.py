@@ -18,7 +18,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import SPELLINGS, filled, match, no_call, parameters
+from ropewalk.tools.check.find.words import GRID, SPELLINGS, filled, match, no_call, parameters
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -38,13 +38,14 @@ _NAMES = {
     "width": "n_embd hidden_size d_model embed_dim",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
-    "scaling": "rope_scaling rope_parameters",
+    "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
+_PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
     "factor": "scaling_factor scale_factor rope_factor",
-    "original_max_position_embeddings": "initial_context_length original_max_seq_len old_context_len orig_max_position "
-    "original_seq_len",
+    "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
+    "old_context_len orig_max_position original_seq_len",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
@@ -87,7 +88,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
 
 
 def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[str, Any]:
-    parameter_of = match(known, _NAMES)
+    parameter_of = match(known, _NAMES, _PARTS)
     values: dict[str, Any] = {}
     scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
     for role, name in parameter_of.items():
@@ -110,7 +111,7 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "scaling" and scaling is not None and scaling.in_configs:
             stated = expected.config if isinstance(expected.config, Mapping) else {}
-            values[name] = stated.get(name) or scaling.to_hf()
+            values[name] = stated.get(name) or scaling.to_hf() | _of_scaling(scaling)
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
         elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
@@ -119,9 +120,7 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = 4 * expected.head_dim if role == "width" else 4
         elif role == "width" and "dim" not in parameter_of:
             values[name] = expected.head_dim
-    for key, names in _SCALING.items():
-        if (value := getattr(scaling, key, None)) is not None:
-            values |= {name: value for name in (key, *names.split()) if name in known and name not in values}
+    values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
     parts = {
         r"^(?!n_|num_).*(dim|width|feature)|^d_": expected.head_dim,
         "heads": 4,
@@ -134,6 +133,12 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
     return values
 
 
+def _of_scaling(scaling: Any) -> dict[str, Any]:
+    """Return the attributes of a scheme by every name that they have, or nothing for None."""
+    stated = {key: getattr(scaling, key, None) for key in _SCALING}
+    return {n: stated[key] for key, names in _SCALING.items() for n in (key, *names.split()) if stated[key] is not None}
+
+
 def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:
     """Call a constructor with a value for each of its parameters, and return the object and what was passed.
 
@@ -144,7 +149,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
-    parameter_of = match(known, _NAMES)
+    parameter_of = match(known, _NAMES, _PARTS)
     missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
     others = {name: p.default for name, p in known.items() if name not in (*values, "device", "dtype")}
     options = [name for name, default in others.items() if isinstance(default, int | float | str | None)]
@@ -155,7 +160,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     fix = f"Check a function that constructs it: def make({', '.join(values)}): return {called}{method}."
     if missing:
         must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
-        if not is_constructor(constructor):
+        if not is_constructor(constructor) or all(re.search(GRID, name) for name in missing):
             raise no_call(must, ", ".join(missing))
         raise _checks.error("check", must, ", ".join(missing), fix)
     try:
@@ -170,6 +175,8 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
+    if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
+        sizes |= {"rotary_dim"}
     return built, Arguments(base, length, sizes, fix if options and "config" not in parameter_of else "")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,7 @@ SPELLINGS = {
     "tensor_layout": "tensor_format qkv_format",  # the name of the layout
     "seq_len": "seqlen max_seq_len length",
     "seq_dim": "",  # the axis of the tokens
-    "grid": "shape spatial_shape",  # the sizes of the axes of the positions, in one tuple or each alone
+    "grid": "",  # the sizes of the axes of the positions, in one tuple or each alone
     "frames": "T",
     "height": "h end_y",
     "width": "w end_x",
@@ -79,6 +79,20 @@ SPELLINGS = {
     "sections": "mrope_section mrope_sections section",
 }
 _NAMES = WORDS | SPELLINGS
+GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape)s?$"
+# Role → a part of a name by which it is known, if no parameter has a name of the role.
+_PARTS = {
+    "q": r"^(q|query|queries)_",
+    "k": r"^(k|key|keys)_",
+    "cos": r"(^|_)cos",
+    "sin": r"(^|_)sin(?!gle)",
+    "positions": r"(^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$",
+    "cu_seqlens": "^cu_",
+    "max_seqlen": "^max_(seq|len)",
+    "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
+    "grid": GRID,
+    "x": r"^(vec|vector|features?|feats?|patch_tokens|tensor|x_.*)$",
+}
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
 
@@ -143,7 +157,7 @@ def _of_schema(schema: Any) -> dict[str, inspect.Parameter]:
 def read_call(called: Callable[..., Any]) -> Call:
     """Return the roles of the parameters of a function that rotates or computes tables."""
     known = parameters(called) or {}
-    roles = match(known, _NAMES)
+    roles = match(known, _NAMES, _PARTS)
     alone = "q" if "q" in roles else "v"
     if not {"k", "x", "qkv", "kv"} & {*roles}:  # q or v alone, as a function for one tensor may call it, is x
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
@@ -186,16 +200,24 @@ def filled(called: Callable[..., Any], taken: Collection[str], *, unknown: bool 
     return dict.fromkeys(free) | known if unknown else known
 
 
-def match(known: dict[str, inspect.Parameter], names: dict[str, str]) -> Roles:
-    """Return the roles of parameters whose names are keys of `names`, or among the names of a key."""
-    roles: Roles = {}
+def match(
+    known: dict[str, inspect.Parameter], names: Mapping[str, str], parts: Mapping[str, str] | None = None
+) -> Roles:
+    """Return the roles of parameters whose names are keys of `names`, or among the names of a key, or have its part."""
+    # Without axes, as in x_BTHD.
+    plain = {name: re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name for name in known}
+    found: Roles = {}
     for name in known:
-        plain = re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name  # without axes, as in x_BTHD
         for role, spellings in names.items():
-            if plain in (role, *spellings.split()) and role not in roles:
-                roles[role] = name
+            if plain[name] in (role, *spellings.split()) and role not in found:
+                found[role] = name
                 break
-    return roles
+    for role, part in (parts or {}).items():
+        free = (name for name in known if name not in found.values() and re.search(part, plain[name]))
+        if role not in found and (first := next(free, None)) is not None:
+            found[role] = first
+    order = [*known]
+    return dict(sorted(found.items(), key=lambda each: order.index(each[1])))
 
 
 def take_tables(function: Any, call: Call) -> Call:
