@@ -516,6 +516,7 @@ def with_xpos(x: Tensor, positions: Tensor) -> Tensor:
     ("target", "says"),
     [
         ((Relative, turn), "must not depend on the number of tokens, got angles that do, as on a grid"),
+        (lambda x: turn(x, *Relative(64)(x.shape[1])), "must not depend on the number of tokens, got angles that do"),
         (with_xpos, "must keep their size, got powers of the position, as in xPos"),
     ],
 )
@@ -570,9 +571,48 @@ def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
     return turn(x, angles.cos(), angles.sin())
 
 
+def of_lengths(query_rows: Tensor, key_rows: Tensor, cu_lens: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+    assert int(cu_lens.diff().max()) == max_len
+    positions = torch.cat([torch.arange(n) for n in cu_lens.diff().tolist()])
+    tables = at_positions(cos_sin_cache(64, max_len), positions)
+    return turn(query_rows, *tables), turn(key_rows, *tables)
+
+
+def of_its_length(x: Tensor, seq_len: int) -> Tensor:
+    return turn(x, *at_positions(cos_sin_cache(64, seq_len), torch.arange(seq_len)))
+
+
+def from_a_shift(x: Tensor, position_offset: int = 0) -> Tensor:
+    return along_an_axis(x, 1, position_offset)
+
+
+class OfPoints:
+    def __init__(self, freq_base: float, grid_size: tuple[int, int]) -> None:
+        self.rows = cos_sin_cache(32, grid_size[0], freq_base)
+
+    def turned(self, x: Tensor, xy: Tensor) -> Tensor:
+        return torch.cat(
+            [turn(part, *at_positions(self.rows, xy[..., axis])) for axis, part in enumerate(x.chunk(2, dim=-1))],
+            dim=-1,
+        )
+
+
+class Random(torch.nn.Module):
+    """Positions that are scaled at random in training, as in DINOv3."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None] * (10_000.0 ** (-torch.arange(32) / 32).double() * (2 if self.training else 1))
+        return turn(x, angles.cos(), angles.sin())
+
+
 @pytest.mark.parametrize(
     ("target", "row", "value"),
     [
+        (of_lengths, "call", "f(query_rows, key_rows, cu_lens, max_len)"),
+        (of_its_length, "call", "f(x, seq_len)"),
+        (from_a_shift, "call", "f(x, position_offset)"),
+        (targets.Method(OfPoints, "turned"), "axes", "pairs 0 to 15 height, 16 to 31 width"),
+        (Random, "frequencies", "base 10000"),
         ((OneHeadTables, as_passed), "layout", "thd"),
         ((OneMethod, turn), "frequencies", "base 100"),
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
@@ -634,7 +674,9 @@ class TestAdapter:
         exec(code.replace(value, value.partition("=")[0] + "=4.0"), theirs)
         assert conformance.check(theirs["make"], rope=rope).codes == []
 
-    @pytest.mark.parametrize("name", ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables"])
+    @pytest.mark.parametrize(
+        "name", ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables", "OfSize.turned"]
+    )
     def test_of_a_grid_has_one_column(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "2_axes.py").write_text(GRID + UNKNOWN)  # a name that cannot be imported by a statement
         with pytest.raises(RopeError) as e:
@@ -655,7 +697,9 @@ class TestAdapter:
         with pytest.raises(RopeError, match=r"def rotate\(x, positions\):"):
             conformance.check((Rotary, fails))
 
-    @pytest.mark.parametrize("function", ["of_numpy", "of_numpy_for_q_and_k", "numpy_tables,numpy_apply"])
+    @pytest.mark.parametrize(
+        "function", ["of_numpy", "from_an_offset", "of_numpy_for_q_and_k", "numpy_tables,numpy_apply"]
+    )
     def test_converts_arrays(self, tmp_path: Path, function: str) -> None:
         (tmp_path / "arrays.py").write_text(NUMPY)
         with pytest.raises(RopeError, match="code that uses numpy") as e:
@@ -664,6 +708,7 @@ class TestAdapter:
         (tmp_path / "mine.py").write_text(code)
         report = conformance.check(f"{tmp_path / 'mine.py'}:rotate", ignore=["no-gradient"])
         assert (report.verdict, report.found["pairing"]) == ("right", "half")
+        assert "offset" not in function or "from an offset" in report.found["positions"]
 
     @pytest.mark.parametrize(("annotation", "shape"), [("s", "shared"), ("bs", "rows")])
     def test_an_annotation_states_the_axes_of_positions(self, annotation: str, shape: str) -> None:
@@ -712,6 +757,14 @@ class Grid:
 
     def turned(self, x, h, w):
         return rotate(x, (h, w))
+
+class OfSize:
+    def __init__(self, input_size: tuple[int, int, int]):
+        assert input_size[1:] == (1, 1)
+        self.positions = torch.arange(input_size[0])[None]
+
+    def turned(self, x):
+        return turn(x, self.positions)
 """
 
 UNKNOWN = """
@@ -766,6 +819,9 @@ def of_numpy(x, positions):
     angles = positions[..., None, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
     (a, b), cos, sin = np.split(x, 2, axis=-1), np.cos(angles), np.sin(angles)
     return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+
+def from_an_offset(x, offset=0):
+    return of_numpy(x, np.arange(offset, offset + x.shape[1])[None])
 
 def of_numpy_for_q_and_k(q, k, position_ids):
     return of_numpy(q, position_ids), of_numpy(k, position_ids)

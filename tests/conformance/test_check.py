@@ -439,6 +439,31 @@ class TestExpected:
         if annotation in ("ModelArgs", ModelArgs):
             assert conformance.check(Rotary, config=LLAMA | {"rope_theta": 500_000.0}).codes == []
 
+    @pytest.mark.parametrize("is_right", [True, False])
+    def test_options_of_llama_3_by_other_names(self, is_right: bool) -> None:
+        def make(
+            head_dim: int, theta_base: float = 10_000.0, freq_config: dict[str, float] | None = None
+        ) -> Callable[..., Tensor]:
+            inv_freq = theta_base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+            if freq_config is not None:
+                of_length = freq_config["original_context_length"] * inv_freq / (2 * math.pi)
+                low, high = freq_config["low_freq_factor"], freq_config["high_freq_factor"]
+                smooth = ((of_length - low) / (high - low)).clamp(0, 1)
+                inside = (smooth > 0) & (smooth < 1)
+                smooth = torch.where(inside & (not is_right), 1 - smooth, smooth)
+                inv_freq = smooth * inv_freq + (1 - smooth) * inv_freq / freq_config["factor"]
+            return lambda x, positions: turned(x, positions[..., None, None] * inv_freq)
+
+        scaling = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        config = LLAMA | {"rope_theta": 500_000.0, "rope_scaling": scaling}
+        assert conformance.check(make, config=config).codes == ([] if is_right else ["llama3-smooth-inverted"])
+
     def test_code_for_the_config_class_of_transformers_gets_one(self) -> None:
         class Rotary:
             def __init__(self, config: LlamaConfig) -> None:

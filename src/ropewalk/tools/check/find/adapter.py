@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import words
 from ropewalk.tools.check.find.construct import CONFIGS, chosen, is_constructor
-from ropewalk.tools.check.find.target import Method, Target, name_of
+from ropewalk.tools.check.find.target import Method, Target, function_of, name_of
 from ropewalk.tools.check.find.words import Call
 
 # Library of arrays → how it is imported, and what makes its arrays.
@@ -138,6 +139,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         of_make = words.read_call(function_of(make))
         made = _arguments(make, of_make, expected)
         if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
+            made = {name: "..." if text in words.WORDS else text for name, text in made.items()}
             body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
         computed = _called(make, made)
@@ -171,15 +173,6 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def {name}({', '.join(takes)}):{body}", ""))
 
 
-def function_of(obj: Any) -> Any:
-    """Return what is called of an object: the method of a class, bound to nothing."""
-    if isinstance(obj, Method):
-        return partial(getattr(obj.owner, obj.name), None)
-    if inspect.isclass(obj):
-        return partial(getattr(obj, "forward", None) or obj.__call__, None)
-    return obj
-
-
 def _written(call: Call, expected: Expected) -> dict[str, str]:
     """Return `written` with values in place of what is no word."""
     fixed = {
@@ -205,7 +198,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     sizes = words.filled(function_of(obj), role_of)
     if not is_constructor(obj) and not {"q", "x", "qkv", "kv", "x1"} & roles:  # a function that computes tables
         sizes |= chosen(obj, expected)
-    omitted = call.optional & {"offset", "offsets", "cu_seqlens", "tensor_layout"}
+    omitted = call.optional & {"offsets", "cu_seqlens", "tensor_layout", *({"offset"} if "positions" in roles else ())}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
     arguments = {}
@@ -247,7 +240,8 @@ def _constructed(obj: Any, expected: Expected) -> str:
     for name, p in (words.parameters(owner) or {}).items():
         if name not in values and p.default is p.empty:
             values[name] = _grid(p) if re.search(words.GRID, name) else "..."
-    return f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in values.items())})"
+    is_module = inspect.isclass(owner) and issubclass(owner, torch.nn.Module)
+    return f"{name_of(owner)}({', '.join(f'{n}={text}' for n, text in values.items())}){'.eval()' * is_module}"
 
 
 def _import(target: Target, obj: Any) -> str:

@@ -43,7 +43,7 @@ from ropewalk.tools.check.find.construct import Arguments, construct, is_constru
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
-from ropewalk.tools.check.find.target import Target
+from ropewalk.tools.check.find.target import Target, function_of
 from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, ONE_HEAD, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import structure
@@ -81,7 +81,7 @@ def find(target: Target, expected: Expected, layout: str | None, *, unknown: boo
 
 
 def _filled(obj: Any) -> dict[str, Any]:
-    function = adapter.function_of(obj)
+    function = function_of(obj)
     return words.filled(function, words.read_call(function).parameter_of.values(), unknown=True)
 
 
@@ -122,11 +122,6 @@ class _Finder:
         if _writes_into_its_input(chosen):
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
-        of_tables = (chosen.way.tables or "").startswith(INDEXED[1])
-        if (of_tables or chosen.way.positions == "none") and _depends_on_length(chosen):
-            must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
-            fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
-            raise _checks.error("check", must, got, fix)
         others = []
         for mode in ("offsets", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
@@ -228,8 +223,8 @@ class _Finder:
         """
         second = self.target.objects[1] if len(self.target.objects) == 2 else None
         target = self.target.objects[0]
-        if second is None and is_constructor(target) and words.parameters(adapter.function_of(target)):
-            _require_tensors(adapter.function_of(target))  # before the arguments of its constructor
+        if second is None and is_constructor(target) and words.parameters(function_of(target)):
+            _require_tensors(function_of(target))  # before the arguments of its constructor
         first, arguments = _construct(target, expected)
         function = first if second is None else second
         call = Call({}) if isinstance(function, TableSet) else words.read_call(function)
@@ -443,16 +438,6 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
                     return other
                 working = working or other
     return working
-
-
-def _depends_on_length(chosen: Subject) -> bool:
-    """Return whether 8 tokens are rotated differently if others follow them."""
-    new = chosen if chosen.rebuild is None else chosen.rebuild()
-    x, positions = new.equal_heads(16, 1), torch.arange(16)[None]
-    with contextlib.suppress(CallError):
-        few, many = (new(x[:, :n], x[:, :n], positions[:, :n])[0] for n in (8, 16))
-        return not torch.allclose(few, many[:, :8], atol=1e-3, equal_nan=True)
-    return False
 
 
 def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:

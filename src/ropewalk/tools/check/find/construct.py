@@ -17,8 +17,8 @@ import torch
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.target import Method, name_of
-from ropewalk.tools.check.find.words import GRID, SPELLINGS, filled, match, no_call, parameters
+from ropewalk.tools.check.find.target import Method, function_of, name_of
+from ropewalk.tools.check.find.words import GRID, SPELLINGS, filled, match, no_call, parameters, read_call
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
@@ -52,6 +52,7 @@ _SCALING = {
     **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "truncate"), ""),
 }
 
+_SIDE = 256  # of a grid
 CONFIGS = {"config", *_NAMES["config"].split()}
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
@@ -84,6 +85,9 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     values = _by_name(known, expected)
     for name in CONFIGS & {*known}:
         values[name] = _config_object(owner, known[name].annotation, expected)
+    if is_constructor(constructor) and "positions" in read_call(function_of(constructor)).parameter_of:
+        grids = [name for name, p in known.items() if p.default is p.empty and re.search(GRID, name)]
+        values |= dict.fromkeys(grids, (_SIDE, _SIDE))  # the largest positions
     return values | filled(owner, values)
 
 
@@ -172,8 +176,11 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         fix = f"{fix} Or pass a config with the keys that it reads."
         action = f"check: {name_of(constructor)}({named}) cannot be constructed"
         raise _checks.error_from(action, e, fix, memory.place_of(e)) from e
+    if isinstance(module := getattr(built, "__self__", built), torch.nn.Module):
+        module.eval()  # without random positions
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
+    length = _SIDE if (_SIDE, _SIDE) in values.values() else length
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
     if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
         sizes |= {"rotary_dim"}
@@ -188,7 +195,7 @@ def is_constructor(target: Any) -> bool:
 def takes_sizes(function: Any) -> bool:
     """Return whether a function makes an object or tables: it takes the size of a head, or a config, or nothing."""
     is_empty = inspect.isfunction(function) and not inspect.signature(function).parameters
-    return is_empty or bool({"dim", "config"} & {*match(parameters(function) or {}, _NAMES)})
+    return is_empty or bool({"dim", "width", "config"} & {*match(parameters(function) or {}, _NAMES)})
 
 
 class _Config(SimpleNamespace):

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -157,6 +158,15 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Construct an object of the class with these arguments, and return its method."""
         return getattr(self.owner(*args, **kwargs), self.name)
+
+
+def function_of(obj: Any) -> Any:
+    """Return what is called of an object: the method of a class, bound to nothing."""
+    if isinstance(obj, Method):
+        return partial(getattr(obj.owner, obj.name), None)
+    if inspect.isclass(obj):
+        return partial(getattr(obj, "forward", None) or obj.__call__, None)
+    return obj
 
 
 def _from_transformers(target: str, model: str) -> Target:

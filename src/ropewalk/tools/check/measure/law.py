@@ -139,7 +139,7 @@ def identify(
     is_exact = not is_fitted or rope.base == float(f"{rope.base:.3g}")
     uncertain = 0.0 if is_exact else _FITTED * expected.log().abs() / math.log(rope.base)
     right = Law(expected, factor, uncertain=uncertain, noise=noise)
-    backwards = replace(right, kind="backwards", code="rotates-backwards", says=_BACKWARDS)
+    backwards = replace(right, kind="backwards", code="rotates-backwards", says=BACKWARDS)
     swapped = "At position 0, pairs are rotated by 90 degrees."
     shifted = f"Position 0 gets the angles of {shift}."
     for law in (
@@ -182,7 +182,7 @@ def identify(
     return replace(measured, code="wrong-frequencies", says=says)
 
 
-_BACKWARDS = "Every pair is rotated by minus its angle. This is right only for weights that were trained with it."
+BACKWARDS = "Every pair is rotated by minus its angle. This is right only for weights that were trained with it."
 
 
 def find_rounding(z: Tensor, positions: Tensor, law: Law) -> tuple[str, str] | None:

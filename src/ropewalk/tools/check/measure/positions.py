@@ -41,6 +41,9 @@ def judge_far(baseline: Baseline) -> None:
             code, says = name_bug(baseline, z, positions, token, right=int(positions[first]) - 1)
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next position is right."
+            if code == "wrong-far-positions" and is_beyond_length(baseline.subject, int(positions[first])):
+                report.grade("far positions", BEYOND)
+                return
             report.add(code, says)
             report.grade("far positions", f"wrong at {int(positions[first]):,}; later positions were not tried", False)
             return
@@ -122,6 +125,15 @@ def _probes(baseline: Baseline) -> Iterator[Tensor]:
             yield torch.arange(end - 4, end)
             if end + 4 <= last + 1 and end <= 8_192:
                 yield torch.arange(end, end + 4)
+
+
+def is_beyond_length(subject: Subject, position: int) -> bool:
+    """Return whether a scheme that nobody has stated may have other frequencies from a position on."""
+    lengths = _table_length(subject) if subject.expected.rope is None else []
+    return bool(lengths) and position >= lengths[0]
+
+
+BEYOND = "not judged: they change beyond the length of the constructor, as by a scheme that --config CONFIG would state"
 
 
 def _table_length(subject: Subject) -> list[int]:
@@ -257,5 +269,7 @@ def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
     if subject.way.given is not None or subject.way.positions in ("none", "packed"):
         return [torch.arange(64 if subject.way.given is not None else 512)]
     last = baseline.subject.expected.length or 10**9
+    if any(grade.says == BEYOND for grade in baseline.report.grades):
+        last = min(last, *_table_length(subject))
     probes = (*_PROBES_16, *_table_length(subject))  # beyond a table, code builds another one
     return [positions for p in probes if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]

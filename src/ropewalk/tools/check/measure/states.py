@@ -15,7 +15,7 @@ from torch import Tensor
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline, measure
 from ropewalk.tools.check.measure.law import moving
-from ropewalk.tools.check.measure.positions import LONGEST_CALL
+from ropewalk.tools.check.measure.positions import BEYOND, LONGEST_CALL, is_beyond_length
 from ropewalk.tools.check.report import Grade
 
 FAR = 5_000
@@ -109,6 +109,9 @@ def _judge_rows(baseline: Baseline, far: int) -> None:
         report.grade("other rows", "no effect, as expected", True)
         return
     if _ROW_BUGS & {*report.codes}:
+        return
+    if is_beyond_length(subject, far):
+        report.grade("other rows", BEYOND)
         return
     long = None if unresolved is None else moving(unresolved.at_length(far + 16).inv_freq)
     if long is not None and replace(baseline.law, inv_freq=long, factor=1.0).explains(z / z.abs(), positions[0]):

@@ -16,6 +16,7 @@ from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.form import from_layout, to_layout
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.tables import INDEXED
 from ropewalk.tools.check.find.ways import ONE_HEAD
 from ropewalk.tools.check.measure import (
     axes,
@@ -127,12 +128,18 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw == "xpos":
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
+    if structure.flaw is None and _depends_on_length(subject):
+        must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
+        fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
+        raise _checks.error("check", must, got, fix)
     plain = structure.pairing is None and subject.expected.axes is None
     in_each_axis = plain and bool((structure.ins.diff(dim=1) * (subject.axes or 1) == structure.pairs).all())
     structure = replace(structure, pairing="half") if in_each_axis else structure  # as in CroCo, DUSt3R and VGGT
     _judge_structure(structure, subject, report)
     report.found["pairing"] += ", within each axis" * in_each_axis
     if structure.flaw is not None:
+        if structure.pairing is None:  # then a part of the pairs was found
+            report.drop("wrong-pairing", "rest-not-passed")
         report.add(structure.flaw, _FLAWS[structure.flaw])
         return None
     multipliers = measure(subject, structure, SMALL[None])[0]
@@ -142,11 +149,30 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
+def _depends_on_length(subject: Subject) -> bool:
+    """Return whether 8 tokens are rotated differently if others follow them, where no positions are passed."""
+    if subject.way.positions != "none" and not (subject.way.tables or "").startswith(INDEXED[1]):
+        return False
+    new = subject if subject.rebuild is None else subject.rebuild()
+    x, positions = new.equal_heads(16, 1), torch.arange(16)[None]
+    with contextlib.suppress(CallError):
+        few, many = (new(x[:, :n], x[:, :n], positions[:, :n])[0] for n in (8, 16))
+        return not torch.allclose(few, many[:, :8], atol=1e-3, equal_nan=True)
+    return False
+
+
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
 _KEEP = {
-    *("query-and-key-crossed", "output-not-written", "memory-overwritten", "value-changed", "wrong-norm"),
+    *(
+        "query-and-key-crossed",
+        "key-unlike-query",
+        "output-not-written",
+        "memory-overwritten",
+        "value-changed",
+        "wrong-norm",
+    ),
     *("heads-differ", "rest-not-passed", "cache-not-written", "wrong-slot", "padding-stored"),
     *("stored-key-unlike-key", "wrong-gradient", "no-gradient", "in-place-gradient", "not-repeatable"),
 }
@@ -369,6 +395,9 @@ def _judge_law(
             measured = replace(measured, code="wrong-frequencies", says=says)
         elif measured.explains(multipliers, SMALL):
             measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
+            if float(measured.inv_freq.max()) < -law.ROUNDED:
+                forwards = replace(measured, inv_freq=-measured.inv_freq, kind="backwards")
+                measured = replace(forwards, code="rotates-backwards", says=law.BACKWARDS)
     speeds = measured.inv_freq.abs()
     of_two = len(speeds) % 2 == 0 and len(speeds) > 2 and torch.allclose(speeds[::2], speeds[1::2], rtol=1e-3)
     can_be_wrong = measured.code == "wrong-frequencies" or not (stated or measured.code)
