@@ -84,8 +84,8 @@ GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape)s?$"
 _PARTS = {
     "q": r"^(q|query|queries)_",
     "k": r"^(k|key|keys)_",
-    "cos": r"(^|_)cos",
-    "sin": r"(^|_)sin(?!gle)",
+    "cos": r"(^|_)cos(ines?)?(_|$)",
+    "sin": r"(^|_)sin(es?)?(_|$)",
     "positions": r"(^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$",
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
