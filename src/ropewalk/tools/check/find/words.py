@@ -86,7 +86,7 @@ _PARTS = {
     "k": r"^(k|key|keys)_",
     "cos": r"(^|_)cos(ines?)?(_|$)",
     "sin": r"(^|_)sin(es?)?(_|$)",
-    "positions": r"(^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$",
+    "positions": r"^(?!n_|num_|max_).*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$)",
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
