@@ -447,6 +447,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
 
 
+def test_vllm_applies_no_dictionary_to_a_draft() -> None:
+    """`SpeculativeConfig.compose_draft_hf_overrides` of vLLM 0.33.0 returns a function that ignores one."""
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules"):
+        drafts = extend({**FLAT, key: 1}, LONG, engines=("vllm",), method="yarn", new_factor=4.0)
+        assert "Its MTP layers do not get this argument, and draft up to 32,768 tokens." in drafts.text()
+    for other in ({**FLAT, "num_nextn_predict_layers": 0}, FLAT):
+        assert "MTP" not in extend(other, LONG, engines=("vllm",), method="yarn", new_factor=4.0).text()
+    kept = extend({**FLAT, "mtp_num_hidden_layers": 1}, 32_768, engines=("vllm",))
+    assert "MTP" not in kept.text()  # only the length is passed, and no key
+
+
 GGUF = {
     "context_length": 40_960, "embedding_length": 1024, "block_count": 28, "rope.freq_base": 1e6,
     "attention.head_count": 16, "attention.head_count_kv": 8, "attention.key_length": 128,

@@ -73,11 +73,9 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
             "long texts.",
         ]
     row = next(r for r in facts["rows"] if (r["method"], r["factor"]) == (facts["method"], facts["factor"]))
-    sure = (
-        f"how sure: every seed reaches (the lowest copies {row['lowest']:.2f})"
-        if row["lowest"] >= facts["bar"]
-        else f"how sure: not very, since a seed falls short ({row['lowest']:.2f}), so look at the other rows that reach"
-    )
+    sure = f"every seed reaches (the lowest copies {row['lowest']:.2f})"
+    if row["lowest"] < facts["bar"]:
+        sure = f"not very, since a seed falls short ({row['lowest']:.2f}), so look at the other rows that reach"
     if row["at_half"] < facts["bar"]:
         sure += f"; halfway it copies {row['at_half']:.2f}"
     return [
@@ -85,7 +83,7 @@ def _verdict(facts: Mapping[str, Any]) -> list[str]:
         f"verdict: {row['method']} with factor {row['factor']:g}, the smallest that reaches {target:,} tokens "
         f"(copies {row['at_target']:.2f}), and of those the method that costs short texts least "
         f"({row['short']:+z.3f} nats per token).",
-        f"{sure}. A copy is the least that reading needs, so evaluate your own task as well.",
+        f"how sure: {sure}. A copy is the least that reading needs, so evaluate your own task as well.",
     ]
 
 

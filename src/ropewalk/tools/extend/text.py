@@ -28,9 +28,7 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
         if row["reads"]:
-            lines += bullets(
-                [f"It reads these ropes from {row['reads']}. Its own limits of length were not looked up."]
-            )
+            lines += bullets([f"It reads these ropes from {row['reads']}. Its limits of length were not looked up."])
         elif not row["commands"]:
             lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
