@@ -13,7 +13,7 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import NTK, DynamicNTK, Rope, RopeError, from_config
+from ropewalk import NTK, DynamicNTK, Rope, RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables import wrappers
 from ropewalk.schemes import Linear
@@ -189,6 +189,19 @@ def test_ropes_are_those_that_engines_build(engine: str) -> None:
     rows = recorded(engine)
     assert len(rows) == ENGINES[engine]
     each(rows, check)
+
+
+@pytest.mark.parametrize(("engine", "models"), [("mlx_lm", 1), ("sglang", 2), ("vllm", 2)])
+def test_bailing_is_judged_by_what_engines_build(engine: str, models: int) -> None:
+    rows = [row for name, row in recorded(engine) if name in ("bailing_moe", "bailing_moe_v2")]
+    assert len(rows) == models
+    for row in rows:
+        [found], name = [group["rope"] for group in row["ropes"]], engine.replace("_", "-")
+        assert diff.engines(row["config"], names=(name,)).verdict == "agree"
+        [rope] = {*from_config(row["config"], engine=name).layers}
+        assert rope is not None
+        assert (rope.rotary_dim, rope.pairing) == (found["rotary_dim"], found["pairing"])
+        np.testing.assert_allclose(rope.inv_freq, found["inv_freq"], rtol=2**-24 * (12 + math.log(rope.base)))
 
 
 @pytest.mark.parametrize(("engine", "label"), [("mlx_lm", "mlx-lm 0"), ("sglang", "SGLang 0"), ("vllm", "vLLM 0")])
