@@ -338,6 +338,22 @@ def test_deepseek_v4(written: str) -> None:
     assert "; read, not run)" in found.text(verbose=True)
 
 
+def test_olmo_3_in_sglang() -> None:
+    """Its class of OLMo 2 scales only layers without a window, by a config class that reads the keys of transformers 4.
+
+    Run with transformers 5.24, this class and `get_rope_config` gave the published base and scaling.
+    """
+    rows = json.loads((ROOT / "tests" / "golden" / "text_models.json").read_text())["rows"]
+    config = next(row["config"] for row in rows if row["name"] == "olmo-3.1-32b-instruct")
+    found = diff.engines(config, names=("transformers", "sglang"))
+    assert found.verdict == "agree"
+    factors = [row["at"][-1]["engines"]["SGLang"]["attention_factor"] for row in found.facts["ropes"]]
+    assert factors == pytest.approx([1.0, 1.2079441541679836])
+    both = {kind: {**config["rope_scaling"], "rope_theta": 5e5} for kind in ("full_attention", "sliding_attention")}
+    newer = {key: value for key, value in config.items() if "rope" not in key} | {"rope_parameters": both}
+    assert diff.engines(newer, names=("transformers", "sglang")).facts["states"]["SGLang"] == "unknown"
+
+
 def test_a_published_gpt_oss() -> None:
     """Its base is a key of the config, and vLLM and SGLang get it in rope_parameters from transformers."""
     rows = json.loads((ROOT / "tests" / "golden" / "released.json").read_text())["rows"]
