@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, NomicBertConfig
+from transformers.models.nomic_bert.modeling_nomic_bert import NomicBertRotaryEmbedding
 
 import oracle
 from each import each
@@ -814,3 +815,30 @@ def test_one_rope_in_objects_for_kinds_of_layers(name: str) -> None:
     ):
         from_config(config)
     assert any(from_config({**config.to_dict(), "rope_parameters": one}).layers)
+
+
+def test_the_published_files_of_nomic() -> None:
+    """nomic-embed-text-v1.5 has the keys of its own code beside those of transformers, and older files only those."""
+    old = {
+        "model_type": "nomic_bert",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 8192,
+        "max_trained_positions": 2048,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+    }
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "max_position_embeddings": 2048}
+    both = {**old, **sizes, "rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"}}
+    module = NomicBertRotaryEmbedding(NomicBertConfig.from_dict(both))
+    for config in (old, both):
+        ropes = from_config(config)
+        np.testing.assert_allclose(ropes.rope.inv_freq, module.inv_freq, rtol=FLOAT32_POWER)
+        assert (ropes.rope.pairing, len(ropes.layers), ropes.trained_length) == ("half", 12, 2048)
+    for key, value in (("rotary_emb_fraction", 0.5), ("rotary_emb_interleaved", True), ("rotary_scaling_factor", 2)):
+        with pytest.raises(RopeError, match=key):
+            from_config({**old, key: value})

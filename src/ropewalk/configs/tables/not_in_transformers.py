@@ -172,9 +172,7 @@ REMOTE: dict[str, Architecture] = {
         pattern=LayerIndices("full_attention_layers", _FULL, _LINEAR, otherwise=_LINEAR, overrides_layer_types=False),
     ),
     "longcat_flash_ngram": _latent(
-        f"{_MLX}/longcat_flash_ngram.py",
-        layers=functions.longcat_layers,
-        query_scale=functions.longcat_query_scale,
+        f"{_MLX}/longcat_flash_ngram.py", layers=functions.longcat_layers, query_scale=functions.longcat_query_scale
     ),
     "bailing_moe_v3": _latent(
         f"{_MLX}/bailing_moe_v3.py; {_SGLANG}/bailing_moe_v3.py",

@@ -51,7 +51,7 @@ TEXT: dict[str, Architecture] = {
         "chameleon csm csm_depth_decoder_model@csm dia_encoder@dia dia_decoder@dia diffllama doge dots1 "
         "emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite granitemoe granitemoeshared gte "
         "hyperclovax jais2 jina_embeddings_v3 kyutai_speech_to_text lasr_encoder@lasr mimi mimi_encoder@mimi "
-        "mimi_decoder@mimi mistral mixtral moshi nomic_bert olmo olmo2 olmoe phimoe pocket_tts "
+        "mimi_decoder@mimi mistral mixtral moshi olmo olmo2 olmoe phimoe pocket_tts "
         "pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_encoder@pocket_tts_audio_tokenizer "
         "pocket_tts_audio_tokenizer_decoder@pocket_tts_audio_tokenizer qwen2 "
         "qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
@@ -78,6 +78,16 @@ TEXT: dict[str, Architecture] = {
         heads=("num_attention_heads", "n_head"),
         layers=("num_hidden_layers", "n_layer"),
         switch=("alibi", (None, False), False),
+    ),
+    # Files that were written for the code of Nomic have the names of GPT-2.
+    "nomic_bert": row(
+        "nomic_bert",
+        hidden=("hidden_size", "n_embd"),
+        heads=("num_attention_heads", "n_head"),
+        layers=("num_hidden_layers", "n_layer"),
+        kinds={ALL: Kind(bases=("rope_theta", "rotary_emb_base"))},
+        fixed={"rotary_emb_fraction": (1.0, "another fraction"), "rotary_emb_interleaved": (False, "another pairing")},
+        trained_length=functions.own_length("max_trained_positions"),
     ),
     "exaone": row("exaone", layers=("num_layers", "num_hidden_layers")),
     "jetmoe": row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
@@ -240,31 +250,23 @@ TEXT: dict[str, Architecture] = {
         for name, folder in (("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2"))
     },
     "gemma3n_text": row(
-        "gemma3n",
-        head_dim_divides=False,
-        kinds=_GEMMA_KINDS,
-        pattern=Every(5, _FULL, _SLIDING),
-        sections="merged",
+        "gemma3n", head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING), sections="merged"
     ),
     "gemma4_text": row("gemma4", head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)),
     **{
         f"{name}_text": row(name, head_dim_divides=False, kinds=_GEMMA4_KINDS)
         for name in ("gemma4_unified", "diffusion_gemma", "embedding_gemma2")
     },
-    "modernbert": row(
-        "modernbert",
-        head_dim_keys=(),
-        kinds=_MODERNBERT_KINDS,
-        pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
-        sections="merged",
-    ),
-    "modernbert-decoder": row(
-        "modernbert_decoder",
-        head_dim_keys=(),
-        kinds=_MODERNBERT_KINDS,
-        pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
-        sections="merged",
-    ),
+    **{
+        name: row(
+            name.replace("-", "_"),
+            head_dim_keys=(),
+            kinds=_MODERNBERT_KINDS,
+            pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
+            sections="merged",
+        )
+        for name in ("modernbert", "modernbert-decoder")
+    },
     "olmo3": row(
         "olmo3",
         kinds={_FULL: Kind(), _SLIDING: Kind(bases=(), implied_base=500_000.0, scaled=False)},
@@ -332,18 +334,15 @@ TEXT: dict[str, Architecture] = {
         head_dim_divides=False,
         switch=("use_mem_rope", (True,), False),
     ),
-    "lfm2": hybrid(
-        "lfm2",
-        _FULL,
-        ("conv",),
-        LayerIndices("full_attn_idxs", _FULL, "conv", otherwise=None, overrides_layer_types=False),
-    ),
-    "lfm2_moe": hybrid(
-        "lfm2_moe",
-        _FULL,
-        ("conv",),
-        LayerIndices("full_attn_idxs", _FULL, "conv", otherwise=None, overrides_layer_types=False),
-    ),
+    **{
+        name: hybrid(
+            name,
+            _FULL,
+            ("conv",),
+            LayerIndices("full_attn_idxs", _FULL, "conv", otherwise=None, overrides_layer_types=False),
+        )
+        for name in ("lfm2", "lfm2_moe")
+    },
     "minimax": hybrid(
         "minimax",
         _FULL,
