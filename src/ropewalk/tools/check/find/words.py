@@ -36,7 +36,7 @@ WORDS = {
     "position_embeddings",
     "cos_sin_cache": "",  # [length, rotary_dim]
     "positions": "position_ids pos input_pos position pos_ids indices token_positions ids cache_ids seq_id grid coords",
-    "offset": "start_pos seqlen_offset positional_offset start past_length",
+    "offset": "start_pos start_index seqlen_offset positional_offset past_kv_pos_offset start past_length",
     "offsets": "seqlen_offsets start_positions",  # one for each sequence, or one number
     "cu_seqlens": "cu_seqlens_q cu_seqlen indptr",
     "past_k": "past_key past_keys",
@@ -95,6 +95,8 @@ _PARTS = {
 }
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
+_PLACES = {"positions", "offset", "offsets", "cos", "freqs_cis", "cos_sin_cache"}
+"""The roles that say where the tokens are."""
 
 Roles = dict[str, str]
 """Role → name of the parameter that has it."""
@@ -164,7 +166,10 @@ def read_call(called: Callable[..., Any]) -> Call:
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
-    roles = {role: name for role, name in roles.items() if role not in optional or _reads(called, name)}
+    unread = {role for role in optional if not _reads(called, roles[role])}
+    if not _PLACES & ({*roles} - unread):  # then its result cannot depend on where the tokens are
+        unread -= _PLACES
+    roles = {role: name for role, name in roles.items() if role not in unread}
     optional &= {*roles}
     if "k" not in roles:  # of which past keys would be the first
         roles = {role: name for role, name in roles.items() if role not in ("past_k", "past_v")}

@@ -18,17 +18,7 @@ from ropewalk.tools.check.find.form import from_layout, to_layout
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED
 from ropewalk.tools.check.find.ways import ONE_HEAD
-from ropewalk.tools.check.measure import (
-    axes,
-    conditions,
-    fused,
-    gradients,
-    law,
-    positions,
-    repeats,
-    sizes,
-    states,
-)
+from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
 from ropewalk.tools.check.measure.law import Law
