@@ -128,6 +128,12 @@ def test_what_a_trainer_does_not_run(trainer: str, model_type: str, scaling: Any
     assert reason in found[1]
 
 
+def test_megatron_is_named_by_the_bridge_that_reads_configs() -> None:
+    """Megatron-LM reads none: its scripts took `--rope-scaling-factor` and trained with 8 (its issue 6305)."""
+    for name in ("megatron", "Megatron-Bridge"):
+        assert "Megatron-Bridge 0.6.2" in diff.engines(LLAMA, names=("transformers", name)).text()
+
+
 @pytest.mark.parametrize(
     ("model_type", "more", "reason"),
     [

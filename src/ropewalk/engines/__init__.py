@@ -49,8 +49,8 @@ MORE_ENGINES = {
 Transformers 4 is also compared if the config states its rope only in `rope_parameters`, which it does not read.
 """
 
-TRAINERS = {engine.name.lower(): engine for engine in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
-"""The trainers, by their names in lower case. They are compared only if they are named."""
+TRAINERS = {e.name.lower().partition("-")[0]: e for e in (MEGATRON, AUTOMODEL, TORCHTITAN, TORCHTUNE, MAXTEXT)}
+"""The trainers, by the first words of their names in lower case. They are compared only if they are named."""
 
 
 def engine(who: str, name: object, known: dict[str, Engine] | None = None) -> Engine:
@@ -63,7 +63,7 @@ def engine(who: str, name: object, known: dict[str, Engine] | None = None) -> En
     Raises:
         RopeError: no engine has this name.
     """
-    key = name.lower() if isinstance(name, str) else name
+    key = name.lower().removesuffix("-bridge") if isinstance(name, str) else name
     known = {**ENGINES, **MORE_ENGINES, **TRAINERS} if known is None else known
     _checks.choice(who, _checks.option("engine"), key, tuple(known))
     return known[str(key)]

@@ -113,7 +113,7 @@ _FUSED = replace(
 )
 
 MEGATRON = Engine(
-    name="Megatron",
+    name="Megatron-Bridge",
     version="0.6.2",
     rounding=_UNFUSED,
     rules={
