@@ -448,14 +448,18 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_vllm_applies_no_dictionary_to_a_draft() -> None:
-    """`SpeculativeConfig.compose_draft_hf_overrides` of vLLM 0.33.0 returns a function that ignores one."""
+    """`SpeculativeConfig.compose_draft_hf_overrides` of vLLM 0.33.0 returns a function that ignores one.
+
+    Of the length of a draft, which `_maybe_override_draft_max_position_embeddings` raises, nothing is said.
+    """
     for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules"):
         drafts = extend({**FLAT, key: 1}, LONG, engines=("vllm",), method="yarn", new_factor=4.0)
-        assert "Its MTP layers do not get this argument, and draft up to 32,768 tokens." in drafts.text()
+        assert "Its MTP layers do not get this argument, and rotate as the file says." in drafts.text()
     for other in ({**FLAT, "num_nextn_predict_layers": 0}, FLAT):
         assert "MTP" not in extend(other, LONG, engines=("vllm",), method="yarn", new_factor=4.0).text()
-    kept = extend({**FLAT, "mtp_num_hidden_layers": 1}, 32_768, engines=("vllm",))
-    assert "MTP" not in kept.text()  # only the length is passed, and no key
+    windows = {**FLAT, "model_type": "mistral", "sliding_window": 2047, "mtp_num_hidden_layers": 1}
+    for config, length in (({**FLAT, "mtp_num_hidden_layers": 1}, 32_768), (windows, LONG)):
+        assert "MTP" not in extend(config, length, engines=("vllm",)).text()  # only the length is passed
 
 
 GGUF = {

@@ -263,8 +263,8 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         around = "Programs that run llama-server without them, such as Ollama (not its older versions)"
         notes.append(f"{around}, read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}.")
     has_mtp = any(value and ("mtp" in key or "nextn" in key) for key, value in find_text(source.whole)[1].items())
-    if row["name"] == "vLLM" and has_mtp and "--hf-overrides" in row["commands"][0]:
-        notes.append(f"Its MTP layers do not get this argument, and draft up to {source.stated:,} tokens. Use --write.")
+    if row["name"] == "vLLM" and has_mtp and plan is not None and "--hf-overrides" in row["commands"][0]:
+        notes.append("Its MTP layers do not get this argument, and rotate as the file says. With --write, they get it.")
     limit = _tokenizer_limit(Path(model)) if row["name"] == "vLLM" else None
     if limit is not None and limit < target:
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
