@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+import oracle
 from ropewalk import Rope, RopeError, conformance, schemes
 from ropewalk.tools.check.bugs import BUGS
 
@@ -513,6 +514,33 @@ class TestExpected:
         with pytest.raises(RopeError) as e:
             conformance.check(rotated, **given)
         assert message in str(e.value)
+
+
+# ExecuTorch had factor 8 for Llama 3.2 (its issue 7265), TransformerLens the length of a table (its pull request 910).
+@pytest.mark.parametrize(
+    ("factor", "length", "says"),
+    [
+        (8.0, 8192, "They are those of factor 8 instead of 32."),
+        (32.0, 2048, "They are those of original_max_position_embeddings 2048 instead of 8192."),
+        (8.0, 2048, "Pair "),  # both
+    ],
+)
+@pytest.mark.parametrize("scheme", ["llama3", "yarn"])
+def test_numbers_of_a_scaling(scheme: str, factor: float, length: int, says: str) -> None:
+    if scheme == "llama3":
+        found = oracle.by_parts(5e5, 64, factor, 1.0, 4.0, length)
+        scaling: Any = schemes.Llama3(32.0, 1.0, 4.0, 8192)
+    else:
+        found = oracle.yarn(5e5, 64, factor, length)
+        scaling = schemes.YaRN(32.0, 8192, attention_factor=1.0)
+    inv_freq = torch.tensor([float(w) for w in found], dtype=torch.float64)
+
+    def f(x: Tensor, positions: Tensor) -> Tensor:
+        return turned(x, positions[..., None, None] * inv_freq)
+
+    report = conformance.check(f, rope=Rope(64, 5e5, "half", scaling=scaling))
+    assert report.codes == ["wrong-frequencies"]
+    assert report.findings[0].says.startswith(says)
 
 
 class TestFoundAlone:

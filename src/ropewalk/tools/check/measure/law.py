@@ -254,6 +254,11 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", wrong
         yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
+        for key, powers in (("factor", range(1, 8)), ("original_max_position_embeddings", range(9, 21))):
+            for n in powers if rope.is_static and key in scaling.facts() else ():
+                other = replace(scaling, **{key: 2**n})  # type: ignore[type-var]
+                says = f"They are those of {key} {2**n} instead of {getattr(scaling, key):g}."
+                yield "wrong-frequencies", says, replace(rope, scaling=other).inv_freq
     if rope.base != 10_000.0:
         says = f"The base is 10000 instead of {rope.base:.10g}."
         yield "wrong-base", says, replace(rope, base=10_000.0).inv_freq
