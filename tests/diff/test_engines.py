@@ -588,6 +588,9 @@ def test_the_text_says_what_was_not_compared() -> None:
     text = diff.engines(smollm3, names=names).text()
     assert "If the same layers rotate, all 5 engines rotate identically, up to 131,072 tokens." in text
     assert "Not compared: which layers rotate." in text
+    windows = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}  # exllamav2#245: a Mistral beyond 8k tokens
+    assert "Not compared: which engines apply its windows." in diff.engines(windows).text()
+    assert "windows" not in diff.engines({**windows, "sliding_window": None}).text()
     scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     deepseek = {**LLAMA, "model_type": "deepseek_v3", "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     deepseek["rope_scaling"] = scaling | {"original_max_position_embeddings": 4096}

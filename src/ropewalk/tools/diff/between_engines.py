@@ -148,15 +148,13 @@ def _check_sections(keys: Mapping[str, Any]) -> None:
 def _state(name: str, facts: Mapping[str, Any]) -> str:
     """Return what the comparison found about an engine: "same", "differs", "refused", "absent" or "unknown"."""
     entries = [entry for row in facts["ropes"] for entry in row["engines"] if entry["name"] == name]
-    compared = [
-        at["engines"][name]["apart"]["same"] for row in facts["ropes"] for at in row["at"] if name in at["engines"]
-    ]
+    same = [at["engines"][name]["apart"]["same"] for row in facts["ropes"] for at in row["at"] if name in at["engines"]]
     for why in ("absent", "refused", "unknown"):
         if any(entry["why"] == why for entry in entries):
             return why
     if not all(entry["judged"] for entry in entries):
         return "unknown"
-    return "same" if all(compared) and name not in facts["beside"] else "differs"
+    return "same" if all(same) and name not in facts["beside"] else "differs"
 
 
 def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
@@ -232,6 +230,7 @@ def _compare_at_length(
 def not_compared(ropes: ModelRopes) -> list[str]:
     """Return what the config states about the attention, and the comparison leaves out."""
     found = ["which layers rotate"] if None in ropes.layers else []
+    found += ["which engines apply its windows"] if any(ropes.window(i) for i in range(len(ropes.layers))) else []
     found += [f"the rope of its {name}" for name in ropes.extra_ropes]
     if ropes.softmax_factor != 1.0:
         found.append(f"the softmax scale, which this config multiplies by {ropes.softmax_factor:.6g}")
