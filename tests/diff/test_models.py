@@ -354,6 +354,19 @@ def test_olmo_3_in_sglang() -> None:
     assert diff.engines(newer, names=("transformers", "sglang")).facts["states"]["SGLang"] == "unknown"
 
 
+def test_nomic_needs_the_keys_of_its_own_code() -> None:
+    """vLLM's NomicBertModelConfig and llama.cpp's converter read names of GPT-2, and transformers its own names."""
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "max_position_embeddings": 2048}
+    native = {"model_type": "nomic_bert", **sizes, "rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"}}
+    own = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": 3072, "n_positions": 8192, "rotary_emb_base": 1000}
+    own |= {"max_trained_positions": 2048, "activation_function": "swiglu", "rotary_emb_fraction": 1.0}
+    names = ("transformers", "vllm", "llama.cpp")
+    assert diff.engines({**native, **own}, names=names).verdict == "agree"
+    found = diff.engines(native, names=names)
+    assert found.facts["states"] == {"transformers": "same", "vLLM": "refused", "llama.cpp": "refused"}
+    assert "it needs the keys activation_function, n_embd, n_inner, n_layer" in " ".join(found.text().split())
+
+
 def test_a_published_gpt_oss() -> None:
     """Its base is a key of the config, and vLLM and SGLang get it in rope_parameters from transformers."""
     rows = json.loads((ROOT / "tests" / "golden" / "released.json").read_text())["rows"]
