@@ -62,6 +62,7 @@ def written(
         "seq_dim": tokens_axis,
     }
     required |= {"seq_len": f"{q}.shape[{tokens_axis}]"} if counts_tokens(call) else {}
+    required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "x1": halves[0],
         "x2": halves[1],

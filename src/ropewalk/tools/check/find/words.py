@@ -69,6 +69,7 @@ SPELLINGS = {
     "rotary_dim": "rope_dim rot_dim dims",
     "tensor_layout": "tensor_format qkv_format",  # the name of the layout
     "seq_len": "seqlen max_seq_len length",
+    "channels": "dim",  # of a head
     "seq_dim": "",  # the axis of the tokens
     "grid": "",  # the sizes of the axes of the positions, in one tuple or each alone
     "frames": "T",
@@ -86,10 +87,11 @@ _PARTS = {
     "k": r"^(k|key|keys)_",
     "cos": r"(^|_)cos(ines?)?(_|$)",
     "sin": r"(^|_)sin(es?)?(_|$)",
-    "positions": r"^(?!n_|num_|max_).*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$)",
+    "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
+    "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len))"
+    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$)",
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
-    "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
     "grid": GRID,
     "x": r"^(vec|vector|features?|feats?|patch_tokens|tensor|x_.*)$",
 }

@@ -17,6 +17,7 @@ from ropewalk.tools.check.find.ways import ONE_ROW
 from ropewalk.tools.check.measure import gradients, variants
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
+from ropewalk.tools.check.measure.positions import name_bug
 
 FIRST = torch.arange(TOKENS)[None]
 _OF_POSITIONS = POSITIONS_IGNORED | {"wrong-far-positions"}  # which also make a batch, or a token, wrong
@@ -71,8 +72,13 @@ def _check_offset(baseline: Baseline) -> bool:
                 code = "offset-ignored" if "offset" in subject.way.positions else "positions-ignored"
                 report.add(code, f"Tokens of {name} at positions 7 to 11 are rotated by the angles of 0 to 4.")
         if not POSITIONS_IGNORED & {*report.codes}:
-            says = "Tokens at positions 7 to 11 have other angles than in a sequence that starts at 0."
-            report.add("wrong-far-positions", says)
+            code, says = name_bug(baseline, baseline.measure(positions[0]), positions[0], 0)
+            if code not in POSITIONS_IGNORED:
+                code, says = (
+                    "wrong-far-positions",
+                    "Tokens at positions 7 to 11 have other angles than if they begin at 0.",
+                )
+            report.add(code, says)
     elif subject.accepts(scattered) and not all(baseline.matches(scattered)):
         report.add("positions-ignored", "Positions 9, 3, 60, 3, 0 are not each rotated by their own angle.")
     return True

@@ -172,6 +172,12 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if p % n < p and law.explains(z, torch.tensor(p % n)):
                 code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
+    start = int(positions[0])
+    for of_cos, of_sin in ((p, p - start), (p - start, p)):
+        mixed = torch.complex(law.at(torch.tensor(of_cos)).real, law.at(torch.tensor(of_sin)).imag)
+        if bool(((z - mixed).abs() <= law.factor * law.bound(positions[token])).all()):
+            code = "positions-ignored" if baseline.subject.way.positions in ("rows", "shared") else "offset-ignored"
+            return code, f"At position {p:,}, the cosines are those of {of_cos:,} and the sines those of {of_sin:,}."
     return "wrong-far-positions", law.describe_error(z, positions[token])
 
 

@@ -286,6 +286,12 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 says = f"In layout {subject.layout}, the angle depends on the head instead of the token."
                 report.add("heads-taken-for-tokens", says)
                 return True
+            if len(wrong) == heads != TOKENS and torch.equal(out, out[:, :, :1].expand_as(out)):
+                says = (
+                    f"All of {heads} heads of {name} get other angles than {HEADS} heads, as by the width of all heads."
+                )
+                report.add("size-dependent", f"{says} No more was judged.", str(usual(subject, heads=heads)))
+                return True
             if wrong and heads != TOKENS:
                 listed = ", ".join(map(str, wrong[:8]))
                 says = f"Of {heads} heads of {name}, numbers {listed} differ. No more was judged."
