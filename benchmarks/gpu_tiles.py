@@ -55,14 +55,14 @@ def main(arguments: list[str] | None = None) -> None:
         pairs = list(zip(flat[:count], flat[count:], strict=True))
         copy = 1.0 if options.rehearse else microseconds([partial(y.copy_, x) for x, y in pairs], options.rounds)
         for interleaved, in_place in itertools.product((False, True), (False, True)):
-            how, key = Options("bshd", interleaved, 0), (dtype.itemsize, interleaved)
-            wanted, in_use = [torch.empty_like(x) for x in sample], gpu_plans.TILES[key]
+            how, in_use = Options("bshd", interleaved, 0), gpu_plans.tile
+            wanted = [torch.empty_like(x) for x in sample]
             gpu.rotate(sample, wanted, cos, sin, how)
             calls = [
                 partial(gpu.rotate, x, x if in_place else y, cos, sin, how) for x, y in zip(sets, outputs, strict=True)
             ]
             for tile in tiles:
-                gpu_plans.TILES[key] = tile
+                gpu_plans.tile = tile
                 gpu_plans._rotation_plan.cache_clear()
                 result = [x.clone() for x in sample]
                 gpu.rotate(result, result, cos, sin, how)
@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
                 }
                 out.found["rows"].append(row)
                 print(*row.values(), flush=True)
-            gpu.TILES[key] = in_use
-            gpu._rotation_plan.cache_clear()
+            gpu_plans.tile = in_use
+            gpu_plans._rotation_plan.cache_clear()
     out.write()
 
 

@@ -316,7 +316,7 @@ BUDGET = {
     "configs/tables": 2145,
     "engines": 2900,
     "integrations": 2450,
-    "kernels": 1914,
+    "kernels": 1897,
     "parallel": 600,
     "positions": 1550,
     "rope": 800,

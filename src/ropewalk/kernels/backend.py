@@ -51,7 +51,7 @@ class Kernels(Protocol):
         """Return why the kernels cannot be used on a device, or None if they can.
 
         Args:
-            device: the device. None means the default device of this kind.
+            device: a device of this kind. None means the default one.
         """
 
     def version(self) -> str:

@@ -6,7 +6,6 @@ torch must be imported first: the kernels use its threads.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import os
 
@@ -61,11 +60,8 @@ if FAST_PATH:
     attend_plain = _cpu.attend_plain
 
 
-@functools.cache  # because every call asks
 def unavailable(device: torch.device | None = None) -> str | None:
     """Return why the CPU kernels cannot be used, or None if they can."""
-    if device is not None and device.type != "cpu":
-        return f"these kernels are for the CPU, not for {device}"
     return _unavailable_reason
 
 

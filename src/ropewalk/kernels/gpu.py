@@ -37,8 +37,6 @@ def unavailable(device: torch.device | None = None) -> str | None:
     """
     if device in _reasons:  # every call passes here
         return _reasons[device]
-    if device is not None and device.type != "cuda":
-        return f"these kernels are for GPUs, not for {device}"
     if not torch.cuda.is_available():
         return "no GPU found"
     index = None if device is None else device.index

@@ -28,18 +28,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-TILES = {
-    (2, False): Tile(64, 4),
-    (2, True): Tile(64, 4),
-    (4, False): Tile(64, 4),
-    (4, True): Tile(64, 4),
-    (8, False): Tile(64, 4),
-    (8, True): Tile(64, 4),
-}
-"""The tiles of `rotate` and `table_gradient`, by the bytes of an element and whether pairs are interleaved.
-
-Whoever changes them must clear the caches of the plans. benchmarks/gpu_tiles.py measures others.
-"""
+tile = Tile(64, 4)
+"""The tile of `rotate` and `table_gradient`. benchmarks/gpu_tiles.py measures others, and clears the plans."""
 
 # Half as many bytes in the fused step, because its squares are float64.
 _BYTES_PER_THREAD_OF_STEP = 32
@@ -111,7 +101,7 @@ def _rotation_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Optio
     pairs, (batch, tokens, q_heads) = table[-1], counts(q_shape, layout)
     k_heads = counts(k_shape, layout)[2] if count == 2 else 0
     block_p = power_of_two(pairs)
-    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
+    warps, per_thread = _threads(dtype.itemsize, block_p)
     q_t, q_h = _tile(q_heads, block_p, warps, per_thread)
     k_t, k_h = _tile(k_heads, block_p, warps, per_thread)
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
@@ -164,7 +154,7 @@ def _gradient_plan(shapes: tuple[torch.Size, ...], forms: _Forms, options: Optio
     batch, tokens, q_heads = counts(q_shape, layout)
     k_heads = counts(k_shape, layout)[2] if count == 2 else 0
     block_p = power_of_two(pairs)
-    warps, per_thread = _threads(dtype.itemsize, block_p, interleaved)
+    warps, per_thread = _threads(dtype.itemsize, block_p)
     block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
     of_tensors, dense, unit = _strides(forms[:4], layout, _VECTOR // dtype.itemsize)
     numbers = {
@@ -516,9 +506,8 @@ def _unit(strides: list[int], limit: int) -> int:
     return limit
 
 
-def _threads(element_size: int, block_p: int, interleaved: bool) -> tuple[int, int]:
+def _threads(element_size: int, block_p: int) -> tuple[int, int]:
     """Return the number of warps per program and the number of pairs per thread."""
-    tile = TILES[element_size, interleaved]
     per_thread = max(1, tile.bytes // 2 // element_size)
     return min(32, max(tile.warps, block_p // per_thread // 32)), per_thread
 
