@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/schemes/, derivation.md and several-axes.md.
+"""Draw the pictures of docs/schemes/, derivation.md, several-axes.md and extend.md.
 
 Each picture is an SVG beside this file.
 
@@ -34,6 +34,7 @@ from ropewalk.schemes import (
 
 HERE = Path(__file__).parent
 LENGTHS = HERE.parents[1] / "tests" / "golden" / "lengths.json"
+MEASURED = HERE.parents[1] / "benchmarks" / "results" / "extend-smollm2-16k.json"
 MOST_BYTES = 80_000
 
 
@@ -100,6 +101,7 @@ def pictures() -> Iterator[tuple[str, Figure]]:
         "angle-field",
         plots.angle_field(qwen, 14, 14, pairs=[0, 1, 2, 4, 20, 21, 22, 24]),
     )
+    yield "extend-smollm2", measured()
 
 
 def matrix(rope: Rope, position: int) -> Figure:
@@ -126,6 +128,33 @@ def matrix(rope: Rope, position: int) -> Figure:
         ylabel="channel after",
         title=f"R at position {position}, {rope.head_dim} channels",
     )
+    return figure
+
+
+def measured() -> Figure:
+    """The copied share by distance, and that at the target by factor."""
+    facts = json.loads(MEASURED.read_text(encoding="utf-8"))
+    figure = plots.blank(height=4.2)
+    left, right = figure.subplots(1, 2, sharey=True)
+    distances = [row["distance"] for row in facts["unscaled"]]
+    left.plot(distances, [row["copied"] for row in facts["unscaled"]], "o-")
+    stated, reach = facts["stated_length"], facts["reach"]
+    left.axvline(stated, color="0.45", linestyle=":", label="stated length")
+    left.axvline(reach, color="tab:orange", label=f"reach: {reach:,}")
+    left.set(
+        xlabel="distance in tokens",
+        ylabel="share of the tokens copied",
+        title="Without scaling",
+        ylim=(0, 1),
+    )
+    for method in dict.fromkeys(row["method"] for row in facts["rows"]):
+        rows = [row for row in facts["rows"] if row["method"] == method]
+        factors = [row["factor"] for row in rows]
+        right.plot(factors, [row["at_target"] for row in rows], "o-", label=method)
+    right.axhline(facts["bar"], color="0.45", linestyle=":", label="what reaches")
+    right.set(xlabel="factor", title=f"At {facts['target']:,} tokens")
+    for axes in (left, right):
+        axes.legend()
     return figure
 
 

@@ -17,7 +17,7 @@ import tiny_models
 from ropewalk import RopeError
 from ropewalk.tools.extend import measure, subject
 from ropewalk.tools.extend.measure import Steps, best_of, factors_of, find, reach_of
-from ropewalk.tools.extend.measured import measured_text, picture
+from ropewalk.tools.extend.measured import measured_text
 from ropewalk.tools.extend.subject import PASSAGE, Subject
 
 transformers = pytest.importorskip("transformers", "5.23")
@@ -354,8 +354,6 @@ def test_everything(folders, name: str, tmp_path: Path, monkeypatch, capsys) -> 
     assert made[0].bar.total == made[0].bar.n
     json.dumps(measured)
     assert measure.measure(folders[name], 512, keep=keep)["method"] == "none"
-    picture(measured, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:

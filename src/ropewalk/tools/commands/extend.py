@@ -76,7 +76,6 @@ Examples:
     help="With --measure: the dtype of the model.",
 )
 @click.option("--device", default="cpu", show_default=True, help="With --measure: the device of the model.")
-@click.option("--plot", type=click.Path(path_type=Path), help="With --measure: draw the results into this file.")
 @_options.pairing
 @_options.base
 @_options.ignore
@@ -97,7 +96,6 @@ def extend(
     keep: Path | None,
     dtype: str,
     device: str,
-    plot: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -112,18 +110,16 @@ def extend(
     from ropewalk.tools import extend as extending
 
     _refuse_without(context, "write", ("version",), passed=folder is not None)
-    _refuse_without(context, "measure", ("keep", "dtype", "device", "plot"), passed=measure)
+    _refuse_without(context, "measure", ("keep", "dtype", "device"), passed=measure)
     measured: dict[str, Any] | None = None
     if measure:
         if any(each is not None for each in (method, new_factor, options["original"])):
             what = "--method, --factor and --original"
             raise click.UsageError(f"--measure finds the method and the factor. Drop {what}, or --measure.")
         from ropewalk.tools.extend.measure import measure as measure_model
-        from ropewalk.tools.extend.measured import measured_text, picture
+        from ropewalk.tools.extend.measured import measured_text
 
         measured = measure_model(source, target, dtype=dtype, device=device, keep=keep)
-        if plot is not None:
-            picture(measured, plot)
         if not as_json:
             click.echo(f"{measured_text(measured)}\n")
         if measured["method"] is None:

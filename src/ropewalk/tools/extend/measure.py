@@ -42,7 +42,7 @@ def measure(
         keep: a JSON file for the results, from which another call continues; None for none.
 
     Returns:
-        What was found, as JSON values, for `measured_text` and `picture`. "method" and "factor" are those for engines:
+        What was found, as JSON values, for `measured_text`. "method" and "factor" are those for engines:
         "none" and 1.0 if the model reaches the target as it is, None if no method was found. "engines" maps each method
         that reaches to its factor, the best first.
 

@@ -1,14 +1,12 @@
-"""What a measurement found, as text and as a picture."""
+"""What a measurement found, as text."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ropewalk.tools.extend.subject import SELF_EXTEND
-from ropewalk.tools.plots.figure import blank, check_path, save
 
 
 def measured_text(facts: Mapping[str, Any]) -> str:
@@ -21,30 +19,6 @@ def measured_text(facts: Mapping[str, Any]) -> str:
         lines += ["", *_columns([head, *(_row(facts, row) for row in facts["rows"])])]
         lines += _in_pytorch(facts)
     return "\n".join(lines)
-
-
-def picture(facts: Mapping[str, Any], path: str | Path) -> None:
-    """Draw the copied share by distance without scaling, and that at the target by factor; PNG, SVG or PDF.
-
-    Raises:
-        RopeError: matplotlib is missing, or the file cannot be written.
-    """
-    check_path(path)
-    figure = blank(height=4.2)
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.plot([row["distance"] for row in facts["unscaled"]], [row["copied"] for row in facts["unscaled"]], "o-")
-    left.axvline(facts["stated_length"], color="0.45", linestyle=":", label="stated length")
-    if facts["reach"]:
-        left.axvline(facts["reach"], color="tab:orange", label=f"reach: {facts['reach']:,}")
-    left.set(xlabel="distance in tokens", ylabel="share of the tokens copied", title="Without scaling", ylim=(0, 1))
-    for method in dict.fromkeys(row["method"] for row in facts["rows"]):
-        rows = [row for row in facts["rows"] if row["method"] == method]
-        right.plot([row["factor"] for row in rows], [row["at_target"] for row in rows], "o-", label=method)
-    right.axhline(facts["bar"], color="0.45", linestyle=":", label="what reaches")
-    right.set(xlabel="factor", title=f"At {facts['target']:,} tokens")
-    for axes in (left, right):
-        axes.legend()
-    save(figure, path)
 
 
 _WIDTH = 85
