@@ -118,7 +118,7 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
     # 64 bytes for each thread of q's programs and of k's.
-    assert found["STG.E.128"] == 2 * gpu_plans.TILES[dtype.itemsize, pairing == "interleaved"].bytes // 16
+    assert found["STG.E.128"] == 2 * gpu_plans.tile.bytes // 16
     assert not named(found, *SPILLS, "LDS", "STS", "BAR")
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 

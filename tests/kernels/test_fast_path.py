@@ -206,24 +206,6 @@ def test_each_element_needs_memory_of_its_own() -> None:
     assert call(q[:, :, :1].expand(q.shape), k, cos, sin) is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (70_000,)])
-def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
-    rope = Rope(8, 1e4, "half")
-    positions = torch.randint(-(2**31), 2**31, size)
-    tables = cpu.angles_plain(positions, rope._packed_phase_steps, 1.5, dtype, b"", 0)
-    steps = np.frombuffer(rope._packed_phase_steps, dtype=np.int64)
-    some = (np.arange(0, positions.numel(), max(1, positions.numel() // 50)),)
-    exact = oracle.cos_sin_of_steps(positions.numpy().reshape(-1)[some], steps)
-    for table, truth in zip(tables, exact, strict=True):
-        assert table.shape == (*size, 4)
-        assert table.dtype == dtype
-        found = table.reshape(-1, 4)[some].double().numpy()
-        assert np.abs(found - 1.5 * truth).max() <= (
-            6.2e-8 if dtype == torch.float32 else 4e-16
-        )  # one ulp of numbers above 1
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -18,21 +18,6 @@ def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
-    """11 heads, more than the kernel rotates at a time with one table."""
-    torch.manual_seed(0)
-    q, k = (torch.randn(shape(layout, 3, 5, 11, 92)).to(dtype) for _ in range(2))
-    for batch in (1, 3)[: 1 if layout == "thd" else 2]:
-        for table_dtype in (torch.float32, torch.float64):
-            cos, sin = tables(batch, 11, 5, 39, dtype=table_dtype)
-            for inverse in (False, True):
-                check_rotation(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, level=level)
-            check_rotation(cpu, [k], cos, sin, layout, pairing, 6, level=level)
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_and_sizes(level: str, threads: None, layout: str, pairing: str) -> None:
     """Several blocks of tokens for two threads; more pairs than the buffer holds; permuted and gapped tables."""
     torch.manual_seed(1)
