@@ -101,7 +101,7 @@ def test_a_smaller_factor_counts_more_than_short_texts() -> None:
 class Fake:
     """A model that copies across factor × 1,500 tokens, except with "yarn"; "linear" harms short texts."""
 
-    stated, factor, methods, copied = 2_000, 1.0, ("yarn", "linear", "llama3"), 512
+    stated, factor, methods = 2_000, 1.0, ("yarn", "linear", "llama3")
     self_extends = True
 
     def __init__(self, copies: float = 0.8) -> None:

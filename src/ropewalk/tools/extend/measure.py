@@ -53,8 +53,7 @@ def measure(
     subject = Subject(model_source, dtype=dtype, device=device)
     about = f"{model_source} of {subject.stated} tokens in {dtype}, text {subject.digest}"
     tried = len(_MARGINS) * (len(subject.methods) + 1)
-    table = (1 + len(_TWENTIETHS) + 2 * tried) * subject.copied + (1 + tried) * _SHORT
-    steps = Steps(keep, about, len(SEEDS) * table)
+    steps = Steps(keep, about, len(SEEDS) * (2 + len(_TWENTIETHS) + 3 * tried))
     found = find(subject, target, steps)
     steps.bar.close()
     asked = {"model": str(model_source), "dtype": dtype, "device": device, "target": target}
@@ -65,10 +64,10 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
     """Return the reach, the table of methods and factors, and the choice, from what a `Subject` measures."""
 
     def copies(distance: int, *way: Any, **options: Any) -> list[list[float]]:
-        return [steps.do(subject.copied, subject.copy, distance, seed, *way, **options) for seed in SEEDS]
+        return [steps.do(subject.copy, distance, seed, *way, **options) for seed in SEEDS]
 
     def losses(*way: Any) -> list[float]:
-        return [steps.do(_SHORT, subject.loss, _SHORT, seed, *way) for seed in SEEDS]
+        return [steps.do(subject.loss, _SHORT, seed, *way) for seed in SEEDS]
 
     guessed = statistics.mean(real for _, real in copies(max(2 * PASSAGE, subject.stated // 10), seen=False))
 
@@ -184,10 +183,10 @@ class Steps:
     Args:
         path: a JSON file, which may hold the results of several measurements; None for none.
         about: what decides results besides the arguments of a step, such as the model.
-        tokens: how many tokens the model reads in all steps, at most.
+        count: how many steps there are, at most.
     """
 
-    def __init__(self, path: Path | None, about: str, tokens: int) -> None:
+    def __init__(self, path: Path | None, about: str, count: int) -> None:
         from tqdm import tqdm  # type: ignore[import-untyped]
 
         self._path, self._about, self._kept = path, about, {}
@@ -198,24 +197,18 @@ class Steps:
                 fix = "Pass another file, which is then written."
                 raise _checks.error_from(f"{WHO}: {path} does not hold kept results", e, fix) from e
         self._save()
-        self.bar: Any = tqdm(total=tokens, desc="measuring", unit="token", smoothing=0)
+        self.bar: Any = tqdm(total=count, desc="measuring", smoothing=0)
 
-    def do(self, tokens: int, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
-        """Return the result of a function, which is a JSON value, from the file if it is there.
-
-        Args:
-            tokens: how many tokens the model reads for it.
-            function: the function.
-            how, options: its arguments.
-        """
+    def do(self, function: Callable[..., Any], *how: Any, **options: Any) -> Any:
+        """Return the result of a function with these arguments, a JSON value, from the file if it is there."""
         arguments = [*map(str, how), *(f"{key}={value}" for key, value in options.items())]
         name = " ".join([f"{self._about}:", function.__name__, *arguments])
         if name in self._kept:
-            self.bar.total -= tokens
+            self.bar.total -= 1
         else:
             self._kept[name] = function(*how, **options)
             self._save()
-            self.bar.update(tokens)
+            self.bar.update()
         return self._kept[name]
 
     def _save(self) -> None:

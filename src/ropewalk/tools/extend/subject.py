@@ -43,7 +43,6 @@ class Subject:
         methods: the methods that can be measured: all, or that of the config.
         tokens: the text, from which passages are taken.
         layer, kind: the first layer that rotates and sees the whole text, and its kind, None if all are of one kind.
-        copied: how many tokens the model reads to copy once.
 
     Raises:
         RopeError: the model cannot be loaded; or has no rope that could be scaled, or none whose layers see farther
@@ -81,7 +80,6 @@ class Subject:
         self.digest = hashlib.sha256(repr(self.tokens).encode()).hexdigest()
         self._words = sorted(set(self.tokens))
         self._each = 1 if self._windows else 2  # passages of each kind for a seed; a window of text triples their cost
-        self.copied = 2 * self._each * (2 * PASSAGE + max(filter(None, windows), default=0))
         self._rotates: tuple[Any, ...] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
