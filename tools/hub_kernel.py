@@ -18,7 +18,6 @@ import inspect
 import json
 import platform
 import re
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +25,6 @@ from pathlib import Path
 from ropewalk.integrations import hub
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import result_tables  # noqa: E402
-
 SOURCE = ROOT / "src" / "ropewalk"
 ENTRY = "integrations.hub"
 VERSION = 1  # of the kernel on the hub. A change that breaks callers increases it.
@@ -124,13 +120,6 @@ def layers() -> str:
     return "\n".join(["| layer | rotates |", "|---|---|", *rows])
 
 
-def benchmark() -> str:
-    """Return the rows of the table in docs/speed.md that write new tensors, as the kernel does, and the formula."""
-    heading, *body = result_tables.rotation()
-    kept = [row for row in body if row[0].startswith(("`clone`", "**ropewalk, new", "Hugging Face"))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *kept))
-
-
 CARD = """---
 library_name: kernels
 license: apache-2.0
@@ -183,15 +172,6 @@ VARIANTS
 
 The Triton kernels give correct results in Triton's interpreter, but have not run on a GPU. In the variants for GPUs,
 PyTorch's operators rotate tensors on the CPU.
-
-## Speed on a CPU
-
-Time to rotate q and k of one layer (32 query heads and 8 key heads of 128 channels, 4,096 tokens) on two cores of an
-AMD EPYC (Zen 4) with torch 2.13.0 and float32 tables, called through ropewalk. Times are medians in milliseconds, and
-a range gives the medians of two runs. "New memory" is memory that the process gets from the operating system for the
-results.
-
-BENCHMARK
 """
 
 
@@ -204,7 +184,7 @@ def card(platforms: list[str]) -> str:
         f"| {triton} | Triton |",
         f"| {', '.join(f'`{name}`' for name in kernels.values())} | PyTorch's operators |",
     ]
-    parts = {"LAYERS": layers(), "VARIANTS": "\n".join(variants), "BENCHMARK": benchmark(), "VERSION": str(VERSION)}
+    parts = {"LAYERS": layers(), "VARIANTS": "\n".join(variants), "VERSION": str(VERSION)}
     return re.sub("|".join(parts), lambda found: parts[found[0]], CARD)
 
 

@@ -117,14 +117,8 @@ def _ids(c: Case) -> Rotated:
 
 
 def _zimage(c: Case) -> Rotated:
-    text = torch.cat((c.count(1, 1), _zeros(c, 2)))
-    positions = torch.cat((text, torch.cat((0 * c.image[:1] + c.text + 1, c.image))), dim=1)
-    return positions, _complex(c.module.RopeEmbedder(c.rope_theta, c.axes_dims, c.axes_lens)(positions.T))
-
-
-def _fibo2(c: Case) -> Rotated:
-    text = torch.cat((c.count(1, 1), _zeros(c, 2)))
-    positions = torch.cat((text, torch.cat((0 * c.image[:1] + c.max_num_gist_tokens + 1, c.image))), dim=1)
+    text, longest = torch.cat((c.count(1, 1), _zeros(c, 2))), c.config.get("max_num_gist_tokens", c.text)
+    positions = torch.cat((text, torch.cat((0 * c.image[:1] + longest + 1, c.image))), dim=1)
     return positions, _complex(c.module.RopeEmbedder(c.rope_theta, c.axes_dims, c.axes_lens)(positions.T))
 
 
@@ -465,7 +459,7 @@ _CLASSES: dict[str, Callable[[Case], Rotated]] = {
     "FluxControlNetModel": _ids,
     "Lumina2": _lumina2,
     "ZImage": _zimage,
-    "BriaFibo2": _fibo2,
+    "BriaFibo2": _zimage,
     "QwenImage21": _qwen21,
     "HiDreamImage": _hidream,
     "WanAnimate2": _wan_animate_2,
