@@ -122,8 +122,8 @@ WRONG: dict[str, tuple[Axes, list[int], list[float], str, str]] = {
         GRID,
         [0] * 4 + [1] * 4,
         [*progression(range(4), 4), *progression(range(4), 4, base=10.0)],
-        "axis-frequencies",
-        "pair 5, position 1 on axis 1",
+        "wrong-frequencies",
+        "",
     ),
     "another base": (
         GRID,

@@ -19,12 +19,12 @@ class Bug:
 
     Args:
         title: what is wrong, in a few words.
-        fix: how to fix it.
+        fix: how to fix it, if that does not follow from the title.
         severity: "wrong" if results are wrong, "caution" if they are right now but a common use makes them wrong.
     """
 
     title: str
-    fix: str
+    fix: str = ""
     severity: Severity = "wrong"
 
 
@@ -45,36 +45,25 @@ BUGS: dict[str, Bug] = {
         "memory next to a tensor of the call is overwritten",
         "Mask every store by the numbers of tokens, heads and channels, and use the strides of its tensor.",
     ),
-    "not-rotated": Bug("nothing is rotated", "Return the rotated tensors instead of the inputs."),
+    "not-rotated": Bug("nothing is rotated"),
     "heads-taken-for-tokens": Bug(
         "the angles vary along the heads instead of along the tokens",
         "Read the number of tokens from the other axis of x.",
     ),
-    "wrong-shape": Bug(
-        "a call returns something else than one tensor of the shape of each input",
-        "Return tensors of the same shape in every call.",
-    ),
-    "heads-differ": Bug("some heads are rotated differently", "Rotate all heads of a token by the same angles."),
-    "query-and-key-crossed": Bug(
-        "a result is computed from the other tensor",
-        "Compute the result for q from q alone and that for k from k alone, and return them in this order.",
-    ),
+    "wrong-shape": Bug("a call returns something else than one tensor of the shape of each input"),
+    "heads-differ": Bug("some heads are rotated differently"),
+    "query-and-key-crossed": Bug("a result is computed from the other tensor"),
     "wrong-norm": Bug(
         "the norm of q or k is wrong",
         "Divide each head by the root of its mean square, multiply by the weight of q or k, and rotate after that.",
     ),
-    "segments-ignored": Bug(
-        "positions do not restart where cu_seqlens starts a sequence",
-        "Count the positions of a token from the start of its sequence.",
-    ),
-    "key-not-rotated": Bug("k is not rotated", "Rotate k by the same angles as q."),
+    "segments-ignored": Bug("positions do not restart where cu_seqlens starts a sequence"),
+    "key-not-rotated": Bug("k is not rotated"),
     "not-a-rotation": Bug(
         "pairs are changed but not rotated",
         "Return (a cos − b sin, b cos + a sin), computing both from the input pair. rotate_half is cat(-x2, x1).",
     ),
-    "tables-misused": Bug(
-        "the tables are taken for angles", "Multiply by the tables of cos and sin as they are passed."
-    ),
+    "tables-misused": Bug("the tables are taken for angles"),
     "mixed-pairings": Bug(
         "the two channels of a pair are rotated by different angles",
         "Use cat(f, f) for the tables of half pairing, and repeat_interleave for those of interleaved pairing. Repeat "
@@ -85,17 +74,15 @@ BUGS: dict[str, Bug] = {
         "pairs are rotated by minus their angle",
         "Flip the sign of sin (or drop the conjugate): (a cos − b sin, b cos + a sin).",
     ),
-    "rotated-twice": Bug("every pair is rotated by twice its angle", "Rotate in one place only."),
-    "frequencies-reversed": Bug(
-        "the slowest pair comes first", "Let the exponent grow with the index of the pair: base ** (-2i / dim)."
-    ),
+    "rotated-twice": Bug("every pair is rotated by twice its angle"),
+    "frequencies-reversed": Bug("the slowest pair comes first"),
     "wrong-pairing": Bug(
         "the pairing is not the pairing of the weights",
         "Change the pairing in the code, or permute the rows of the q and k projections to match it.",
     ),
-    "wrong-slice": Bug("the wrong channels are rotated", "Rotate the slice of the head that the config specifies."),
-    "rest-not-passed": Bug("channels outside the rotated slice are changed", "Copy them to the output."),
-    "key-unlike-query": Bug("k is rotated differently from q", "Use the same formula and the same tables for both."),
+    "wrong-slice": Bug("the wrong channels are rotated"),
+    "rest-not-passed": Bug("channels outside the rotated slice are changed"),
+    "key-unlike-query": Bug("k is rotated differently from q"),
     "attention-factor": Bug(
         "cos and sin are multiplied by the wrong factor",
         "Multiply cos and sin by that of the scheme, if any, once for q and once for k. The score contains its square.",
@@ -104,29 +91,15 @@ BUGS: dict[str, Bug] = {
         "a second object ignores the base that was passed to it",
         "Make the base part of the key under which tables are cached.",
     ),
-    "axis-ignored": Bug(
-        "an axis of the positions has no effect", "Read the position of each pair on the axis of its section."
-    ),
-    "axes-exchanged": Bug(
-        "two axes of the positions are exchanged", "Keep the order of the axes, such as time, height, width."
-    ),
-    "sections-permuted": Bug(
-        "the sections are in another order", "Give the first pairs to the first section, and so on, as in the config."
-    ),
-    "section-layout": Bug(
-        "the sections are contiguous where they should be interleaved, or the reverse",
-        "Read from the config whether the sections are interleaved.",
-    ),
-    "axis-frequencies": Bug(
-        "the pairs of an axis have the frequencies of others",
-        "Number the pairs once over all axes, or again for each axis, as the model does.",
-    ),
-    "positions-off-by-one": Bug(
-        "positions are off by one or more", "Count from 0: a token after n others has position n, and the first has 0."
-    ),
+    "axis-ignored": Bug("an axis of the positions has no effect"),
+    "axes-exchanged": Bug("two axes of the positions are exchanged"),
+    "sections-permuted": Bug("the sections are in another order"),
+    "section-layout": Bug("the sections are contiguous where they should be interleaved, or the reverse"),
+    "axis-frequencies": Bug("the pairs of an axis have the frequencies of others"),
+    "positions-off-by-one": Bug("positions are off by one or more"),
     "scaling-ignored": Bug("the scaling of the config has no effect", "Apply it (rope_scaling, rope_parameters)."),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
-    "scaling-twice": Bug("the scaling is applied twice", "Scale the frequencies in one place only."),
+    "scaling-twice": Bug("the scaling is applied twice"),
     "ntk-exponent": Bug("NTK uses the wrong exponent", "Multiply the base by factor ** (dim / (dim - 2))."),
     "yarn-ramp-swapped": Bug("YaRN's ramp is reversed", "Keep the fast pairs, and divide the slow ones by the factor."),
     "yarn-original-length": Bug(
@@ -141,10 +114,7 @@ BUGS: dict[str, Bug] = {
         "Llama 3's ramp is reversed",
         "Multiply the unscaled frequency by smooth, and the frequency divided by the factor by 1 - smooth.",
     ),
-    "frequencies-over-head-dim": Bug(
-        "the exponents are divided by the size of the head instead of the rotated part",
-        "Divide by rotary_dim: base ** (-2i / rotary_dim).",
-    ),
+    "frequencies-over-head-dim": Bug("the exponents are divided by the size of the head instead of the rotated part"),
     "wrong-exponent": Bug(
         "the exponents are divided by another size than the number of rotated channels",
         "Use base ** (-2i / dim) with i from 0 to dim/2 - 1.",
@@ -161,13 +131,9 @@ BUGS: dict[str, Bug] = {
         "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
     ),
     "wrong-frequencies": Bug("the frequencies are wrong", "Compare them with those of `ropewalk explain`, or of Rope."),
-    "earlier-calls-matter": Bug(
-        "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
-    ),
+    "earlier-calls-matter": Bug("the result depends on earlier calls"),
     "positions-ignored": Bug("the positions that are passed have no effect", "Gather the angles at positions."),
-    "positions-misread": Bug(
-        "positions of another integer dtype are misread", "Read them by their dtype, or raise for all but one."
-    ),
+    "positions-misread": Bug("positions of another integer dtype are misread"),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
     "rows-disturb-each-other": Bug(
         "the result for one row of the batch depends on the positions of another",
@@ -181,23 +147,19 @@ BUGS: dict[str, Bug] = {
         "If batch and seq are flattened, flatten positions in the same order.",
     ),
     "one-token-wrong": Bug("a single token is rotated by the wrong angle", "Use its position when decoding as well."),
-    "batch-ignored": Bug("a batch of several rows is wrong", "Rotate each row as it is rotated alone."),
+    "batch-ignored": Bug("a batch of several rows is wrong"),
     "positions-restart": Bug("positions restart at some token", "Continue the count from chunk to chunk."),
     "table-wraps": Bug("positions past the end of the table wrap around", "Make the table longer, or raise."),
     "table-clamps": Bug("positions past the end of the table get its last row", "Make the table longer, or raise."),
     "unrotated-past-table": Bug("tokens past the end of the table are not rotated", "Make the table longer, or raise."),
     "zeros-past-table": Bug("tokens past the end of the table become zero", "Make the table longer, or raise."),
     "not-finite": Bug("the result is not finite", "Compute the angles in float32."),
-    "wrong-far-positions": Bug(
-        "tokens at large positions have wrong angles", "Compare the angles there with position times inv_freq."
-    ),
+    "wrong-far-positions": Bug("tokens at large positions have wrong angles"),
     "size-dependent": Bug(
         "right at the usual sizes, wrong at others",
         "Look for a size that is rounded up to a power of two, divided by a block, assumed, or that of another tensor.",
     ),
-    "grouped-heads": Bug(
-        "k is wrong if it has fewer heads than q", "Rotate every head of k, and keep the number of heads."
-    ),
+    "grouped-heads": Bug("k is wrong if it has fewer heads than q"),
     "strided-input": Bug(
         "the result for non-contiguous views is wrong", "Use the strides of the tensor, or copy it first."
     ),
@@ -205,13 +167,13 @@ BUGS: dict[str, Bug] = {
         "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
     ),
     "positions-changed": Bug("the positions that are passed are overwritten", "Work on a copy of positions."),
-    "value-changed": Bug("v is changed", "Rotate q and k, and leave v as it is."),
-    "cache-not-written": Bug("the cache is not written", "Store the key and the value of each token at its slot."),
+    "value-changed": Bug("v is changed"),
+    "cache-not-written": Bug("the cache is not written"),
     "wrong-slot": Bug(
         "keys or values are stored at other slots",
         "Store token i at slots[i]. With blocks, that is row slots[i] % block_size of block slots[i] // block_size.",
     ),
-    "padding-stored": Bug("a token with slot −1 is stored", "Store nothing for tokens whose slot is negative."),
+    "padding-stored": Bug("a token with slot −1 is stored"),
     "stored-key-unlike-key": Bug(
         "what is stored is not the rotated key", "Store the key after its norm and after its rotation, once."
     ),

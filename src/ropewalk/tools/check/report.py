@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ropewalk.tools.check.bugs import BUGS, Bug
+from ropewalk.tools.check.find.memory import CallError
 
 _ORDER = {code: rank for rank, code in enumerate(BUGS)}
 # A code that only the scheme of a rope knows (`Scaling.known_bugs`). What was seen says more.
@@ -108,6 +110,28 @@ class Report:
         """Add the result of one test."""
         self.grades.append(Grade(name, says, right, number))
 
+    def test(self, name: str, run: Callable[[], bool | str], *, may_raise: bool = False) -> None:
+        """Run one test, and grade it by the findings that it adds.
+
+        The test returns whether the target supports it, or a sentence that is worth knowing if there is no finding. It
+        is a caution that the target raises an error, unless it may.
+        """
+        before = [*self.findings]
+        try:
+            supported = run()
+        except CallError as e:
+            supported = f"{e}"
+            if e.code != "raises" or not may_raise:
+                self.add(e.code, f"In the test of {name}: {e}.")
+        new = [finding for finding in self.findings if finding not in before]
+        if new:
+            is_wrong = any(f.severity == "wrong" and f.code not in self.ignored for f in new)
+            self.grade(name, new[-1].says, False if is_wrong else None)
+        elif isinstance(supported, str):
+            self.grade(name, supported)
+        elif supported:
+            self.grade(name, "as expected", True)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
         return {
@@ -140,7 +164,7 @@ class Report:
                 f"{'IGNORED' if finding.code in self.ignored else bug.severity.upper()}  {finding.code}: {bug.title}",
                 f"    {finding.says}",
                 *([] if finding.case is None else [f"    Smallest case: {finding.case}."]),
-                f"    How to fix it: {bug.fix}",
+                *([f"    How to fix it: {bug.fix}"] if bug.fix else []),
             ]
         width = max((len(name) for name in [*self.found, *(g.name for g in self.grades)]), default=0)
         lines += ["", "What it computes", *(f"  {name:<{width}}  {value}" for name, value in self.found.items())]

@@ -305,7 +305,7 @@ def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[i
     rope, law = min(laws, key=lambda each: (each[1].code == "wrong-frequencies", each[0].rotary_dim))
     which = tuple(i for i in layers if ropes.layers[i] == rope)
     bug = BUGS[str(law.code)]
-    return Held((), "wrong", f"{bug.title}. {law.says} {bug.fix}", law.code, which)
+    return Held((), "wrong", f"{bug.title}. {law.says} {bug.fix}".rstrip(), law.code, which)
 
 
 def _law(table: _Table, rope: Rope, ropes: ModelRopes) -> Law:

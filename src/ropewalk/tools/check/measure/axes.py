@@ -16,7 +16,6 @@ from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import law
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
-from ropewalk.tools.check.measure.case import CLOSE, usual
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
@@ -204,17 +203,11 @@ def _judge_frequencies(
     rope: Rope, axis: tuple[int, ...], multipliers: Tensor, names: Sequence[str], report: Report
 ) -> Rope:
     """Return the rope whose frequencies the target has, if they differ only in how the axes share the progressions."""
-    axes, identified = rope.axes, law.identify(multipliers, SMALL, rope, rope.head_dim)
-    if axes is None or not {identified.code} & {"wrong-frequencies", "wrong-base", "wrong-exponent"}:
+    axes, code = rope.axes, law.identify(multipliers, SMALL, rope, rope.head_dim).code
+    if axes is None or code not in ("wrong-frequencies", "wrong-base", "wrong-exponent"):
         return rope
     factor = float(multipliers.abs().median())
     own = next((says for says, of in _progressions(axes.axis, axes.count) if of == axes), None)
-
-    def add(pair: int, inv_freq: float, why: str) -> None:
-        rotates = f"Pair {pair} ({names[axis[pair]]}) rotates by {inv_freq:.4g} radians per position"
-        says = f"{rotates} instead of {rope.inv_freq[pair]:.4g}{why}"
-        report.add("axis-frequencies", says, _place(pair, axis[pair], names))
-
     for says, found in _progressions(axis, axes.count):
         try:
             other = replace(rope, axes=found)
@@ -224,15 +217,12 @@ def _judge_frequencies(
         if fits:
             if own not in (None, says):
                 pair = int((np.abs(other.inv_freq / rope.inv_freq - 1) > 1e-3).argmax())
-                add(pair, other.inv_freq[pair], f": {says}, but {own} is expected.")
+                rotates = (
+                    f"Pair {pair} ({names[axis[pair]]}) rotates by {other.inv_freq[pair]:.4g} radians per position"
+                )
+                says = f"{rotates} instead of {rope.inv_freq[pair]:.4g}: {says}, but {own} is expected."
+                report.add("axis-frequencies", says, _place(pair, axis[pair], names))
             return other
-    if axis == axes.axis and identified.code == "wrong-frequencies":
-        off = (law.Law(law.moving(rope.inv_freq), factor).excess(multipliers, SMALL) > 1).any(0)
-        wrong = {axis[i] for i in off.nonzero().flatten().tolist()}
-        if wrong < {*axis}:
-            pair = _first(off)[0]
-            right = " and ".join(names[a] for a in {*axis} - wrong)
-            add(pair, float(law.measure_frequencies(multipliers, SMALL)[pair]), f". The pairs of {right} are right.")
     return rope
 
 
@@ -249,91 +239,22 @@ _COUNTED_ON = torch.tensor([0] * 10 + [2] * 2)  # how much less each position is
 _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
-def judge_calls(baseline: Baseline) -> None:
-    """Test calls with other positions on each axis: an image between text, one token, a batch, far tokens.
+def judge_calls(baseline: Baseline) -> bool:
+    """Test calls with other positions on each axis: an image between text, one token, a batch.
 
-    Calls with equal positions on all axes are tested elsewhere.
+    Calls with equal positions on all axes are tested elsewhere. Return False if a token has one position.
     """
-    on_axes, report = baseline.on_axes, baseline.report
-    if on_axes is None:
-        return
+    if (on_axes := baseline.on_axes) is None:
+        return False
     count = len(on_axes.names)
     image = (_PLACES[1:3] if count == 2 else _PLACES[:count])[:, None]
-    rows = torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1)
-    tests = {"an image between text": image, "one token": _ONE_TOKEN[:count, None], "rows": rows}
-    accepted = {name: positions for name, positions in tests.items() if baseline.subject.accepts(positions)}
-    if any(_compare(baseline, on_axes, name, positions) for name, positions in accepted.items()):
-        report.grade("several axes", report.findings[0].says, False)
-        return
-    report.grade("several axes", "as expected", True)
-    _judge_far(baseline, on_axes)
-
-
-def _compare(baseline: Baseline, on_axes: OnAxes, name: str, positions: Tensor) -> bool:
-    """Compare q and k with the prediction at positions `[axes, batch, seq]`, and return whether a bug was reported."""
-    report, tokens = baseline.report, positions.shape[-1]
-    case = usual(baseline.subject, rows=positions.shape[1], tokens=tokens)
-
-    def right(places: Tensor) -> list[Tensor]:
-        """Return at which tokens of q and k the results are those at other positions, bool `[batch, seq]`."""
-        compared = baseline.compare(case, positions, places)
-        return [((out - predicted).abs() < CLOSE).flatten(2).all(2) for _, _, out, predicted in compared]
-
-    try:
-        found = right(positions)
-    except CallError as e:
-        report.add(e.code, f"In the test of several axes with {name}: {e}.")
-        return True
-    for i, (of, are_right) in enumerate(zip("qk", found, strict=False)):
-        if bool(are_right.all()):
-            continue
-        row, token = _first(~are_right)
-        here = ", ".join(f"{p} of {n}" for p, n in zip(positions[:, row, token].tolist(), on_axes.names, strict=True))
-        place = f"{positions.shape[1]} row(s) of {tokens} token(s), {of} of token {token} in row {row}, at {here}"
-        says = f"With {name}, token {token} of row {row} of {of}, at {here}, "
-        first, index = positions[:1].expand_as(positions), torch.arange(tokens).expand_as(positions)
-        explanations = [
-            ("axis-ignored", f"has the position on {on_axes.names[0]} on every axis.", first),
-            ("first-row-positions", "has the positions of the first row.", positions[:, :1].expand_as(positions)),
-            ("positions-ignored", "has its index in the sequence on every axis.", index),
-        ]
-        if tokens == len(_COUNTED_ON):
-            how = f"counts on from the last position on {on_axes.names[0]}, not from the largest on any axis."
-            explanations.append(("axis-ignored", how, positions - _COUNTED_ON))
-        for code, how, places in explanations:
-            moves = bool((places[:, row, token] != positions[:, row, token]).any())
-            if moves and bool(right(places)[i][row, token]):
-                report.add("key-unlike-query" if of == "k" else code, says + how, place)
-                return True
-        unlike = "axis-ignored" if len({*on_axes.axis}) < len(on_axes.names) else "rows-mixed-up"
-        code = "key-unlike-query" if of == "k" else ("one-token-wrong" if tokens == 1 else unlike)
-        report.add(code, f"{says}has none of the angles that positions on one axis at a time cause.", place)
-        return True
-    return False
-
-
-def _judge_far(baseline: Baseline, on_axes: OnAxes) -> None:
-    """Compare tokens at a far position on one axis and near positions on the others with the law of the angles."""
-    of, subject, report = baseline.law, baseline.subject, baseline.report
-    if min(on_axes.axis) < 0 or len(of.inv_freq) != len(on_axes.axis) or report.verdict == "wrong":
-        return
-    if not of.explains(baseline.multipliers, SMALL) or subject.way.given is not None:
-        return
-    axis, length = torch.tensor(on_axes.axis), baseline.subject.expected.length
-    for far in (200, FAR, 4_095, 32_767):
-        for index, name in enumerate(on_axes.names if length is None or far + 5 <= length else ()):
-            positions = torch.arange(5).repeat(len(on_axes.names), 1, 1)
-            positions[index] += far
-            try:
-                z = measure(subject, baseline.structure, positions)[0]
-            except CallError:
-                return
-            angles = positions[axis, 0].T * of.inv_freq
-            off = (z - of.of(angles)).abs() / of.factor
-            if not bool((off <= of.bound_of(angles)).all()):
-                worst = float(off.max())
-                at = f"At position {far:,} on {name} and 0 on the others"
-                says = f"{at}, cos and sin are off by {worst:.2g}."
-                report.add("wrong-far-positions", says, f"one token, position {far:,} on axis {index} ({name})")
-                return
-    report.grade("far positions on each axis", "as expected", True)
+    unlike = "axis-ignored" if len({*on_axes.axis}) < count else "rows-mixed-up"
+    tests = (
+        (image, unlike, ("axis-ignored", image - _COUNTED_ON)),
+        (_ONE_TOKEN[:count, None], "one-token-wrong"),
+        (torch.cat([image, image + 9, (image * 3).flip(-1)], dim=1), unlike),
+    )
+    for positions, *codes in tests:
+        if baseline.subject.accepts(positions) and baseline.judge(positions, *codes, of_k="key-unlike-query"):
+            break
+    return True

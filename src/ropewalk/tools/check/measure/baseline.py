@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ropewalk import Axes
 from ropewalk.tools.check.find.subject import Subject
-from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, usual
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, KNOWN, Case, usual, where
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
@@ -111,26 +111,93 @@ class Baseline:
                 close[..., channels] = CLOSE + 2 * self.law.bound(positions)[..., None, :, None]
         return close
 
-    def compare(
-        self, case: Case, positions: Tensor, right: Tensor | None = None
-    ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """Call the target at positions, and yield the name, the input, the result and the prediction of q and of k.
-
-        The prediction is that for the positions `right`, if they are passed. A target may take no k.
-        """
+    def compare(self, case: Case, positions: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+        """Call the target, and yield the name, input, result and prediction of q and, if it takes k, of k."""
         inputs = case.tensors()
         for name, x, out in zip("qk", inputs, self.subject(*inputs, positions), strict=True):
             if out is not None:
-                yield name, x, out, self.predict(x, positions if right is None else right, key=name == "k")
+                yield name, x, out, self.predict(x, positions, key=name == "k")
 
-    def matches(self, positions: Tensor, right: Tensor | None = None, **sizes: int) -> list[bool]:
+    def matches(self, positions: Tensor, **sizes: int) -> list[bool]:
         """Return whether the results for q and k at positions are the predicted ones, as for `compare`.
 
         Args:
             positions: `[batch, seq]` or `[axes, batch, seq]`.
-            right: other positions, with the angles of which results are compared.
             sizes: heads and k_heads, if they are not the usual ones.
         """
         case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1], **sizes)
-        results, close = self.compare(case, positions, right), self.tolerance(positions)
-        return [bool(((out - predicted).abs() < close).all()) for _, _, out, predicted in results]
+        close = self.tolerance(positions)
+        return [bool(((out - right).abs() < close).all()) for _, _, out, right in self.compare(case, positions)]
+
+    def judge(
+        self, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor], of_k: str = "", **sizes: int
+    ) -> bool:
+        """Report a call whose results are not those at positions, and return whether it is one.
+
+        Args:
+            positions: `[batch, seq]` or `[axes, batch, seq]`.
+            otherwise: the code of the bug if nothing explains the results.
+            explanations: codes of other bugs than positions of the first row, or from 0 on, or equal on all axes, each
+                with the positions that the results then have.
+            of_k: the code if the result for k is wrong, and that for q is right. "" means the same as for q.
+            sizes: heads and k_heads, if they are not the usual ones.
+        """
+        case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1], **sizes)
+        for name, x, out, _ in self.compare(case, positions):
+            if (found := self.fault(name, x, out, positions, otherwise, *explanations)) is not None:
+                code, says = self._fault_of_heads(positions) or found
+                self.report.add(of_k if name == "k" and of_k else code, f"With {case}, {says}")
+                return True
+        return False
+
+    def fault(
+        self, name: str, x: Tensor, out: Tensor, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor]
+    ) -> tuple[str, str] | None:
+        """Return the code of what is wrong with one result at positions, and a description. The arguments are as above.
+
+        Return None if it is right.
+        """
+
+        def is_right(places: Tensor, of_sines: Tensor | None = None) -> Tensor:
+            z = self.at(places, key=name == "k")
+            z = z if of_sines is None else torch.complex(z.real, self.at(of_sines, key=name == "k").imag)
+            off = (out - self.structure.predict(x, z)).abs()
+            return (off < self.tolerance(places)).flatten(2).all(2)
+
+        if not bool((wrong := ~is_right(positions)).any()):
+            return None
+        row, token = wrong.nonzero()[0].tolist()
+        here = f"{name} of token {token} in row {row}"
+        asked = positions[..., row, token].tolist()
+        others = [("first-row-positions", positions[..., :1, :]), (self._ignored, torch.arange(positions.shape[-1]))]
+        others = others if positions.shape[-1] > 1 else []  # the bugs of a single token have a name of their own
+        if positions.ndim == 3:
+            others.insert(0, ("axis-ignored", positions[:1]))
+        for code, places in [*explanations, *((code, places.expand_as(positions)) for code, places in others)]:
+            got = places[..., row, token].tolist()
+            if got != asked and bool(is_right(places)[wrong].all()):
+                return code, f"{here} is rotated by position {got} instead of {asked}."
+        from_0 = torch.arange(positions.shape[-1]).expand_as(positions)
+        for cosines, sines in ((positions, from_0), (from_0, positions)):
+            if bool(is_right(cosines, sines)[wrong].all()):
+                of_cos, of_sin = (int(places[..., row, token].max()) for places in (cosines, sines))
+                return self._ignored, f"{here} has the cosines of position {of_cos} and the sines of {of_sin}."
+        return otherwise, f"{here} is not rotated by position {asked}."
+
+    @property
+    def _ignored(self) -> str:
+        """The code of the bug that positions count from 0, whatever is passed."""
+        kinds = {"packed": "segments-ignored", "runs": "segments-ignored"}
+        offset = "offset-ignored" if "offset" in self.subject.way.positions else "positions-ignored"
+        return kinds.get(self.subject.way.positions, offset)
+
+    def _fault_of_heads(self, positions: Tensor) -> tuple[str, str] | None:
+        """Return the code and a description if heads differ at positions although all are passed the same numbers.
+
+        They are what a wrong grid over rows and heads causes, and no wrong positions.
+        """
+        x = self.subject.equal_heads(positions.shape[-1], HEADS, positions.shape[-2])
+        for name, out in zip("qk", self.subject(x, x, positions), strict=True):
+            if out is not None and bool((differs := (out - out[:, :, :1]).abs() > CLOSE).any()):
+                return "heads-differ", f"equal heads of {name} are rotated differently{where(differs)}."
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,9 +72,16 @@ class Case:
             except CallError:
                 return False
 
+        rows = [{"rows": n} for n in range(1, self.rows)]
+        tokens = [{"tokens": n} for n in _SMALLER if n < self.tokens]
+        of_q = [n for n in _SMALLER if n <= max(self.heads, self.k_heads)]
+        heads = [{"heads": n, "k_heads": n} for n in of_q]
+        if self.heads != self.k_heads:
+            heads += [{"heads": n, "k_heads": k} for n in of_q for k in range(1, n) if n % k == 0]
         case = self
-        for shrink in (_fewer_rows, _equal_heads, _fewer_heads, _fewer_k_heads, _fewer_tokens):
-            case = next((smaller for smaller in shrink(case) if still_fails(smaller)), case)
+        for sizes in (rows, heads, tokens):
+            smaller = (replace(case, **each) for each in sizes)
+            case = next((each for each in smaller if each != case and still_fails(each)), case)
         return case
 
 
@@ -162,29 +169,3 @@ def where(wrong: Tensor) -> str:
         elif n < 0.75 * wrong.shape[axis]:  # others are all but those that happen to look right
             parts.append(f"{name}s {', '.join(map(str, there[:8]))}{', …' if n > 8 else ''}")
     return f" in {', '.join(parts)} (counted from 0)" if parts else ""
-
-
-def _fewer_rows(case: Case) -> Iterator[Case]:
-    yield from (replace(case, rows=n) for n in range(1, case.rows))
-
-
-def _equal_heads(case: Case) -> Iterator[Case]:
-    if case.k_heads != case.heads:
-        yield from (replace(case, heads=n, k_heads=n) for n in {case.heads, case.k_heads})
-
-
-def _fewer_heads(case: Case) -> Iterator[Case]:
-    for n in _SMALLER:
-        if n < case.heads and case.heads == case.k_heads:
-            yield replace(case, heads=n, k_heads=n)
-        elif n < case.heads and n % case.k_heads == 0:
-            yield replace(case, heads=n)
-
-
-def _fewer_k_heads(case: Case) -> Iterator[Case]:
-    if case.heads != case.k_heads:
-        yield from (replace(case, k_heads=n) for n in range(1, case.k_heads) if case.heads % n == 0)
-
-
-def _fewer_tokens(case: Case) -> Iterator[Case]:
-    yield from (replace(case, tokens=n) for n in _SMALLER if n < case.tokens)

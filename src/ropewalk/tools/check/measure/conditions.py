@@ -1,4 +1,4 @@
-"""Test the calls that models make, such as batches, a single token, fewer key heads than query heads, and views."""
+"""Test the calls that models make, such as batches, a single token, documents, decoding, fewer key heads, and views."""
 
 from __future__ import annotations
 
@@ -13,158 +13,168 @@ from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.find.ways import ONE_ROW
-from ropewalk.tools.check.measure import gradients, variants
+from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
-from ropewalk.tools.check.measure.positions import name_bug
+from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, unwritten, usual, waves, where
 
 FIRST = torch.arange(TOKENS)[None]
-_OF_POSITIONS = POSITIONS_IGNORED | {"wrong-far-positions"}  # which also make a batch, or a token, wrong
+_RAGGED = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
+_OFFSETS = FIRST + torch.tensor([[9], [20], [7]])
+_DOCUMENTS = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2]])
+
+# The positions of each test, with the code of the bug if nothing explains the results.
+_CALLS = {
+    "positions passed": [(FIRST + 7, "wrong-far-positions"), (torch.tensor([[9, 3, 60, 3, 0]]), "positions-ignored")],
+    "one token": [(torch.tensor([[9]]), "one-token-wrong")],
+    "batch": [(FIRST.expand(3, -1), "batch-ignored"), (torch.full((3, 1), 9), "batch-ignored")],
+    "ragged rows": [(_RAGGED, "rows-mixed-up"), (_RAGGED[:, 2:3], "one-token-wrong")],
+}
+# The same for calls of one kind.
+_OTHER_CALLS = {
+    "offsets of rows": (("offsets",), _OFFSETS, "offset-ignored"),
+    "documents in one row": (("packed", "runs"), _DOCUMENTS, "segments-ignored"),
+}
+_EXPLAINED = POSITIONS_IGNORED | {"wrong-far-positions", "one-token-wrong", "batch-ignored"}
+"""The findings that also make calls with other positions wrong."""
 
 
 def judge(baseline: Baseline) -> None:
     """Run every test that the subject supports, and add findings and grades to the report."""
-    report, used = baseline.report, memory.current()
-    tests = {
-        "positions passed": _check_offset,
-        "one token": _check_one_token,
-        "batch": _check_batch,
-        "ragged rows": _check_ragged_rows,
-        "offsets of rows": variants.check_offsets_of_rows,
-        "left padding": variants.check_left_padding,
-        "documents in one row": variants.check_documents,
-        "int32 positions": variants.check_int32,
-        "decoding": variants.check_decoding,
+    for name, calls in _CALLS.items():
+        baseline.report.test(name, partial(_check_calls, baseline, calls))
+    for name, (kinds, positions, otherwise) in _OTHER_CALLS.items():
+        baseline.report.test(name, partial(_check_other_calls, baseline, kinds, positions, otherwise))
+    tests: dict[str, Callable[[Baseline], bool]] = {
+        "left padding": _check_left_padding,
+        "int32 positions": _check_int32,
+        "decoding": _check_decoding,
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
-        "input unchanged": _check_inputs_unchanged,
         "gradients": gradients.check,
-        "gradients of other calls": variants.check_gradients,
+        "gradients of other calls": _check_gradients,
     }
     for name, test in tests.items():
-        before, used.overwritten[:] = [*report.findings], []
-        try:
-            if test(baseline):
-                is_new = test is _check_views and "strided-input" not in report.codes
-                if used.overwritten and is_new:  # `sizes` names the smallest case of others
-                    report.add("memory-overwritten", used.overwritten[0])
-                new = [finding for finding in report.findings if finding not in before]
-                says = new[-1].says if new else "as expected"
-                wrong = [f for f in new if f.severity == "wrong" and f.code not in report.ignored]
-                report.grade(name, says, False if wrong else None if new else True)
-        except CallError as e:
-            report.add(e.code, f"In the test of {name}: {e}.")
-            report.grade(name, f"{e}", None if e.code == "raises" else False)
+        baseline.report.test(name, partial(test, baseline))
 
 
 # Each test returns False if the subject does not support it.
 
 
-def _check_offset(baseline: Baseline) -> bool:
-    subject, report = baseline.subject, baseline.report
-    positions, scattered = FIRST + 7, torch.tensor([[9, 3, 60, 3, 0]])
-    if not subject.accepts(positions):
+def _check_calls(baseline: Baseline, calls: list[tuple[Tensor, str]]) -> bool | str:
+    subject, tried = baseline.subject, False
+    for positions, otherwise in calls:
+        accepting = next((call for call in (subject, *subject.others) if call.accepts(positions)), None)
+        if accepting is None:
+            break
+        tried = True
+        if _EXPLAINED & {*baseline.report.codes} or replace(baseline, subject=accepting).judge(positions, otherwise):
+            break
+    if not tried and subject.way.positions == "shared":
+        return "not judged: only positions shared by all rows of the batch can be passed"
+    return tried
+
+
+def _of_kind(baseline: Baseline, *kinds: str) -> list[Baseline]:
+    """Return the measurement with each call of the target that accepts such positions."""
+    calls = (baseline.subject, *baseline.subject.others)
+    return [replace(baseline, subject=call) for call in calls if call.way.positions in kinds]
+
+
+def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Tensor, otherwise: str) -> bool:
+    calls = _of_kind(baseline, *kinds)
+    with contextlib.suppress(CallError):  # a parameter that is for one offset
+        for other in calls:
+            other.judge(positions, otherwise)
+        return bool(calls)
+    return False
+
+
+def _check_left_padding(baseline: Baseline) -> bool:
+    """Test that the results of tokens before position 0, which are padding, are written."""
+    positions = FIRST + torch.tensor([[-2], [0]])
+    calls = _of_kind(baseline, "offsets")
+    for other in calls:
+        case = usual(other.subject, rows=2)
+        try:
+            missing, *_ = unwritten(partial(other.subject, *case.tensors(), positions))
+        except CallError:
+            return False
+        if bool(missing.any()):
+            says = f"If a row begins at offset -2, as with left padding, q is never written{where(missing)}."
+            baseline.report.add("output-not-written", says, str(case))
+    return bool(calls)
+
+
+def _passing(baseline: Baseline, change: Callable[[Tensor], Tensor]) -> Baseline:
+    """Return the measurement with calls that pass positions and tables as `change` returns them."""
+    subject = baseline.subject
+
+    def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
+        values = subject.way.arguments(positions, q)
+        return {name: change(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+    return replace(baseline, subject=replace(subject, way=replace(subject.way, arguments=arguments)))
+
+
+def _check_int32(baseline: Baseline) -> bool:
+    """Test positions in int32, which engines pass."""
+    if "positions" not in baseline.subject.way.roles or POSITIONS_IGNORED & {*baseline.report.codes}:
         return False
-    if not all(baseline.matches(positions)):
-        for name, is_first in zip("qk", baseline.matches(positions, FIRST), strict=False):
-            if is_first:
-                code = "offset-ignored" if "offset" in subject.way.positions else "positions-ignored"
-                report.add(code, f"Tokens of {name} at positions 7 to 11 are rotated by the angles of 0 to 4.")
-        if not POSITIONS_IGNORED & {*report.codes}:
-            code, says = name_bug(baseline, baseline.measure(positions[0]), positions[0], 0)
-            if code not in POSITIONS_IGNORED:
-                code, says = (
-                    "wrong-far-positions",
-                    "Tokens at positions 7 to 11 have other angles than if they begin at 0.",
-                )
-            report.add(code, says)
-    elif subject.accepts(scattered) and not all(baseline.matches(scattered)):
-        report.add("positions-ignored", "Positions 9, 3, 60, 3, 0 are not each rotated by their own angle.")
-    return True
-
-
-def _check_one_token(baseline: Baseline) -> bool:
-    positions = torch.tensor([[9]])
-    if not baseline.subject.accepts(positions) or _OF_POSITIONS & {*baseline.report.codes}:
-        return False
-    if not all(baseline.matches(positions)):
-        says = "A single token at position 9 has other angles than within a sequence."
-        baseline.report.add(*_of_heads(baseline.subject, positions) or ("one-token-wrong", says))
-    return True
-
-
-def _of_heads(subject: Subject, positions: Tensor) -> tuple[str, str, str] | None:
-    """Return code, description and case of heads that differ at positions although all are passed the same numbers.
-
-    They are what a wrong grid over rows and heads causes, and no wrong positions.
-    """
-    x = subject.equal_heads(positions.shape[1], HEADS, len(positions))
-    for name, out in zip("qk", subject(x, x, positions), strict=True):
-        if out is not None and bool((differs := (out - out[:, :, :1]).abs() > CLOSE).any()):
-            case = str(usual(subject, rows=len(positions), tokens=positions.shape[1]))
-            return "heads-differ", f"Equal heads of {name} are rotated differently{where(differs)}.", case
-    return None
-
-
-def _check_batch(baseline: Baseline) -> bool:
-    report = baseline.report
-    for tokens, first in ((TOKENS, 0), (1, 9)):
-        positions = torch.arange(first, first + tokens).expand(3, tokens)
-        if not baseline.subject.accepts(positions):
-            continue
-        compared = baseline.compare(usual(baseline.subject, rows=3, tokens=tokens), positions)
-        right = torch.stack([((out - right).abs() < CLOSE).flatten(1).all(1) for _, _, out, right in compared]).all(0)
-        if bool(right[0]) and not bool(right.all()):
-            report.add("batch-ignored", f"Of 3 rows with {tokens} token(s) each, only the first is right.")
-        elif not bool(right.all()) and not {"one-token-wrong", "heads-differ", *_OF_POSITIONS} & {*report.codes}:
-            report.add("batch-ignored", f"The results for 3 rows with {tokens} token(s) each are wrong.")
-    return baseline.subject.layout not in ONE_ROW
-
-
-def _check_ragged_rows(baseline: Baseline) -> bool:
-    subject, report = baseline.subject, baseline.report
-    positions = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
-    if not subject.accepts(positions):
-        if others := [other for other in subject.others if other.accepts(positions)]:
-            return _check_ragged_rows(replace(baseline, subject=others[0]))
-        if subject.way.positions == "shared":
-            report.grade("ragged rows", "not judged: only positions shared by all rows of the batch can be passed")
-        return False
-    if {"batch-ignored", "one-token-wrong", *_OF_POSITIONS} & {*report.codes}:
+    other = _passing(baseline, lambda t: t if t.is_floating_point() else t.int())
+    with contextlib.suppress(CallError):  # it refuses them
+        other.judge(usual(other.subject).positions(other.subject), "positions-misread")
         return True
-    if not all(baseline.matches(positions)):
-        if (found := _of_heads(subject, positions)) is not None:
-            report.add(*found)
-        elif baseline.matches(positions, positions[:1].expand(3, -1))[0]:
-            report.add("first-row-positions", "Rows that begin at 0, 20 and 5 all get the positions of the first row.")
-        else:
-            report.add("rows-mixed-up", "Rows that begin at 0, 20 and 5 are not each rotated by their own positions.")
-    elif not all(baseline.matches(positions[:, 2:3])):
-        says = "With one token in each of 3 rows, they are not each rotated by their own position."
-        report.add(*_of_heads(subject, positions[:, 2:3]) or ("one-token-wrong", says))
+    return False
+
+
+def _check_decoding(baseline: Baseline) -> bool:
+    """Test calls with the keys and values of earlier tokens: a prompt of 5 tokens, then one token, then 3."""
+    subject, known = baseline.subject, torch.zeros(1, 0, HEADS, baseline.subject.channels)
+    if "past_k" not in subject.form.call.parameter_of or POSITIONS_IGNORED & {*baseline.report.codes}:
+        return False
+    past, start = None, 0
+    for tokens in (TOKENS, 1, 3):
+        case, positions = usual(subject, tokens=tokens), start + torch.arange(tokens)[None]
+        (q, k), v = case.tensors(), waves(1, tokens, case.k_heads, case.channels, 3)
+        results = subject.fused(q, k, positions, v=v, past=past)
+        if results.k is None or results.k.shape[1] not in (tokens, start + tokens):
+            return False
+        keys = results.k if results.k.shape[1] == start + tokens else torch.cat((known, results.k), dim=1)
+        if start and bool(((keys[:, :start] - known).abs() > CLOSE).any()):
+            says = f"With {tokens} more token(s), the keys of the {start} before them are changed."
+            baseline.report.add("stored-key-unlike-key", says, str(case))
+            return True
+        otherwise = "one-token-wrong" if tokens == 1 else "wrong-far-positions"
+        explanations = (
+            ("offset-ignored", positions - start),
+            ("positions-off-by-one", positions + 1),
+            ("positions-ignored", positions[:, -1:].expand_as(positions)),
+        )
+        for name, x, out in (("q", q, results.q), ("k", k, keys[:, start:])):
+            if (found := baseline.fault(name, x, out, positions, otherwise, *explanations)) is not None:
+                baseline.report.add(found[0], f"After {start} tokens, {found[1]}", str(case))
+                return True
+        known, start = keys, start + tokens
+        values = results.v if results.v is not None and results.v.shape == known.shape else torch.zeros_like(known)
+        past = known, values
     return True
 
 
 def _check_fewer_key_heads(baseline: Baseline) -> bool:
     is_free = usual(baseline.subject, k_heads=1).k_heads == 1
     for heads in (2, 1) if is_free else ():
-        says = "the result for k is wrong"
         try:
-            is_right = baseline.matches(FIRST, k_heads=heads)[-1]
+            baseline.judge(FIRST, "grouped-heads", k_heads=heads)
         except CallError as e:
             if e.code == "raises":
                 raise
-            says, is_right = str(e), False
-        if not is_right:
-            baseline.report.add("grouped-heads", f"{HEADS} heads of q and {heads} of k: {says}.")
+            baseline.report.add("grouped-heads", f"{HEADS} heads of q and {heads} of k: {e}.")
     return is_free
 
 
-def _views(baseline: Baseline) -> dict[str, list[Tensor]]:
+def _views(subject: Subject) -> dict[str, list[Tensor]]:
     """Return test tensors q and k in the target's layout, for each way in which models lay them out in memory."""
-    inputs, subject = usual(baseline.subject).tensors(), baseline.subject
-    q, k = inputs
+    inputs = q, k = usual(subject).tensors()
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "slices of one tensor with q, k and v": lambda x: torch.cat((x, x, x), dim=-1)[..., : x.shape[-1]],
         "views of a tensor with tokens before heads": lambda x: x,
@@ -178,38 +188,42 @@ def _views(baseline: Baseline) -> dict[str, list[Tensor]]:
 
 
 def _check_views(baseline: Baseline) -> bool:
-    subject = baseline.subject
-    for name, (q, k) in _views(baseline).items():
+    """Test the results for views, and that neither they nor the positions are overwritten."""
+    subject, report, used = baseline.subject, baseline.report, memory.current()
+    used.overwritten.clear()
+    for name, (q, k) in _views(subject).items():
+        before, positions = (q.clone(), k.clone()), FIRST.clone()
         expected = [baseline.predict(subject.from_native(x).clone(), FIRST, key=x is k) for x in (q, k)]
-        for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
+        for out, right in zip(subject.call_native(q, k, positions), expected, strict=True):
             if out is not None and not bool(((subject.from_native(out) - right).abs() < CLOSE).all()):
-                baseline.report.add("strided-input", f"The results for {name} are wrong.")
+                report.add("strided-input", f"The results for {name} are wrong.")
+        if not subject.form.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
+            report.add("input-changed", f"A call with {name} changes the values of its arguments.")
+        if not torch.equal(positions, FIRST):
+            report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
     if subject.way.given is not None and not subject.form.is_fused:
-        halves = replace(
-            baseline, subject=replace(subject, way=replace(subject.way, arguments=partial(_halves, subject)))
-        )
+        halves = _passing(baseline, _half_of_a_wider_one)
         with contextlib.suppress(CallError):  # it refuses such tables
             if not all(halves.matches(FIRST)):
-                baseline.report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
+                report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
+    if used.overwritten and "strided-input" not in report.codes:
+        report.add("memory-overwritten", used.overwritten[0])
     return True
 
 
-def _halves(subject: Subject, positions: Tensor, q: Tensor) -> dict[str, Any]:
-    """Return the arguments for positions and tables, which are halves of wider ones, as if cos and sin were in one."""
-    return {
-        name: torch.cat((value, -value), dim=-1)[..., : value.shape[-1]]
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in subject.way.arguments(positions, q).items()
-    }
+def _half_of_a_wider_one(t: Tensor) -> Tensor:
+    return torch.cat((t, -t), dim=-1)[..., : t.shape[-1]] if t.is_floating_point() else t
 
 
-def _check_inputs_unchanged(baseline: Baseline) -> bool:
-    for name, (q, k) in _views(baseline).items():
-        before, positions = (q.clone(), k.clone()), FIRST.clone()
-        baseline.subject.call_native(q, k, positions)
-        if not baseline.subject.form.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
-            baseline.report.add("input-changed", f"A call with {name} changes the values of its arguments.")
-        if not torch.equal(positions, FIRST):
-            baseline.report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
-    return True
+def _check_gradients(baseline: Baseline) -> bool:
+    """Test the gradients of the other calls, unless something is wrong already."""
+    if not gradients.are_judged(baseline.report):
+        return False
+    others = [replace(baseline, subject=call) for call in baseline.subject.others]
+    for other in others:
+        case = usual(other.subject, tokens=7, rows=1 if other.subject.has_one_row else 2)
+        with contextlib.suppress(CallError):
+            if (fault := gradients.find_fault(other, case)) is not None:
+                baseline.report.add(fault[0], f"In the call {other.subject.signature}: {fault[1]}", str(case))
+                break
+    return bool(others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,35 +15,23 @@ from ropewalk.tools.check.find.form import Results, Stored
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
 from ropewalk.tools.check.measure.case import CLOSE, Case, first_fault, usual, waves, where
-from ropewalk.tools.check.report import Report
 
 _SLOTS = (25, 3, 30, 11, 6, 18, 0, 9)  # of the tokens of a call, in any order
 
 
-def judge_passed(subject: Subject, report: Report) -> bool:
-    """Test that v passes unchanged, and which slots are written. Return whether what is stored prevents other tests."""
-    if not {"v", "slots"} & subject.form.takes:
-        return False
-    found, _ = first_fault(_cases(subject), partial(_passed_fault, subject))
-    if found is not None:
-        report.add(*found)
-        if found[0] != "value-changed":
-            report.grade("slots", found[1], False)
-            return True
-    if "slots" in subject.form.takes:
-        report.grade("slots", "as expected", True)
-    return False
-
-
 def judge(baseline: Baseline) -> None:
-    """Test the norms, and that what is stored is the rotated key."""
-    subject, report = baseline.subject, baseline.report
-    tests = ("weights", "norm", _norm_fault), ("slots", "stored keys", _stored_fault)
-    for name, fault in ((name, fault) for takes, name, fault in tests if takes in subject.form.takes):
-        found, _ = first_fault(_cases(subject), partial(fault, baseline))
-        if found is not None:
-            report.add(*found)
-        report.grade(name, found[1] if found else "as expected", found is None)
+    """Test that v passes unchanged, the norms, and which slots receive which keys and values."""
+    tests = ("v", "values", _value_fault), ("weights", "norm", _norm_fault), ("slots", "slots", _stored_fault)
+    for takes, name, fault in tests:
+        if takes in baseline.subject.form.takes:
+            baseline.report.test(name, partial(_judge, baseline, fault))
+
+
+def _judge(baseline: Baseline, fault: Callable[[Baseline, Case], tuple[str, str] | None]) -> bool:
+    found, _ = first_fault(_cases(baseline.subject), partial(fault, baseline))
+    if found is not None:
+        baseline.report.add(*found)
+    return True
 
 
 def _cases(subject: Subject) -> Iterator[Case]:
@@ -52,77 +40,76 @@ def _cases(subject: Subject) -> Iterator[Case]:
         yield usual(subject, tokens=tokens, heads=heads, k_heads=k_heads)
 
 
-def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any) -> Results:
-    """Call a fused target with values, slots (each second of which is -1 with `padding`), and weights of its norm."""
+def _call(subject: Subject, case: Case, *, padding: bool = False, **options: Any) -> tuple[Tensor, Results]:
+    """Call a fused target with values, which are returned, and slots, each second of which is -1 with `padding`."""
     q, k = case.tensors()
     v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
     slots = torch.tensor(_SLOTS[: case.tokens])[None]
     slots = torch.where(torch.arange(case.tokens) % 2 == 1, -1, slots) if padding else slots
-    return subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)
+    return v, subject.fused(q, k, case.positions(subject), v=v, slots=slots, **options)
 
 
-def _passed_fault(subject: Subject, case: Case) -> tuple[str, str] | None:
-    results = _call(subject, case)
-    v = waves(case.rows, case.tokens, case.k_heads, case.channels, 3)
-    has_v = results.v is not None and results.v.shape == v.shape  # the third result may be a cache
-    if has_v and bool((wrong := (results.v - v).abs() > 0).any()):  # type: ignore[operator]
-        return "value-changed", f"v is changed{where(wrong)}."
-    for padding in (False, True) if results.stored is not None else ():
-        stored = _call(subject, case, padding=padding).stored
-        if stored is not None and (found := _slots_fault(stored, v)) is not None:
-            return found
-    if results.stored is not None:
-        with contextlib.suppress(CallError):  # it refuses caches that are not contiguous
-            stored = _call(subject, case, halves=True).stored
-            if stored is not None and (found := _slots_fault(stored, v)) is not None:
-                return found[0], f"Keys and values follow each other in each block of one tensor. {found[1]}"
+def _value_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    v, results = _call(baseline.subject, case)
+    if results.v is None or results.v.shape != v.shape:  # the third result may be a cache
+        return None
+    wrong = (results.v - v).abs() > 0
+    return ("value-changed", f"v is changed{where(wrong)}.") if bool(wrong.any()) else None
+
+
+def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+    """Compare the caches with the rotated keys and the values in the slots that are passed."""
+    subject, (_, k) = baseline.subject, case.tensors()
+    weights = norm_weights(case.channels) if "weights" in subject.form.takes else None
+    key = k.double() if weights is None else normed(subject, k, weights[1])
+    keys = baseline.predict(key, case.positions(subject), key=True).flatten(0, 1)
+    for options in ({}, {"padding": True}, {"halves": True}):
+        # It may refuse caches that are not contiguous.
+        with contextlib.suppress(CallError) if "halves" in options else contextlib.nullcontext():
+            v, results = _call(subject, case, weights=weights, **options)
+            found = None if results.stored is None else _slots_fault(results.stored, keys, v.flatten(0, 1))
+            if found is not None:
+                how = "Keys and values follow each other in each block of one tensor. " if "halves" in options else ""
+                return found[0], how + found[1]
     return None
 
 
-def _slots_fault(stored: Stored, v: Tensor) -> tuple[str, str] | None:
-    """Return what is wrong with the slots that a call has written."""
-    all_slots = stored.slots.flatten()
-    is_token = all_slots >= 0
-    expected = {*all_slots[is_token].tolist()}
-    for name, before, after in (
-        ("keys", stored.keys_before, stored.keys),
-        ("values", stored.values_before, stored.values),
+def _slots_fault(stored: Stored, keys: Tensor, values: Tensor) -> tuple[str, str] | None:
+    """Return what is wrong with the slots that a call has written, or with their keys and values `[tokens, …]`."""
+    slots = stored.slots.flatten()
+    is_token = slots >= 0
+    expected = {*slots[is_token].tolist()}
+    for name, before, after, right in (
+        ("values", stored.values_before, stored.values, values),
+        ("keys", stored.keys_before, stored.keys, keys),
     ):
-        if before is None or after is None:
+        if before is None or after is None or not expected:
             continue
         changed = (before != after).flatten(1)
         written = {*changed.any(1).nonzero().flatten().tolist()}
-        if not written and expected:
-            return "cache-not-written", f"No slot of the {name} is changed."
         others, missing = written - expected, expected - written
+        if not written:
+            return "cache-not-written", f"No slot of the {name} is changed."
         if others and not missing:
             if parts := {slot for slot in others if not bool(changed[slot].all())}:
                 says = f"The {name} of slots {_list(parts)} are changed in part"
                 return "memory-overwritten", f"{says}, and slots {_list(expected)} are written."
             if not bool(is_token.all()):
-                return "padding-stored", f"With slots {all_slots.tolist()}, {name} are stored in slots {_list(others)}."
+                return "padding-stored", f"With slots {slots.tolist()}, {name} are stored in slots {_list(others)}."
         if others or missing:
-            says = f"With slots {all_slots.tolist()}, {name} are stored in slots {_list(written)}."
-            return "wrong-slot", says
-    rows = v.flatten(0, 1)
-    if stored.values is not None and expected:
-        there = stored.values[all_slots[is_token]]
-        if bool(((there - rows[is_token]).abs() > CLOSE).any()):
-            if _are_of_other_tokens(there, rows):
-                return "wrong-slot", f"With slots {all_slots.tolist()}, the values of other tokens are in these slots."
-            if bool(((there - rows[is_token]).abs().flatten(1).amax(1) < CLOSE).any()):
-                return "memory-overwritten", f"Values in slots {_list(expected)} are overwritten by those of others."
-            return "value-changed", "The values that are stored are not those that are passed."
+            return "wrong-slot", f"With slots {slots.tolist()}, {name} are stored in slots {_list(written)}."
+        there = after[slots[is_token]]
+        is_right = ((there - right[is_token]).abs() < CLOSE).flatten(1).all(1)
+        if bool(is_right.all()):
+            continue
+        if all(bool(((row - right).abs() < CLOSE).flatten(1).all(1).any()) for row in there):
+            return "wrong-slot", f"With slots {slots.tolist()}, the {name} of other tokens are in these slots."
+        if name == "keys":
+            return "stored-key-unlike-key", "What is stored for k is not the rotated key."
+        if bool(is_right.any()):
+            return "memory-overwritten", f"Values in slots {_list(expected)} are overwritten by those of others."
+        return "value-changed", "The values that are stored are not those that are passed."
     return None
-
-
-def _are_of_other_tokens(there: Tensor, rows: Tensor) -> bool:
-    """Return whether each of the stored rows is that of some token."""
-    return all(bool(((row - rows).abs() < CLOSE).flatten(1).all(1).any()) for row in there)
-
-
-def _fits(out: Tensor, right: Tensor) -> bool:
-    return bool(((out - right).abs() < CLOSE).all())
 
 
 def _list(slots: set[int]) -> str:
@@ -157,29 +144,11 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
 
 def _norm_fault_at(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     subject, weights, positions = baseline.subject, norm_weights(case.channels), case.positions(baseline.subject)
-    results = _call(subject, case, weights=weights)
+    _, results = _call(subject, case, weights=weights)
     for name, x, out, weight in zip("qk", case.tensors(), (results.q, results.k), weights, strict=True):
-        if out is None or _fits(out, baseline.predict(normed(subject, x, weight), positions, key=name == "k")):
-            continue
-        whole = "all heads together" if subject.form.of_all_heads else "each head"
-        return "wrong-norm", f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
+        right = baseline.predict(normed(subject, x, weight), positions, key=name == "k")
+        if out is not None and not bool(((out - right).abs() < CLOSE).all()):
+            whole = "all heads together" if subject.form.of_all_heads else "each head"
+            says = f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
+            return "wrong-norm", says
     return None
-
-
-def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
-    """Compare the stored keys with the rotated keys."""
-    subject, positions = baseline.subject, case.positions(baseline.subject)
-    weights = norm_weights(case.channels) if "weights" in subject.form.takes else None
-    results = _call(subject, case, weights=weights)
-    if results.stored is None:
-        return None
-    _, k = case.tensors()
-    key = k.double() if weights is None else normed(subject, k, weights[1])
-    there = results.stored.keys[results.stored.slots.flatten()]
-    right = baseline.predict(key, positions, key=True).flatten(0, 1)
-    if _fits(there, right):
-        return None
-    if _are_of_other_tokens(there, right):
-        slots = results.stored.slots.flatten().tolist()
-        return "wrong-slot", f"With slots {slots}, the keys of other tokens are in these slots."
-    return "stored-key-unlike-key", "What is stored for k is not the rotated key."

@@ -58,11 +58,7 @@ class Law:
         return self.factor * {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
 
     def bound(self, positions: Tensor) -> Tensor:
-        """Return the error of cos and sin of each pair, relative to the factor, that float32 explains at positions."""
-        return self.bound_of(self.angles(positions))
-
-    def bound_of(self, angles: Tensor) -> Tensor:
-        """Return the error of cos and sin, relative to the factor, that float32 explains at angles `[..., pairs]`.
+        """Return the error of cos and sin of each pair, relative to the factor, that float32 explains at positions.
 
         The first frequency of a progression is a power of two, in most ropes 1, so its angles are exact. Others have
         the error of four roundings (`formats.FLOAT32`), of the product, of an exponent that is rounded three times, and
@@ -74,7 +70,7 @@ class Law:
         roundings = 5 + 3 * size.log().abs() + 2 * rank
         is_exact = (rank == 0) & (size.frexp().mantissa == 0.5)
         relative = torch.where(is_exact, 0.0, roundings * formats.FLOAT32 / 4) + self.uncertain
-        return ROUNDED + self.noise + angles.abs() * relative
+        return ROUNDED + self.noise + self.angles(positions).abs() * relative
 
     def excess(self, multipliers: Tensor, positions: Tensor) -> Tensor:
         """Return the error of measured multipliers, as multiples of the error that float32 explains in each pair."""
@@ -169,11 +165,10 @@ def identify(
     fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4 and abs(fitted[0] / rope.base - 1) > _FITTED:
         return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
-    scaled = fit_scaled_base(inv_freq, rope.rotary_dim) or fitted
     ratios = inv_freq.abs() / expected
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
-    if rope.scaling is None and scaled is not None and abs(scaled[0] / rope.base - 1) <= _FITTED:
-        says = f"A scaling is applied that was not asked for: the slowest pair is {scaled[1]:g} times slower."
+    if rope.scaling is None and ratios[-1] < 0.999 and bool((ratios.diff() < 1e-3).all()):
+        says = f"A scaling is applied that was not asked for: the slowest pair is {1 / ratios[-1]:.4g} times slower."
     elif abs(float(ratios[i]) - 1) < 1e-4:
         first = int((right.excess(multipliers, positions) > 1).any(-1).nonzero()[0])
         says = right.describe_error(multipliers[first], positions[first])
@@ -296,19 +291,6 @@ def fit_base(
     if np.abs(logs - (start + slope * steps)).max() > tolerance or slope >= 0:
         return None
     return round_digits(float(np.exp(-slope))), round_digits(float(np.exp(-start)))
-
-
-def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """Return the base of the fast pairs and the divisor of the slowest pair, or None if no scheme fits."""
-    f = inv_freq.abs().numpy()
-    if len(f) < 8 or (f <= 0).any() or abs(f[0] - 1) > 1e-4:
-        return None
-    base = round_digits(float((f[0] / f[2]) ** (rotary_dim / 4)))
-    plain = base ** (-np.arange(0, 2 * len(f), 2) / rotary_dim)
-    ratios = plain / f
-    if base <= 1 or (np.diff(ratios) < -1e-3).any() or abs(ratios[1] - 1) > 1e-4 or ratios[-1] < 1.001:
-        return None
-    return base, round_digits(float(ratios[-1]))
 
 
 def round_digits(number: float) -> float:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import usual
+from ropewalk.tools.check.measure.baseline import SMALL, Baseline
+from ropewalk.tools.check.measure.case import KNOWN, usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
 
 REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
@@ -19,18 +20,32 @@ FARTHEST = 1_048_575
 LONGEST_CALL = 8_192  # tokens of one call, if positions cannot be passed
 
 
-def judge_far(baseline: Baseline) -> None:
-    """Compare the angles at large positions with the law, and name the bug at the first position that differs."""
-    law, report = baseline.law, baseline.report
+class _Far(NamedTuple):
+    """What was measured at large positions.
+
+    Args:
+        fault: the code of the bug at the first position that differs from the law, and a description, or None.
+        errors: the largest error of cos and sin at each position before, and that which float32 explains.
+        end: why nothing is known past the end of a table, or "".
+    """
+
+    fault: tuple[str, str] | None
+    errors: dict[int, tuple[float, float]]
+    end: str
+
+
+def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32, subject: Subject | None = None) -> _Far:
+    """Compare the angles at large positions with the law. In 16 bits, the rounding of cos, sin and x is no error."""
+    law = replace(baseline.law, noise=ROUNDING.get(dtype, baseline.law.noise))
     errors: dict[int, tuple[float, float]] = {}
-    table_end: str | None = None
-    for positions in _probes(baseline):
+    end, fault = "", None
+    for positions in _probes(baseline, LONGEST_CALL if dtype == torch.float32 else 512):
         try:
-            z = baseline.measure(positions)
+            z = baseline.measure(positions, dtype, subject)
         except CallError as e:
-            table_end = table_end or f"fails at position {int(positions[-1])}: {e}"
             if e.code != "raises":
-                report.add(e.code, f"At positions up to {int(positions[-1]):,}: {e}.")
+                return _Far((e.code, f"At positions up to {int(positions[-1]):,}: {e}."), errors, end)
+            end = end or f"fails at position {int(positions[-1])}: {e}"
             continue
         wrong = (law.excess(z, positions) > 1).any(-1)
         if bool(wrong.any()):
@@ -38,78 +53,77 @@ def judge_far(baseline: Baseline) -> None:
             # Judge the next token if it is also wrong. If a table wraps around, the first wrong token has the angles of
             # position 0, which are also those of an unrotated token.
             token = first + int(first + 1 < len(wrong) and bool(wrong[first + 1]))
-            code, says = name_bug(baseline, z, positions, token, right=int(positions[first]) - 1)
+            code, says = name_bug(replace(baseline, law=law), z, positions, token, right=int(positions[first]) - 1)
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next position is right."
             if code == "wrong-far-positions" and is_beyond_length(baseline.subject, int(positions[first])):
-                report.grade("far positions", BEYOND)
-                return
-            report.add(code, says)
-            report.grade("far positions", f"wrong at {int(positions[first]):,}; later positions were not tried", False)
-            return
+                return _Far(None, errors, BEYOND)
+            fault = fault or (code, says)
+            if dtype in ROUNDING and code in ("low-precision-tables", "wrong-far-positions") and positions[-1] < 4_096:
+                continue  # farther on, the cause may be clearer
+            return _Far((code, says), errors, end)
         largest, pairs = ((z - law.at(positions)).abs() / law.factor).max(-1)
         limits = law.bound(positions).gather(-1, pairs[:, None])[:, 0]
         errors |= {int(p): (float(e), float(b)) for p, e, b in zip(positions, largest, limits, strict=True)}
-    for p in REPORTED:
-        if p in errors:
-            error, limit = errors[p]
-            is_exact = error < 2.0**-22 * max(1.0, 2 * law.factor)
-            like = "exact to float32" if is_exact else f"allowed for float32 angles of this pair: {limit:.1e}"
-            report.grade(f"error at {p:,}", f"{error:.1e} of cos and sin; {like}", True, error)
-    if table_end:
-        report.grade("end of the table", table_end)
+    return _Far(fault, errors, end)
 
 
-def judge_length(baseline: Baseline) -> None:
+def judge_far(baseline: Baseline) -> bool | str:
+    """Compare the angles at large positions with the law, and name the bug at the first position that differs."""
+    law, report = baseline.law, baseline.report
+    if not law.explains(baseline.multipliers, SMALL):
+        return "not judged: no law explains the angles at positions 0 to 63"
+    far = _measure_far(baseline)
+    if far.fault is not None:
+        report.add(*far.fault)
+        return True
+    for p in (p for p in REPORTED if p in far.errors):
+        error, limit = far.errors[p]
+        is_exact = error < 2.0**-22 * max(1.0, 2 * law.factor)
+        like = "exact to float32" if is_exact else f"allowed for float32 angles of this pair: {limit:.1e}"
+        report.grade(f"error at {p:,}", f"{error:.1e} of cos and sin; {like}", True, error)
+    return far.end or True
+
+
+def judge_length(baseline: Baseline) -> bool | str:
     """If the scheme depends on the length, check every token of a sequence twice as long as in training.
 
     All of its tokens must have the frequencies and the attention factor of its length.
     """
     report, unresolved, length = baseline.report, baseline.subject.expected.unresolved, baseline.subject.expected.length
-    if unresolved is None or length is None:
-        return
+    if unresolved is None or length is None or baseline.law.code not in (None, *report.ignored):
+        return False
     n = 2 * length
-    rope, name = unresolved.at_length(n), f"{n:,} tokens"
+    rope = unresolved.at_length(n)
     positions = torch.tensor([*range(8), *range(n // 2 - 4, n // 2 + 4), *range(n - 4, n)])
     if not baseline.subject.accepts(positions[None]):
         positions = torch.arange(n)
     if len(positions) > LONGEST_CALL:
-        report.grade(name, f"not judged: positions cannot be passed, and {n:,} tokens are too many for one call")
-        return
-    try:
-        z = baseline.measure(positions)
-    except CallError as e:
-        report.grade(name, f"{e}")
-        if e.code != "raises":
-            report.add(e.code, f"With {n:,} tokens: {e}.")
-        return
+        return f"not judged: positions cannot be passed, and {n:,} tokens are too many for one call"
+    z = baseline.measure(positions)
     sizes, short_law = z.abs(), replace(baseline.law, factor=1.0)
     right, short = (
         (law.excess(z / sizes, positions) <= 1).all(-1)
         for law in (replace(short_law, inv_freq=moving(rope.inv_freq)), short_law)
     )
     if not bool(right.all()):
-        says = "has neither its own frequencies nor those of a short one."
-        if bool(short.all()):
-            says = "has the frequencies of a short one."
-        elif bool((right | short).all()):
-            says = "has the frequencies of a short one at some of its positions, and its own at the others."
-        report.add("length-ignored", f"A sequence of {n:,} tokens {says}")
-        report.grade(name, "the wrong frequencies for that length", False)
-        return
-    is_right = bool(((sizes / rope.attention_factor - 1).abs() < 2e-3).all())
-    if not is_right:
+        says = "has the frequencies of a short one" if bool(short.all()) else "has other frequencies than its own"
+        report.add("length-ignored", f"A sequence of {n:,} tokens {says}.")
+    elif not bool(((sizes / rope.attention_factor - 1).abs() < 2e-3).all()):
         measured = f"{float(sizes.median()):.5g} instead of {rope.attention_factor:.5g}"
         report.add("attention-factor", f"In a sequence of {n:,} tokens, cos and sin are multiplied by {measured}.")
-    report.grade(name, "as expected" if is_right else "multiplied by the wrong attention factor", is_right)
+    return True
 
 
-def _probes(baseline: Baseline) -> Iterator[Tensor]:
+def _probes(baseline: Baseline, longest: int) -> Iterator[Tensor]:
     """Yield the positions to measure, `[tokens]`, in ascending order and up to which the expected rope holds."""
     subject, length = baseline.subject, baseline.subject.expected.length
+    if subject.way.given is not None:
+        yield torch.arange(KNOWN)
+        return
     last = FARTHEST if length is None else length - 1
     if subject.way.positions in ("none", "packed"):
-        for tokens in (LONGEST_CALL, 4_096, 2_048, 1_024, 512, 256, 128):
+        for tokens in (n for n in (8_192, 4_096, 2_048, 1_024, 512, 256, 128) if n <= longest):
             try:
                 x = torch.zeros(1, tokens, 1, subject.channels)
                 subject(x, x, torch.arange(tokens)[None])
@@ -172,110 +186,44 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if p % n < p and law.explains(z, torch.tensor(p % n)):
                 code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
-    start = int(positions[0])
-    for of_cos, of_sin in ((p, p - start), (p - start, p)):
-        mixed = torch.complex(law.at(torch.tensor(of_cos)).real, law.at(torch.tensor(of_sin)).imag)
-        if bool(((z - mixed).abs() <= law.factor * law.bound(positions[token])).all()):
-            code = "positions-ignored" if baseline.subject.way.positions in ("rows", "shared") else "offset-ignored"
-            return code, f"At position {p:,}, the cosines are those of {of_cos:,} and the sines those of {of_sin:,}."
     return "wrong-far-positions", law.describe_error(z, positions[token])
 
 
 # The error that rounding explains: cos and sin, the product and the sum lose half a unit each, of numbers up to √2.
 ROUNDING = {torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
-_PROBES_16 = (0, 252, 300, 1_020, 2_044, 4_092)
 
 
-def judge_16_bits(baseline: Baseline) -> None:
-    """Pass q and k in bfloat16 and in float16, and check the dtype and the error of the results."""
-    subject, report = baseline.subject, baseline.report
-    for dtype, name in NAMES.items():
-        positions = torch.arange(5)[None]
-        q = usual(subject, heads=6).tensors()[0].to(dtype)
-        try:
-            out, _ = subject(q, q, positions)
-            worst, at = _find_largest_error(baseline, subject, dtype)
-        except CallError as e:
-            report.add(e.code, f"With {name} tensors: {e}.")
-            report.grade(f"{name} tensors", f"{e}")
-            continue
-        if out.dtype != dtype:
-            says = f"The input is {name}, and the output is {str(out.dtype).removeprefix('torch.')}."
-            report.add("wider-output" if torch.finfo(out.dtype).bits > 16 else "wrong-output-dtype", says)
-        right = worst <= 1
-        if not right and (found := [f.code for f in report.findings if f.severity == "wrong"]):
-            report.grade(f"{name} tensors", f"not judged: {found[0]}")
-            continue
-        if not right:
-            rounded = replace(baseline.law, noise=ROUNDING[dtype])
-            code, says = name_bug(replace(baseline, law=rounded), *at)
-            report.add(code, f"With {name} tensors: {says[0].lower()}{says[1:]}")
-        says = f"cos and sin have {worst:.2g} times the error that rounding explains, at position {at[1][at[2]]:,}"
-        report.grade(f"{name} tensors", says, right)
-    if report.verdict == "right" and subject.way.given is None:
-        with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
-            lost = _grade_angles(baseline, subject, "under autocast")
-        if lost and report.verdict == "right":
-            report.add("lost-by-autocast", f"Under autocast, {lost}.")
+def judge_16_bits(baseline: Baseline, dtype: torch.dtype) -> bool | str:
+    """Pass q and k in bfloat16 or float16, and check the dtype and the error of the results."""
+    subject, report, name = baseline.subject, baseline.report, NAMES[dtype]
+    q = usual(subject, heads=6).tensors()[0].to(dtype)
+    out, _ = subject(q, q, torch.arange(5)[None])
+    if out.dtype != dtype:
+        says = f"The input is {name}, and the output is {str(out.dtype).removeprefix('torch.')}."
+        report.add("wider-output" if torch.finfo(out.dtype).bits > 16 else "wrong-output-dtype", says)
+    found = [f.code for f in report.findings if f.severity == "wrong"]
+    if (fault := _measure_far(baseline, dtype).fault) is not None:
+        if found:
+            return f"not judged: {found[0]}"
+        report.add(fault[0], f"With {name} tensors: {fault[1][0].lower()}{fault[1][1:]}")
+    return True
 
 
-def judge_cast(baseline: Baseline) -> None:
-    """Cast the module as `model.bfloat16()` does, and check its angles."""
+def judge_autocast(baseline: Baseline) -> bool:
+    """Check the angles under `torch.autocast`."""
+    if baseline.report.verdict == "wrong" or baseline.subject.way.given is not None:
+        return False
+    with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
+        fault = _measure_far(baseline, torch.bfloat16).fault
+    if fault is not None:
+        baseline.report.add("lost-by-autocast", f"Under autocast: {fault[1]}")
+    return True
+
+
+def judge_cast(baseline: Baseline) -> bool | str:
+    """Cast the module as `model.bfloat16()` does, and check its angles. This does not count as a finding."""
     if baseline.subject.rebuild is None or (subject := baseline.subject.rebuild()).module is None:
-        return
+        return False
     subject.module.to(torch.bfloat16)
-    _grade_angles(baseline, subject, "after .bfloat16()")
-
-
-def _grade_angles(baseline: Baseline, subject: Subject, when: str) -> str:
-    """Return how the angles have a larger error than rounding q and k to bfloat16 explains. If not so, return ""."""
-    report, law = baseline.report, baseline.law
-    try:
-        worst, (z, positions, token) = _find_largest_error(baseline, subject, torch.bfloat16)
-    except CallError as e:
-        report.grade(when, f"{e}")
-        return ""
-    p, far = int(positions[token]), float((z - law.at(positions))[token].abs().max()) / law.factor
-    lost = f"cos and sin at position {p:,} are off by {far:.2g}" if worst > 1 else ""
-    report.grade(when, f"the angles are rounded: {lost}" if lost else "as expected", None if lost else True)
-    return lost
-
-
-def _find_largest_error(
-    baseline: Baseline, subject: Subject, dtype: torch.dtype
-) -> tuple[float, tuple[Tensor, Tensor, int]]:
-    """Find the largest error, as a multiple of the error that rounding explains.
-
-    Returns:
-        That multiple, and where it occurs: the measured multipliers `[tokens, pairs]`, their positions, and the index
-        of the token.
-    """
-    law = baseline.law
-    worst, at = 0.0, (baseline.multipliers[:1], torch.arange(1), 0)
-    for positions in _probes_of_16_bits(baseline):
-        z = baseline.measure(positions, dtype, subject)
-        limits = ROUNDING[dtype] + law.bound(positions)
-        parts = ((z - law.at(positions)).abs() / law.factor / limits).amax(-1).nan_to_num(nan=torch.inf)
-        if float(parts.max()) > worst:
-            worst, at = float(parts.max()), (z, positions, int(parts.argmax()))
-    return worst, at
-
-
-def _probes_of_16_bits(baseline: Baseline) -> list[Tensor]:
-    """Return the positions to measure in 16 bits, `[tokens]` each: those that the target accepts in float32."""
-    subject = baseline.subject
-
-    def is_accepted(positions: Tensor) -> bool:
-        try:
-            baseline.measure(positions)
-        except CallError:
-            return False
-        return True
-
-    if subject.way.given is not None or subject.way.positions in ("none", "packed"):
-        return [torch.arange(64 if subject.way.given is not None else 512)]
-    last = baseline.subject.expected.length or 10**9
-    if any(grade.says == BEYOND for grade in baseline.report.grades):
-        last = min(last, *_table_length(subject))
-    probes = (*_PROBES_16, *_table_length(subject))  # beyond a table, code builds another one
-    return [positions for p in probes if p + 4 <= last and is_accepted(positions := torch.arange(p, p + 4))]
+    fault = _measure_far(baseline, torch.bfloat16, subject).fault
+    return True if fault is None else f"the angles are rounded: {fault[1]}"

@@ -31,28 +31,16 @@ def judge_written(subject: Subject, report: Report) -> bool:
 
 
 def judge(subject: Subject, report: Report) -> bool:
-    """Report results that vary from call to call. Return whether there are any."""
-    case = usual(subject)
-    if subject.rebuild is None and _report_first(subject, report):
-        return True
-    for each in (case, usual(subject, tokens=KNOWN, heads=32)):
+    """Report results that vary from call to call. Return whether there are any.
+
+    The first case has sizes that no earlier call had, at which a function may tune itself.
+    """
+    for case in (usual(subject, heads=11), usual(subject), usual(subject, tokens=KNOWN, heads=32)):
         with contextlib.suppress(CallError):
-            if subject.accepts(torch.arange(each.tokens)[None]) and _varies(subject, each):
-                return _report_varying(subject, each, report)
+            if subject.accepts(torch.arange(case.tokens)[None]) and (worst := _varies_by(subject, case)):
+                _report(subject, case, worst, report)
+                return True
     report.grade("the same call again", "the same bits, as expected", True)
-    return False
-
-
-def _report_first(subject: Subject, report: Report) -> bool:
-    """Report a function whose first call of a size, when it tunes itself, has another result than later ones."""
-    new = usual(subject, heads=11)  # no earlier call had these sizes
-    with contextlib.suppress(CallError):
-        first, *later = _sequence(subject, new)
-        worst = _distance(first, later[0])
-        if worst > CLOSE and not any(_differ(later[0], other) for other in later):
-            says = f"The first of {_TIMES} equal calls differs by up to {worst:.2g} from the others."
-            report.add("not-repeatable", f"{says} No more was judged.", str(new))
-            return True
     return False
 
 
@@ -67,31 +55,29 @@ def _sequence(subject: Subject, case: Case) -> list[Tensor]:
     return [torch.cat([out.flatten() for out in _call(subject, case)]) for _ in range(_TIMES)]
 
 
-def _varies(subject: Subject, case: Case) -> bool:
-    """Return whether the result still varies after the second call, when everything is cached that can be."""
-    _, first, *others = _sequence(subject, case)
-    return any(_differ(first, other) for other in others)
+def _varies_by(subject: Subject, case: Case) -> float:
+    """Return by how much the results of the same call vary, or 0.
 
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return not torch.equal(a.nan_to_num(), b.nan_to_num())
+    The first call of an object may fill its caches. That of a function may only round otherwise.
+    """
+    first, second, *others = _sequence(subject, case)
+    worst = max(_distance(second, other) for other in others)
+    new = _distance(first, second) if subject.rebuild is None else 0.0
+    return max(worst, new if new > CLOSE else 0.0)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max())
+    return float((a.nan_to_num() - b.nan_to_num()).abs().max())
 
 
-def _report_varying(subject: Subject, case: Case, report: Report) -> bool:
+def _report(subject: Subject, case: Case, worst: float, report: Report) -> None:
     """Name the reason: new objects that go through the same results have state, and others have a race."""
-    smallest = case.smallest(lambda c: _varies(subject, c))
+    smallest = str(case.smallest(lambda c: _varies_by(subject, c) > 0))
     if subject.rebuild is not None:
         runs = zip(*(_sequence(subject.rebuild(), case) for _ in range(2)), strict=True)
-        if not any(_differ(a, b) for a, b in runs):
+        if not any(_distance(a, b) for a, b in runs):
             says = "The same call returns another result each time, and the same ones for a new object."
-            report.add("earlier-calls-matter", f"{says} No more was judged.", str(smallest))
-            return True
-    first, *others = _sequence(subject, case)
-    worst = max(_distance(first, other) for other in others)
+            report.add("earlier-calls-matter", f"{says} No more was judged.", smallest)
+            return
     says = f"Of {_TIMES} equal calls, results differ by up to {worst:.2g}. No more was judged."
-    report.add("not-repeatable", says, str(smallest))
-    return True
+    report.add("not-repeatable", says, smallest)

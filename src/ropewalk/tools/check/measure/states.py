@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,9 +31,9 @@ def judge(baseline: Baseline, sure: Collection[str]) -> None:
         sure: the codes of findings from the first calls, which no earlier call can have caused.
     """
     far = max(FAR, 2 * (baseline.subject.expected.length or 0))  # beyond the length up to which the expected rope holds
-    _judge_earlier_calls(baseline, far, sure)
-    _judge_rows(baseline, far)
-    _judge_base(baseline)
+    baseline.report.test("earlier calls", partial(_judge_earlier_calls, baseline, far, sure))
+    baseline.report.test("other rows", partial(_judge_rows, baseline, far), may_raise=True)
+    baseline.report.test("another base", partial(_judge_base, baseline), may_raise=True)
 
 
 def _angles_match(baseline: Baseline, subject: Subject, first: int = 0, tokens: int = 16) -> bool:
@@ -42,29 +43,23 @@ def _angles_match(baseline: Baseline, subject: Subject, first: int = 0, tokens: 
     return baseline.law.agree(z, baseline.multipliers[positions], positions)
 
 
-def _judge_base(baseline: Baseline) -> None:
-    arguments, report = baseline.subject.arguments, baseline.report
+def _judge_base(baseline: Baseline) -> bool:
+    arguments = baseline.subject.arguments
     if baseline.subject.rebuild is None or arguments is None or arguments.base is None:
-        return
-    try:
-        ignored = _angles_match(baseline, baseline.subject.rebuild(arguments.base * 37))
-    except CallError as e:
-        report.grade("another base", f"{e}")
-        return
-    if ignored:
+        return False
+    if _angles_match(baseline, baseline.subject.rebuild(arguments.base * 37)):
         says = f"An object of base {arguments.base * 37:g} has the angles of base {arguments.base:g}."
-        report.add("base-ignored", says)
-    report.grade("another base", "has no effect" if ignored else "as expected", not ignored)
+        baseline.report.add("base-ignored", says)
+    return True
 
 
-def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) -> None:
+def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) -> bool | str:
     subject, report, length = baseline.subject, baseline.report, baseline.subject.expected.length or 0
     positions = torch.arange(far, far + 16)
     if not subject.accepts(positions[None]):
         positions = torch.arange(min(far, LONGEST_CALL) if length else 600)
     if len(positions) > 16 and length > len(positions):
-        report.grade("earlier calls", f"not judged: no call with more than {length:,} tokens can be made")
-        return
+        return f"not judged: no call with more than {length:,} tokens can be made"
     with contextlib.suppress(CallError):  # the end of a table, which `far_positions` reports
         baseline.measure(positions)
     says = "The same call returns another result after a different call."
@@ -79,7 +74,7 @@ def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) ->
             Grade(grade.name, "not judged: the result depends on earlier calls") for grade in report.grades
         ]
         report.add("earlier-calls-matter", says)
-    report.grade("earlier calls", "no effect, as expected" if right else "they change the result", right)
+    return True
 
 
 def _angles_match_after_16_bits(baseline: Baseline) -> bool:
@@ -92,32 +87,24 @@ def _angles_match_after_16_bits(baseline: Baseline) -> bool:
     return _angles_match(baseline, subject, tokens=19)
 
 
-def _judge_rows(baseline: Baseline, far: int) -> None:
+def _judge_rows(baseline: Baseline, far: int) -> bool | str:
     """Check that a row of the batch at far positions does not change another row.
 
     If the scheme depends on the length, the longest row may determine the frequencies of all rows, as in transformers.
     """
     report, subject, unresolved = baseline.report, baseline.new_subject(), baseline.subject.expected.unresolved
     positions = torch.stack((torch.arange(16), torch.arange(far, far + 16)))
-    if not subject.accepts(positions) or "earlier-calls-matter" in report.codes:
-        return
-    try:
-        z: Tensor = measure(subject, baseline.structure, positions)[0]
-    except CallError:
-        return
+    if not subject.accepts(positions) or {"earlier-calls-matter", *_ROW_BUGS} & {*report.codes}:
+        return False
+    z: Tensor = measure(subject, baseline.structure, positions)[0]
     if baseline.law.agree(z, baseline.multipliers[:16], positions[0]):
-        report.grade("other rows", "no effect, as expected", True)
-        return
-    if _ROW_BUGS & {*report.codes}:
-        return
+        return True
     if is_beyond_length(subject, far):
-        report.grade("other rows", BEYOND)
-        return
+        return BEYOND
     long = None if unresolved is None else moving(unresolved.at_length(far + 16).inv_freq)
     if long is not None and replace(baseline.law, inv_freq=long, factor=1.0).explains(z / z.abs(), positions[0]):
-        report.grade("other rows", "the longest row of the batch determines the frequencies of all, as in transformers")
-        return
+        return "the longest row of the batch determines the frequencies of all, as in transformers"
     says = f"Positions 0 to 15 get other angles if another row of the batch is at {far:,}."
     report.add("rows-disturb-each-other", says)
-    report.grade("other rows", "they change the result", False)
     report.drop("wrong-far-positions")
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,13 +15,11 @@ from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.form import from_layout, to_layout
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED
-from ropewalk.tools.check.find.ways import ONE_HEAD
 from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, usual, where
+from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual, where
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure, infer
 from ropewalk.tools.check.report import Report
@@ -67,35 +66,32 @@ def run(subject: Subject, report: Report) -> None:
     if of_options and subject.arguments is not None and subject.arguments.adapter:
         must = f"every option that may be the reason for {min(of_options)} must be passed"
         raise _checks.error("check", must, "some whose names are not known", subject.arguments.adapter)
-    multipliers, measured = baseline.multipliers, baseline.law
-    sure = report.codes
+    measured, sure = baseline.law, report.codes
     is_comparable = not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*sure}
     if is_comparable:
         fused.judge(baseline)
         conditions.judge(baseline)
-        axes.judge_calls(baseline)
+        report.test("several axes", partial(axes.judge_calls, baseline))
     if subject.way.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
-        if measured.explains(multipliers, SMALL):
-            positions.judge_far(baseline)
-        else:
-            report.grade("far positions", "not judged: no law explains the angles at positions 0 to 63")
-        if measured.code is None or measured.code in report.ignored:
-            positions.judge_length(baseline)
+        report.test("far positions", partial(positions.judge_far, baseline))
+        report.test("long sequence", partial(positions.judge_length, baseline), may_raise=True)
     if is_comparable:
-        sizes.judge(baseline, sure)
+        report.test("sizes", partial(sizes.judge, baseline, sure))
     if report.verdict == "right":
         gradients.check(baseline, gradients.ODD)
-        _judge_head_sizes(baseline, subject.expected)
+        report.test("head sizes", partial(_judge_head_sizes, baseline, subject.expected))
     if not (measured.code or "").startswith("low-precision"):
-        positions.judge_16_bits(baseline)
+        for dtype, name in law.NAMES.items():
+            report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
+        report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
     states.judge(baseline, sure)
     if "earlier-calls-matter" not in report.codes:
-        positions.judge_cast(baseline)
+        report.test("after .bfloat16()", partial(positions.judge_cast, baseline), may_raise=True)
 
 
 def _measure(subject: Subject, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
-    if fused.judge_passed(subject, report) or _judge_heads(subject, report):
+    if _judge_heads(subject, report):
         return None
     maps = subject.linear_maps(SMALL[None, :16])
     if maps.dtype not in (torch.float32, torch.float64):
@@ -168,23 +164,23 @@ _KEEP = {
 }
 
 
-def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
+def _judge_head_sizes(baseline: Baseline, expected: Expected) -> bool | str:
     """Measure the same call with other numbers of channels, and report the first that is wrong only there."""
     subject, report = baseline.subject, baseline.report
-    tried, used = [], memory.current()
+    if subject.way.given is None and subject.arguments is None and "head_size" not in subject.form.call.parameter_of:
+        return "not judged: nothing states the size to the code, which may have one of its own"
+    tried, used = False, memory.current()
     if expected.rope is None and subject.arguments is not None and (base := subject.arguments.base or 0) > 1:
         plain = law.moving(Rope(baseline.structure.rotary_dim, base, "half").inv_freq)
         if plain.shape == baseline.law.inv_freq.shape and torch.allclose(plain, baseline.law.inv_freq):
             expected = replace(expected, base=base)
     others = []
     for channels, rotary_dim in _HEAD_SIZES:
-        is_free = subject.way.given is not None or subject.arguments is not None or channels == rotary_dim
         with contextlib.suppress(CallError, _checks.RopeError):
-            resized = subject.resize(channels, rotary_dim) if subject.resize is not None and is_free else None
+            resized = subject.resize(channels, rotary_dim) if subject.resize is not None else None
             others += [] if resized is None else [(rotary_dim, resized)]
     if all(_holds_its_size(baseline, resized) for _, resized in others):
-        report.grade("head sizes", "not judged: fixed")
-        return
+        return "not judged: fixed"
     for rotary_dim, resized in others:
         channels = resized.channels
         try:
@@ -207,7 +203,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
                 sizes.judge(found, (), few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size in one of these calls
-        tried.append(f"{channels}" if channels == rotary_dim else f"{rotary_dim} of {channels}")
+        tried = True
         new = [f for f in there.findings if f.severity == "wrong" and f.code not in {*report.codes, *report.ignored}]
         if new:
             code, says, case = new[0].code, new[0].says, new[0].case or str(usual(resized))
@@ -215,45 +211,19 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> None:
                 code, says = "memory-overwritten", used.overwritten[0]
             part = "" if channels == rotary_dim else f", of which {rotary_dim} are rotated"
             report.add(code if code in _KEEP else "size-dependent", says, case + part)
-            report.grade("head sizes", f"wrong with {case}{part}", False)
-            return
-    report.grade("head sizes", f"{', '.join(tried)}: as expected" if tried else "not judged", bool(tried) or None)
+            return True
+    return tried or "not judged"
 
 
 def _holds_its_size(baseline: Baseline, resized: Subject) -> bool:
-    """Return whether a target refuses heads of another size, or takes them for heads of the size of the plain call.
-
-    It passes on the channels that they have in addition, or splits all channels into heads of its own size, or has a
-    table of as many pairs, of which smaller heads get the first.
-    """
-    plain, has_own_angles = baseline.structure, resized.way.given is None and resized.arguments is None
+    """Return whether a target refuses heads of another size, or passes on the channels that they have in addition."""
     try:
-        if has_own_angles and any(
-            _splits_channels(baseline, resized, of) for of in {resized.layout, "bshd"} - {*ONE_HEAD}
-        ):
-            return True
         structure = infer(resized.linear_maps(SMALL[None, :16]))
-        if structure is None or structure.flaw is not None or structure.lost or structure.pairs > plain.pairs:
-            return False
-        if resized.channels > baseline.subject.channels or not has_own_angles:
-            return torch.equal(structure.ins, plain.ins)
-        z = measure(resized, structure, SMALL[None])[0]
-        return torch.allclose(z, baseline.multipliers[:, : structure.pairs], atol=CLOSE)
     except CallError:
         return True
-
-
-def _splits_channels(baseline: Baseline, resized: Subject, layout: str) -> bool:
-    """Return whether all channels of a token, in a layout, are split into heads of the size of the plain call."""
-    x, size = usual(resized).tensors()[0], baseline.subject.channels
-    native = to_layout(layout, x)
-    shape = [*native.shape[:-1], size]
-    shape[replace(resized.form, layout=layout).heads_axis] = -1
-    if native.numel() % (TOKENS * size):
+    if structure is None or structure.flaw is not None or structure.lost:
         return False
-    split = baseline.predict(from_layout(layout, native.reshape(shape)), SMALL[:TOKENS])
-    out, _ = resized(x, x, SMALL[None, :TOKENS])
-    return torch.allclose(to_layout(layout, out).double(), to_layout(layout, split).reshape_as(native), atol=CLOSE)
+    return torch.equal(structure.ins, baseline.structure.ins)
 
 
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")
@@ -428,24 +398,15 @@ def _fitting_rope(
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
         fitted = law.fit_base(inv_freq, structure.rotary_dim, axes=of_axes)
-        plain = fitted is not None and abs(fitted[1] - 1) < 1e-4
-        base = fitted[0] if plain and fitted is not None else _rounded_base(structure, multipliers)
+        if fitted is not None and abs(fitted[1] - 1) < 1e-4:
+            base = fitted[0]
+        elif (loose := law.fit_base(inv_freq, structure.rotary_dim, tolerance=0.1)) is not None:
+            base = float(f"{loose[0]:.2g}")  # that of frequencies that are rounded to 16 bits
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None or base is None or base <= 1:
         return None
     dim, offset = structure.rotary_dim, structure.rotary_offset
     return Rope(subject.channels, base, pairing, rotary_dim=dim, rotary_offset=offset, axes=of_axes)
-
-
-def _rounded_base(structure: Structure, multipliers: Tensor) -> float | None:
-    """Return a round base with which rounding to 16 bits explains the multipliers, or None if there is none."""
-    fitted = law.fit_base(law.measure_frequencies(multipliers, SMALL), structure.rotary_dim, tolerance=0.1)
-    for base in () if fitted is None else (float(f"{fitted[0]:.{digits}g}") for digits in (1, 2, 3)):
-        if base > 1:
-            rope = Rope(structure.rotary_dim, base, "half")
-            if (law.identify(multipliers, SMALL, rope, structure.rotary_dim).code or "").startswith("low-precision"):
-                return base
-    return None
 
 
 def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None) -> str:
@@ -459,10 +420,7 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
         return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
         return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
-    scaled = law.fit_scaled_base(measured.inv_freq, structure.rotary_dim)
-    if scaled is None:
-        return "not a geometric progression"
-    return f"base {scaled[0]:.10g}, slow pairs divided by {scaled[1]:g}, as in Llama 3 and YaRN"
+    return "not a geometric progression"
 
 
 def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: Law, report: Report) -> Tensor:
