@@ -57,7 +57,10 @@ BUGS: dict[str, Bug] = {
         "the norm of q or k is wrong",
         "Divide each head by the root of its mean square, multiply by the weight of q or k, and rotate after that.",
     ),
-    "segments-ignored": Bug("positions do not restart where cu_seqlens starts a sequence"),
+    "segments-ignored": Bug(
+        "positions do not restart where cu_seqlens starts a sequence",
+        "Count the positions of a token from the start of its sequence.",
+    ),
     "key-not-rotated": Bug("k is not rotated"),
     "not-a-rotation": Bug(
         "pairs are changed but not rotated",
@@ -74,8 +77,10 @@ BUGS: dict[str, Bug] = {
         "pairs are rotated by minus their angle",
         "Flip the sign of sin (or drop the conjugate): (a cos − b sin, b cos + a sin).",
     ),
-    "rotated-twice": Bug("every pair is rotated by twice its angle"),
-    "frequencies-reversed": Bug("the slowest pair comes first"),
+    "rotated-twice": Bug("every pair is rotated by twice its angle", "Rotate in one place only."),
+    "frequencies-reversed": Bug(
+        "the slowest pair comes first", "Let the exponent grow with the index of the pair: base ** (-2i / dim)."
+    ),
     "wrong-pairing": Bug(
         "the pairing is not the pairing of the weights",
         "Change the pairing in the code, or permute the rows of the q and k projections to match it.",
@@ -94,9 +99,17 @@ BUGS: dict[str, Bug] = {
     "axis-ignored": Bug("an axis of the positions has no effect"),
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
     "sections-permuted": Bug("the sections are in another order"),
-    "section-layout": Bug("the sections are contiguous where they should be interleaved, or the reverse"),
-    "axis-frequencies": Bug("the pairs of an axis have the frequencies of others"),
-    "positions-off-by-one": Bug("positions are off by one or more"),
+    "section-layout": Bug(
+        "the sections are contiguous where they should be interleaved, or the reverse",
+        "Read from the config whether the sections are interleaved.",
+    ),
+    "axis-frequencies": Bug(
+        "the pairs of an axis have the frequencies of others",
+        "Number the pairs once over all axes, or again for each axis, as the model does.",
+    ),
+    "positions-off-by-one": Bug(
+        "positions are off by one or more", "Count from 0: a token after n others has position n, and the first has 0."
+    ),
     "scaling-ignored": Bug("the scaling of the config has no effect", "Apply it (rope_scaling, rope_parameters)."),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
     "scaling-twice": Bug("the scaling is applied twice"),
@@ -114,7 +127,10 @@ BUGS: dict[str, Bug] = {
         "Llama 3's ramp is reversed",
         "Multiply the unscaled frequency by smooth, and the frequency divided by the factor by 1 - smooth.",
     ),
-    "frequencies-over-head-dim": Bug("the exponents are divided by the size of the head instead of the rotated part"),
+    "frequencies-over-head-dim": Bug(
+        "the exponents are divided by the size of the head instead of the rotated part",
+        "Divide by rotary_dim: base ** (-2i / rotary_dim).",
+    ),
     "wrong-exponent": Bug(
         "the exponents are divided by another size than the number of rotated channels",
         "Use base ** (-2i / dim) with i from 0 to dim/2 - 1.",
@@ -131,9 +147,13 @@ BUGS: dict[str, Bug] = {
         "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
     ),
     "wrong-frequencies": Bug("the frequencies are wrong", "Compare them with those of `ropewalk explain`, or of Rope."),
-    "earlier-calls-matter": Bug("the result depends on earlier calls"),
+    "earlier-calls-matter": Bug(
+        "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
+    ),
     "positions-ignored": Bug("the positions that are passed have no effect", "Gather the angles at positions."),
-    "positions-misread": Bug("positions of another integer dtype are misread"),
+    "positions-misread": Bug(
+        "positions of another integer dtype are misread", "Read them by their dtype, or raise for all but one."
+    ),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
     "rows-disturb-each-other": Bug(
         "the result for one row of the batch depends on the positions of another",
