@@ -406,17 +406,18 @@ class TestExpected:
             def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
                 return rotated(x, positions, self.base)
 
-        class ReadsHeadDim(Rotary):
+        class ReadsKind(Rotary):
             def __init__(self, config: Any) -> None:
-                self.base = config.rope_theta * config.head_dim / config.head_dim
+                assert config.head_dim == 64  # as config classes derive it
+                self.base = config.rope_theta * config.rope_kind
 
         seen: list[set[str]] = []
         parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
         config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | parameters
         assert conformance.check(Rotary, config=config).codes == ["wrong-base"]
         assert seen[0] == {*config}
-        with pytest.raises(RopeError, match="AttributeError: the config has no head_dim"):
-            conformance.check(ReadsHeadDim, config=LLAMA)
+        with pytest.raises(RopeError, match="AttributeError: the config has no rope_kind"):
+            conformance.check(ReadsKind, config=LLAMA)
 
     @pytest.mark.parametrize("annotation", [Any, "ModelArgs", ModelArgs, LlamaConfig, dict])
     def test_a_config_that_nobody_states_has_the_keys_that_are_read(self, annotation: Any) -> None:

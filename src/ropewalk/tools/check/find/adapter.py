@@ -116,7 +116,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
     arguments = _arguments(last, call, expected)
-    tables = [word for word in ("cos", "sin", "freqs_cis") if arguments.get(call.parameter_of.get(word, "")) == word]
+    # In the order of the parameters, in which the function that computes them mostly returns them.
+    tables = [word for word in arguments.values() if word in ("cos", "sin", "freqs_cis")]
     is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
     is_open = is_open and len(target.objects) == 1
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
@@ -129,7 +130,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     is_grid = bool({"grid", "height", "frames"} & roles or lines)
     if is_grid or any("tokens" in text for text in arguments.values()):
         tensor = next((role for role in ("q", "x") if role in call.parameter_of), "q")
-        is_of_tables = len(target.objects) == 2 and has_failed
+        is_of_tables = len(target.objects) == 2 and has_failed and not _computes_rows(target.objects[0])
         count = "seq_len" if is_of_tables else f"{tensor}[0].numel() // (num_heads * head_size)"
         lines.insert(0, f"tokens = {count}")
         lines[:0] = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
@@ -139,10 +140,12 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     for make in target.objects[:-1]:
         of_make = words.read_call(function_of(make))
         made = _arguments(make, of_make, expected)
-        if has_failed and not {"positions", "seq_len", "x"} & {*of_make.parameter_of}:
+        if has_failed and not _computes_rows(make):
             made = {name: "..." if text in words.WORDS else text for name, text in made.items()}
             body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
+        if library:
+            made = {name: f"to({text})" if text in words.WORDS else text for name, text in made.items()}
         computed = _called(make, made)
         is_indexed = bool(library) and "seq_len" in of_make.parameter_of and "positions" not in call.parameter_of
         if is_indexed:
@@ -214,6 +217,11 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         elif parameter.default is inspect.Parameter.empty:
             arguments[name] = repr(sizes[name]) if name in sizes else "..."
     return arguments
+
+
+def _computes_rows(make: Any) -> bool:
+    """Return whether code that computes tables is told for which positions."""
+    return bool({"positions", "seq_len", "x"} & {*words.read_call(function_of(make)).parameter_of})
 
 
 def _grid(parameter: inspect.Parameter) -> str:

@@ -110,7 +110,7 @@ class _Finder:
                 best = _better(best, self.search(None, layout))
             except _checks.RopeError as e:
                 failure = e
-        if not stated:
+        if not stated and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _ROTATES):
             best = _better(best, *(self.search(stated or None, one_head) for one_head in ONE_HEAD))
@@ -123,7 +123,7 @@ class _Finder:
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
         others = []
-        for mode in ("offsets", "packed", "rows"):
+        for mode in ("offsets", "offset", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
         if layout is None and not chosen.form.is_fused and chosen.layout not in ONE_HEAD:
@@ -216,7 +216,7 @@ class _Finder:
             given: the rope of the tables that are passed, if positions have one axis.
             count: the number of axes of the positions, or None if a token has one position.
             layout: the only layout that is tried, or None.
-            mode: "offsets", "packed" or "rows": the way to pass positions, if it is optional. None is the plain call.
+            mode: a way to pass positions that is optional, as for `ways`. None is the plain call.
 
         Raises:
             RopeError: the parameters allow no known call. The message shows an adapter.

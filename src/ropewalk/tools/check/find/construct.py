@@ -45,7 +45,7 @@ _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 _SCALING = {
     "factor": "scaling_factor scale_factor rope_factor",
     "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
-    "old_context_len orig_max_position original_seq_len",
+    "old_context_len orig_max_position original_seq_len orig_ctx",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
@@ -204,6 +204,8 @@ class _Config(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         if name == "text_config":
             return self
+        if name == "head_dim":  # as config classes derive it
+            return self.hidden_size // self.num_attention_heads
         raise AttributeError(f"the config has no {name}")
 
     def __getitem__(self, name: str) -> Any:
@@ -227,8 +229,10 @@ def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
     fixed: dict[str, Any] = dict.fromkeys(
         ("dim", "emb_dim", "model_dim", *_NAMES["width"].split()), 4 * expected.head_dim
     )
-    fixed |= dict.fromkeys(_NAMES["heads"].split(), 4) | {"rope_scaling": None, "device": memory.current().device}
-    fixed["rope_parameters"] = {"rope_type": "default", "rope_theta": expected.base or 10_000.0}
+    fixed |= dict.fromkeys(_NAMES["heads"].split(), 4) | {"device": memory.current().device}
+    if expected.config is None:
+        base = expected.base or 10_000.0
+        fixed |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     values: dict[str, Any] = {}
     for key in keys:
         known = {key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY)}

@@ -97,7 +97,9 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         rows = positions
         if way.positions != "given":  # the target indexes tables of all positions
-            rows = torch.arange(max(int(positions.max()) + 1, positions.shape[-1]))[None]
+            count = max(int(positions.max()) + 1, positions.shape[-1])
+            more = 16 if way.positions == "offset" and count < 64 else 0  # rows that a wrong offset would read
+            rows = torch.arange(count + more)[None]
         values: list[Any] = [_AXES[axes](table) for table in source.make(q, rows)]
         if len(names) == 1 < len(values):
             values = [tuple(values)]

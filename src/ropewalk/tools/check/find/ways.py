@@ -73,13 +73,15 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         call: the roles of the target's parameters.
         count: the number of axes of the positions, or None if a token has one position.
         tables: whether tables are passed as well, which may state the positions.
-        mode: "offsets", "packed" or "rows" returns this way alone, if its parameter is one that the plain call omits.
+        mode: "offsets", "offset", "packed" or "rows" returns this way alone, if the plain call omits its parameter.
     """
     roles = {*call.parameter_of}
     required = roles - call.optional
     names: tuple[str, ...] = ("given" if tables else "none", *(["packed"] if "cu_seqlens" in roles else []))
     if mode == "offsets":  # a parameter for one offset may accept a tensor of several
         names = (mode,) if {"offset", "offsets"} & (call.optional | (roles & {"offset"})) else ()
+    elif mode == "offset":  # a row of tables from which on they are read
+        names = (mode,) if tables and "offset" in call.optional else ()
     elif mode == "packed":
         names = (mode,) if "cu_seqlens" in call.optional else ()
     elif mode == "rows":

@@ -32,6 +32,7 @@ _CALLS = {
 # The same for calls of one kind.
 _OTHER_CALLS = {
     "offsets of rows": (("offsets",), _OFFSETS, "offset-ignored"),
+    "offset into tables": (("offset",), FIRST + 7, "offset-ignored"),
     "documents in one row": (("packed", "runs"), _DOCUMENTS, "segments-ignored"),
 }
 _EXPLAINED = POSITIONS_IGNORED | {"wrong-far-positions", "one-token-wrong", "batch-ignored"}

@@ -228,9 +228,11 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
         return None  # the numbers of this dtype are too close to each other
     measured, last = angles + off, (clear * tokens).argmax(0)
     frequencies = (law.inv_freq, (measured / tokens)[last, torch.arange(len(last))])
+    candidates = [rounded(each) for each in frequencies]
     base = law.inv_freq[1:2] ** -len(sizes)
-    of_base = law.inv_freq ** (rounded(base).log() / base.log())  # as if the base was rounded
-    if any(bool(explains(tokens * each)[clear].all()) for each in (*map(rounded, frequencies), of_base)):
+    if abs(float(rounded(base) / base) - 1) > 1e-5:
+        candidates.append(law.inv_freq ** (rounded(base).log() / base.log()))  # as if the base was rounded
+    if any(bool(explains(tokens * each)[clear].all()) for each in candidates):
         return "frequencies"
     return "angles" if bool(explains(rounded(measured))[clear].all()) else None
 
