@@ -238,7 +238,10 @@ class _Finder:
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
-            sources = tables.of_target(first, layer_type, count, unknown=self.unknown)
+            has_positions = "positions" in roles
+            sources = tables.of_target(
+                first, layer_type, count, is_passed_positions=has_positions, unknown=self.unknown
+            )
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:

@@ -33,12 +33,14 @@ class Source:
         make: returns the tables, with axes batch and seq, for q and positions `[batch, seq]` or `[axes, batch, seq]`.
         positions: which positions they can be computed for, as in `Way`.
         given: the rope of exact tables. None if other code of the target computes them.
+        is_final: whether they have a row for each token, although the function is passed positions, too.
     """
 
     name: str
     make: Callable[[Tensor, Tensor], Tables]
     positions: str = "rows"
     given: Rope | None = None
+    is_final: bool = False
 
 
 # The axes of tables before the columns (b is batch, s is seq, 1 is for the heads) → how they are made from [b, s, …].
@@ -96,7 +98,7 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
 
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         rows = positions
-        if way.positions != "given":  # the target indexes tables of all positions
+        if way.positions != "given" and not source.is_final:  # the target indexes tables of all positions
             count = max(int(positions.max()) + 1, positions.shape[-1])
             more = 16 if way.positions == "offset" and count < 64 else 0  # rows that a wrong offset would read
             rows = torch.arange(count + more)[None]
@@ -161,7 +163,9 @@ def _exact(name: str, given: Rope) -> Source:
     return Source(name, make, given=given)
 
 
-def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown: bool) -> list[Source]:
+def of_target(
+    first: Any, layer_type: str | None, count: int | None, *, is_passed_positions: bool, unknown: bool
+) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
@@ -171,6 +175,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown:
         first: the object, the function, or all tables that it has computed.
         layer_type: the kind of the expected layer, or None.
         count: as for `ways`.
+        is_passed_positions: whether the function that takes the tables takes positions, too.
         unknown: as for `words.filled`.
     """
 
@@ -197,7 +202,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown:
         return Source(f"at {way.positions} positions", tables, way.positions)
 
     if "positions" in parameter_of or count is not None:
-        return [at(way) for way in ways(call, count)]
+        sources = [at(way) for way in ways(call, count)]
+        return sources + [replace(source, is_final=True) for source in sources if is_passed_positions]
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
         return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: max(int(p.max()) + 1, 2)}))))]
@@ -205,7 +211,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, unknown:
         name = parameter_of["x"]
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {name: p}), p))
         shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p), "shared")
-        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared]
+        all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}))))
+        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared, all_rows]
     must = "the function that computes the tables must have a parameter for positions, a length or x"
     raise words.no_call(must, words.named(first))
 

@@ -47,8 +47,8 @@ WORDS = {
     "q_weight": "q_norm_weight weight norm_weight",
     "k_weight": "k_norm_weight",
     "head_size": "head_dim",
-    "num_heads": "num_heads_q num_q_heads num_qo_heads n_heads",
-    "num_kv_heads": "num_heads_k num_k_heads n_kv_heads num_key_value_heads",
+    "num_heads": "num_heads_q num_q_heads num_qo_heads n_heads qh",
+    "num_kv_heads": "num_heads_k num_k_heads n_kv_heads num_key_value_heads kvh",
 }
 # The same for arguments that follow from the words and from what is expected.
 SPELLINGS = {

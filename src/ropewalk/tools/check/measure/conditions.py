@@ -68,7 +68,9 @@ def _check_calls(baseline: Baseline, calls: list[tuple[Tensor, str]]) -> bool | 
         if accepting is None:
             break
         tried = True
-        if _EXPLAINED & {*baseline.report.codes} or replace(baseline, subject=accepting).judge(positions, otherwise):
+        if _EXPLAINED & {*baseline.report.codes} or replace(baseline, subject=accepting).judge(
+            positions, otherwise, ("positions-off-by-one", positions + 1)
+        ):
             break
     if not tried and subject.way.positions == "shared":
         return "not judged: only positions shared by all rows of the batch can be passed"
@@ -85,7 +87,7 @@ def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Te
     calls = _of_kind(baseline, *kinds)
     with contextlib.suppress(CallError):  # a parameter that is for one offset
         for other in calls:
-            other.judge(positions, otherwise)
+            other.judge(positions, otherwise, ("positions-off-by-one", positions + 1))
         return bool(calls)
     return False
 
