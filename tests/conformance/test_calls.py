@@ -597,6 +597,27 @@ class OfPoints:
         )
 
 
+class AllRows:
+    def __init__(self, cfg: Any) -> None:
+        self.tables = cos_sin_cache(cfg.head_dim, cfg.max_position_embeddings).chunk(2, dim=-1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.cat((t, t), dim=-1)[None] for t in self.tables)
+
+    __call__ = forward
+
+
+class OfTwoAxes(torch.nn.Module):
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids.repeat_interleave(16, dim=-1) * 10_000.0 ** (-torch.arange(32) / 32).double()
+        return angles.cos(), angles.sin()
+
+
+def with_known_positions(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+    assert position_ids.shape[-1] == 2
+    return turn(x, cos, sin)
+
+
 class Random(torch.nn.Module):
     """Positions that are scaled at random in training, as in DINOv3."""
 
@@ -612,6 +633,8 @@ class Random(torch.nn.Module):
         (of_its_length, "call", "f(x, seq_len)"),
         (from_a_shift, "call", "f(x, position_offset)"),
         (targets.Method(OfPoints, "turned"), "axes", "pairs 0 to 15 height, 16 to 31 width"),
+        ((AllRows, as_passed), "rotated channels", "0 to 63 of 64"),
+        ((OfTwoAxes, with_known_positions), "axes", "pairs 0 to 15 height, 16 to 31 width"),
         (Random, "frequencies", "base 10000"),
         ((OneHeadTables, as_passed), "layout", "thd"),
         ((OneMethod, turn), "frequencies", "base 100"),
@@ -626,6 +649,18 @@ def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
     report = conformance.check(target, pairing="half")
     assert report.verdict == "right", str(report)
     assert report.found[row] == value
+
+
+def test_the_rotated_channels_are_tried_before_several_axes() -> None:
+    """Of 3 axes, tables of 64 channels have as many elements as those of 192 channels of one."""
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        tables = at_positions(cos_sin_cache(64, 1 << 13), positions)
+        return turn(x, *(t.reshape(-1, x.shape[1], x.shape[-1] // 2) for t in tables))
+
+    rope = Rope(192, 100.0, "half", rotary_dim=64, rotary_offset=128)
+    report = conformance.check(rotate, rope=rope, layout="bshd")
+    assert report.found["head"] == "only the rotated channels, which the caller slices out", str(report)
 
 
 @pytest.mark.parametrize("name", RIGHT)

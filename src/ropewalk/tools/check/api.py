@@ -18,7 +18,7 @@ from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.ways import ONE_HEAD
-from ropewalk.tools.check.measure import steps
+from ropewalk.tools.check.measure import states, steps
 from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
 
@@ -112,6 +112,9 @@ def _run(find: Callable[[], Subject], report: Report) -> None:
     try:
         steps.run(subject, report)
     except CallError as e:
+        if states.keeps_first_length(subject):
+            report.add("earlier-calls-matter", f"After a call with 5 tokens, one with 64 fails: {e}.")
+            return
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('layout')}, or write an adapter."
         raise _checks.error("check", f"{report.target} must accept more than one call", str(e), fix) from e
 

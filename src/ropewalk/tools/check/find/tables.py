@@ -77,7 +77,8 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     orders = [names] if names else [[roles["cos"], roles["sin"]]]
     if not names and sources[0].given is None and [*roles].index("sin") < [*roles].index("cos"):
         orders.append(orders[0][::-1])  # GPT-J's class returns sin first
-    has_rows = way.positions == "given" and "tensor_layout" not in roles
+    is_given = way.positions == "given"
+    has_rows = (is_given or any(source.is_final for source in sources)) and "tensor_layout" not in roles
     if "unsqueeze_dim" in roles:
         places = [(name, "bs" if has_rows else "s", axis) for name, axis in _UNSQUEEZED.items() if name in layouts]
         places += [(name, "s", 1) for name in layouts if name in (("thd", "bshd") if has_rows else ("thd",))]
@@ -89,6 +90,8 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
         for (layout, axes, axis), source, order in product(places, group, orders):
+            if not is_given and source.is_final != ("b" in axes):
+                continue
             fixed = {roles["unsqueeze_dim"]: axis} if "unsqueeze_dim" in roles else {}
             yield layout, _passed(source, way, order, axes, fixed)
 
