@@ -5,6 +5,7 @@ signatures need it, and where it is, with its lines (about):
 
 kind of call                           public signatures                                    where
 class, or function of positions        transformers, torchtune, gpt-oss, vLLM               construct 190
+a config that nobody states            Meta's Llama, nanoGPT, courses                       construct 40
 make,apply (tables of the target)      transformers, Meta's Llama, GPT-J, Megatron          tables.of_target 40
 cos and sin                            flash-attention, Liger, kernels-community, Unsloth   tables 100
 one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer, timm    tables 40
@@ -19,6 +20,7 @@ several axes of positions              transformers, vLLM, Flux                 
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 12
+names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """

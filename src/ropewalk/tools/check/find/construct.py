@@ -115,7 +115,8 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "scaling" and scaling is not None and scaling.in_configs:
             stated = expected.config if isinstance(expected.config, Mapping) else {}
-            values[name] = stated.get(name) or scaling.to_hf() | _of_scaling(scaling)
+            own_names = {} if name.startswith("rope_") else _of_scaling(scaling)
+            values[name] = stated.get(name) or scaling.to_hf() | own_names
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
         elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
