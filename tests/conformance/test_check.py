@@ -606,14 +606,21 @@ class TestFoundAlone:
         says = ["The result for q is computed from k. The result for k is computed from q."]
         assert (report.codes, [finding.says for finding in report.findings]) == (["query-and-key-crossed"], says)
 
-    @pytest.mark.parametrize("of", [lambda p: p + 1, lambda p: 2 * p, lambda p: min(p, 5)])
-    def test_a_wrong_offset_is_one_bug(self, of: Callable[[int], int]) -> None:
+    @pytest.mark.parametrize(
+        ("of", "code"),
+        [
+            (lambda p: p + 1, "positions-off-by-one"),
+            (lambda p: 2 * p, "wrong-far-positions"),
+            (lambda p: min(p, 5), "wrong-far-positions"),
+        ],
+    )
+    def test_a_wrong_offset_is_one_bug(self, of: Callable[[int], int], code: str) -> None:
         """A single token, and the gradient, have the angles of the wrong offset, too."""
 
         def f(x: Tensor, offset: int) -> Tensor:
             return rotated(x, torch.arange(x.shape[1]) + (of(offset) if offset else 0))
 
-        assert conformance.check(f).codes == ["wrong-far-positions"]
+        assert conformance.check(f).codes == [code]
 
 
 class TestRounding:

@@ -6,6 +6,7 @@ torch must be imported first: the kernels use its threads.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import os
 
@@ -60,6 +61,7 @@ if FAST_PATH:
     attend_plain = _cpu.attend_plain
 
 
+@functools.cache  # because every call asks
 def unavailable(device: torch.device | None = None) -> str | None:
     """Return why the CPU kernels cannot be used, or None if they can."""
     return _unavailable_reason

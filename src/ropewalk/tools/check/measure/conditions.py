@@ -85,6 +85,8 @@ def _of_kind(baseline: Baseline, *kinds: str) -> list[Baseline]:
 
 def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Tensor, otherwise: str) -> bool:
     calls = _of_kind(baseline, *kinds)
+    if baseline.subject.way.positions == "offset" and "offset" in kinds:
+        return False  # it is judged as the plain call
     with contextlib.suppress(CallError):  # a parameter that is for one offset
         for other in calls:
             other.judge(positions, otherwise, ("positions-off-by-one", positions + 1))
