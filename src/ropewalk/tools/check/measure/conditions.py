@@ -88,8 +88,9 @@ def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Te
     if baseline.subject.way.positions == "offset" and "offset" in kinds:
         return False  # it is judged as the plain call
     with contextlib.suppress(CallError):  # a parameter that is for one offset
+        late = [] if "packed" in kinds else [("positions-off-by-one", positions + 1)]
         for other in calls:
-            other.judge(positions, otherwise, ("positions-off-by-one", positions + 1))
+            other.judge(positions, otherwise, *late)
         return bool(calls)
     return False
 
