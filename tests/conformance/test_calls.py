@@ -721,6 +721,14 @@ class TestAdapter:
         report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
         assert (report.verdict, report.found["pairing"]) == ("right", "half"), str(report)
 
+    def test_makes_an_object_once_unless_it_is_of_a_grid(self) -> None:
+        class OfTokens:
+            def __init__(self, max_tokens: int) -> None: ...
+            def __call__(self, x: Tensor) -> Tensor: ...
+
+        code = adapter.write(targets.load(OfTokens), Expected())
+        assert "OfTokens(max_tokens=4096)\n\ndef rotate(x):" in code, code
+
     def test_of_a_class_and_a_function(self) -> None:
         names = pasted((Rotary, apply_tables))
         assert conformance.check(names["rotate"]).codes == []

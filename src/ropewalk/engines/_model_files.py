@@ -121,11 +121,6 @@ def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
 
 
-def is_absent(table: str, config: ConfigRope) -> bool:
-    """Whether the engine does not have the model of a config."""
-    return bool(_find(table, config)[1])
-
-
 def _row(values: Mapping[str, Any]) -> ModelFile:
     lists = {key: tuple(values[key]) for key in _LISTS if key in values}
     kinds = {kind: _row({**values, "kinds": {}, **own}) for kind, own in values.get("kinds", {}).items()}

@@ -61,7 +61,7 @@ def written(
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
     }
-    required |= {"seq_len": f"{q}.shape[{tokens_axis}]"} if counts_tokens(call) else {}
+    required |= {"seq_len": f"{q}.shape[{tokens_axis}]"} if _counts_tokens(call) else {}
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "x1": halves[0],
@@ -78,7 +78,7 @@ def written(
     return {role: text for role, text in known.items() if role in call.parameter_of}
 
 
-def counts_tokens(call: Call) -> bool:
+def _counts_tokens(call: Call) -> bool:
     """Return whether a length that a function takes is the number of its tokens, and not one of all positions."""
     return bool({"q", "x"} & {*call.parameter_of}) and "positions" not in call.parameter_of
 
@@ -125,7 +125,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of[out]: out for out in outs}
     roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
-    lines = [line for line in objects if "tokens" in line]
+    lines = [line for line in objects if "=(tokens," in line]
     objects = [line for line in objects if line not in lines]
     is_grid = bool({"grid", "height", "frames"} & roles or lines)
     if is_grid or any("tokens" in text for text in arguments.values()):
@@ -188,7 +188,7 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
         "frames": "tokens",
         "height": "1" if "frames" in call.parameter_of else "tokens",
         "width": "1",
-        "seq_len": "tokens" if counts_tokens(call) else "int(positions.max()) + 1",
+        "seq_len": "tokens" if _counts_tokens(call) else "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
     fixed = {role: text for role, text in fixed.items() if role in {*call.parameter_of} - call.optional}

@@ -84,13 +84,13 @@ def _of_kind(baseline: Baseline, *kinds: str) -> list[Baseline]:
 
 
 def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Tensor, otherwise: str) -> bool:
-    calls = _of_kind(baseline, *kinds)
     if baseline.subject.way.positions == "offset" and "offset" in kinds:
         return False  # it is judged as the plain call
+    calls = _of_kind(baseline, *kinds)
+    shifted = [] if "packed" in kinds else [("positions-off-by-one", positions + 1)]
     with contextlib.suppress(CallError):  # a parameter that is for one offset
-        late = [] if "packed" in kinds else [("positions-off-by-one", positions + 1)]
         for other in calls:
-            other.judge(positions, otherwise, *late)
+            other.judge(positions, otherwise, *shifted)
         return bool(calls)
     return False
 
