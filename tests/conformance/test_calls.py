@@ -697,20 +697,19 @@ class TestAdapter:
         report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
         assert (report.verdict, report.found["pairing"]) == ("right", "half")
 
-    @pytest.mark.parametrize(("constructor", "value"), [("Scaled", "spin=VALUE"), ("Optional", "ramp=None")])
-    def test_of_a_constructor_with_unknown_arguments(self, constructor: str, value: str) -> None:
+    def test_of_a_constructor_with_unknown_options(self) -> None:
         theirs: dict[str, Any] = {}
         exec(UNKNOWN, theirs)
         rope = Rope(64, 10_000.0, "half", scaling=Linear(4.0))
         with pytest.raises(RopeError, match=r"def make\(head_dim, base, is_neox\)") as e:
-            conformance.check(theirs[constructor], rope=rope)
+            conformance.check(theirs["Optional"], rope=rope)
         code = "def make" + str(e.value).partition("def make")[2].removesuffix(".")
-        assert value in code
-        exec(code.replace(value, value.partition("=")[0] + "=4.0"), theirs)
+        exec(code.replace("ramp=None", "ramp=4.0"), theirs)
         assert conformance.check(theirs["make"], rope=rope).codes == []
 
     @pytest.mark.parametrize(
-        "name", ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables", "OfSize.turned"]
+        "name",
+        ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables", "OfSize.turned", "OfSides.turned"],
     )
     def test_of_a_grid_has_one_column(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "2_axes.py").write_text(GRID + UNKNOWN)  # a name that cannot be imported by a statement
@@ -728,6 +727,15 @@ class TestAdapter:
 
         code = adapter.write(targets.load(OfTokens), Expected())
         assert "OfTokens(max_tokens=4096)\n\ndef rotate(x):" in code, code
+
+    def test_passes_a_part_that_the_config_states(self) -> None:
+        def rotate(x: Tensor, positions: Tensor, rotary_pct: float = 1.0) -> Tensor:
+            return x * positions * rotary_pct
+
+        code = adapter.write(
+            targets.load(rotate), Expected(rope=Rope(64, 10_000.0, "half", rotary_dim=16), head_dim=64)
+        )
+        assert "rotary_pct=0.25)" in code, code
 
     def test_of_a_class_and_a_function(self) -> None:
         names = pasted((Rotary, apply_tables))
@@ -808,6 +816,10 @@ class OfSize:
 
     def turned(self, x):
         return turn(x, self.positions)
+
+class OfSides(OfSize):
+    def __init__(self, grid_h, grid_w):
+        super().__init__((grid_h, grid_w, 1))
 """
 
 UNKNOWN = """

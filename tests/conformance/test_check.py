@@ -144,14 +144,10 @@ class TestCall:
             def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
                 return rotated(x, positions) if self.flavour == "plain" else x
 
-        with pytest.raises(RopeError, match=r"def make\(dim\): return .*Rotary\(dim=dim, flavour=VALUE\)"):
+        with pytest.raises(RopeError, match=r"got flavour\.(?s:.*)Rotary\(dim=64, flavour=\.\.\.\)"):
             conformance.check(Rotary)
         assert conformance.check(lambda dim: Rotary(dim=dim, flavour="plain")).codes == []
         assert conformance.check(lambda dim: Rotary(dim=dim, flavour="none")).codes == ["not-rotated"]
-        with pytest.raises(RopeError, match=r"def make\(\): return .*Fixed\(flavour=VALUE\)"):
-            conformance.check(
-                type("Fixed", (Rotary,), {"__init__": lambda self, flavour: setattr(self, "flavour", flavour)})
-            )
         assert conformance.check(lambda: Rotary(64, "plain")).codes == []
 
     def test_a_constructor_with_a_width_and_a_number_of_heads(self) -> None:
@@ -338,7 +334,7 @@ class TestExpected:
         assert [(finding.code, finding.says) for finding in report.findings] == [
             (
                 "wrong-exponent",
-                f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base} with 2i/64.",
+                f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base}.",
             )
         ]
 

@@ -17,7 +17,7 @@ from ropewalk.tools.check.find import target as targets
 from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.find.ways import ONE_HEAD
+from ropewalk.tools.check.find.ways import LAST
 from ropewalk.tools.check.measure import states, steps
 from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
@@ -55,8 +55,8 @@ def check(
         pairing: the expected pairing, "half" or "interleaved". With a config, as for `from_config`. Without one, None
             accepts both.
         factor, download: as for `from_config`, if a config is passed.
-        layout: the layout of the tensors, "bshd", "bhsd", "sbhd", "thd", or "bsd" or "td" (one head for each
-            call). None tries all layouts.
+        layout: the layout of the tensors: "bshd", "bhsd", "sbhd" or "thd"; "bsd", "td" or "bds" (one head for each
+            call); "bhds"; or "d" or "1111d" (one token of one head). None tries all layouts.
         layer: the index of the layer of `config` whose rope is expected.
         ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
             name is a key of the config, as for `from_config`.
@@ -71,7 +71,7 @@ def check(
             calling it works.
     """
     if layout is not None:
-        _checks.choice("check", "layout", layout, (*LAYOUTS, *ONE_HEAD))
+        _checks.choice("check", "layout", layout, (*LAYOUTS, *LAST))
     codes = {name for name in ignore if name in BUGS or config is None}
     keys = [name for name in ignore if name not in codes]
     for code in codes:

@@ -55,8 +55,8 @@ Examples:
 @_options.download
 @click.option(
     "--layout",
-    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "bsd", "td"]),
-    help="The layout of the tensors; bsd and td: one head for each call. [default: found by trying]",
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "bsd", "td", "bhds", "bds", "d", "1111d"]),
+    help="The layout of the tensors; bsd, td, bds: one head; d, 1111d: one token. [default: found by trying]",
 )
 @click.option(
     "--ignore",

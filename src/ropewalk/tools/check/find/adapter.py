@@ -70,6 +70,8 @@ def written(
         "tensor_layout": "layout",
         "rotary_dim": str(rotary_dim),
     }
+    if rotary_dim != expected.head_dim:
+        always["rotary_share"] = str(rotary_dim / expected.head_dim)
     always |= {} if count is None else {"sections": str(expected.sizes_of_axes(count))}
     always |= {} if layer_type is None else {"layer_type": repr(layer_type)}
     if expected.pairing is not None:
@@ -125,7 +127,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of[out]: out for out in outs}
     roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
-    lines = [line for line in objects if "=(tokens," in line]
+    lines = [line for line in objects if re.search(r"=\(?tokens\b", line)]
     objects = [line for line in objects if line not in lines]
     is_grid = bool({"grid", "height", "frames"} & roles or lines)
     if is_grid or any("tokens" in text for text in arguments.values()):
@@ -215,7 +217,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         elif role in words.WORDS and role not in omitted and (name not in sizes or role != "head_size"):
             arguments[name] = role
         elif parameter.default is inspect.Parameter.empty:
-            arguments[name] = repr(sizes[name]) if name in sizes else "..."
+            arguments[name] = "..." if sizes.get(name) is None else repr(sizes[name])
     return arguments
 
 
@@ -244,11 +246,11 @@ def _object(obj: Any) -> str:
 
 def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
-    values = {name: repr(value) for name, value in chosen(obj, expected).items()}
-    values |= {name: "..." for name in values if name in CONFIGS}
-    for name, p in (words.parameters(owner) or {}).items():
-        if name not in values and p.default is p.empty:
-            values[name] = _grid(p) if re.search(words.GRID, name) else "..."
+    known, sides = words.parameters(owner) or {}, iter(("tokens", "1", "1"))
+    values = {n: "..." if value is None or n in CONFIGS else repr(value) for n, value in chosen(obj, expected).items()}
+    for name in (name for name in known if values.get(name) == "..."):
+        is_side = re.search(words.GRID_AXIS, name)
+        values[name] = _grid(known[name]) if re.search(words.GRID, name) else next(sides) if is_side else "..."
     is_module = inspect.isclass(owner) and issubclass(owner, torch.nn.Module)
     return f"{name_of(owner)}({', '.join(f'{n}={text}' for n, text in values.items())}){'.eval()' * is_module}"
 

@@ -11,15 +11,17 @@ cos and sin                            flash-attention, Liger, kernels-community
 one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer, timm    tables 40
 cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                      tables 3
 layouts bshd, bhsd, sbhd, thd          all of them                                          form 20
-layouts bsd, td (one head each)        courses and tutorials, Falcon                        form 15
+layouts bsd, td (one head each)        courses and tutorials, Falcon                        form 30
+layouts d, 1111d (one token each)      tutorials of one vector; grids and videos            form 10, ways 5
+layouts bhds, bds                      models of time series and of images                  ways 2
 q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention      form 30
 norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                           form 15
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
-several axes of positions              transformers, vLLM, Flux                             ways 25, calls 10
+several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
-a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 12
+a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
@@ -46,7 +48,7 @@ from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
 from ropewalk.tools.check.find.target import Target, function_of
-from ropewalk.tools.check.find.ways import COUNTS, OF_POSITIONS, ONE_HEAD, ONE_ROW, Way, count_of, ways
+from ropewalk.tools.check.find.ways import COUNTS, LAST, OF_POSITIONS, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import structure
 
@@ -56,25 +58,21 @@ _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 Found = tuple[int, Subject]  # a call, and its score
 
 
-def find(target: Target, expected: Expected, layout: str | None, *, unknown: bool = False) -> Subject:
+def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
-    If nothing else works, required parameters whose names are unknown get None (`unknown`). If no call takes whole
-    heads, the target is expected to take their rotated channels, which its caller slices out.
+    If no call takes whole heads, the target is expected to take their rotated channels, which its caller slices out.
 
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
     try:
-        return _Finder(target, expected, unknown).find(layout)
+        return _Finder(target, expected).find(layout)
     except _checks.RopeError as e:
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
             adapter.show(error, target, expected)
             raise error from e
-        if not unknown and any(None in _filled(obj).values() for obj in target.objects):
-            with contextlib.suppress(_checks.RopeError):
-                return find(target, expected, layout, unknown=True)
         if (sliced := for_slice(expected)) is None:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
@@ -82,17 +80,12 @@ def find(target: Target, expected: Expected, layout: str | None, *, unknown: boo
     return find(target, sliced, layout)
 
 
-def _filled(obj: Any) -> dict[str, Any]:
-    function = function_of(obj)
-    return words.filled(function, words.read_call(function).parameter_of.values(), unknown=True)
-
-
 class _Finder:
     """Tries the calls of one target. Why calls fail is collected in `errors`."""
 
-    def __init__(self, target: Target, expected: Expected, unknown: bool) -> None:
-        self.target, self.expected, self.unknown = target, expected, unknown
-        self.axes = words.read_call(target.objects[-1]).axes
+    def __init__(self, target: Target, expected: Expected) -> None:
+        self.target, self.expected = target, expected
+        self.axes = words.read_call(function_of(target.objects[-1])).axes
         self.given = GIVEN
         if (rope := expected.rope) is not None:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)
@@ -100,6 +93,7 @@ class _Finder:
             self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
         self.found: dict[str, Any] = {}  # attributes of the form of every further call
         self.errors: list[str] = []
+        self.unknown: dict[str, None] = {}  # the required parameters whose names are unknown, which get None
         self.scored = 0  # calls
 
     def find(self, layout: str | None) -> Subject:
@@ -115,7 +109,7 @@ class _Finder:
         if not stated and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _ROTATES):
-            best = _better(best, *(self.search(stated or None, one_head) for one_head in ONE_HEAD))
+            best = _better(best, *(self.search(stated or None, last) for last in LAST))
         if best is None or (self.unknown and best[0] < _ROTATES):
             raise failure or self._no_call()
         chosen = best[1]
@@ -128,7 +122,7 @@ class _Finder:
         for mode in ("offsets", "offset", "packed", "rows"):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
-        if layout is None and not chosen.form.is_fused and chosen.layout not in ONE_HEAD:
+        if layout is None and not chosen.form.is_fused and chosen.layout in LAYOUTS:
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
             chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
         passed = chosen.passed.union(*(other.passed for other in others))
@@ -149,6 +143,8 @@ class _Finder:
         return best
 
     def _no_call(self) -> _checks.RopeError:
+        if self.unknown:
+            return words.no_known_names(self.target.objects[-1], self.unknown)
         must = f"{self.target.name} must be callable in a known way, and rotate tensors"
         if self.errors and self.errors[0].startswith("SystemExit"):
             return _checks.error("check", must, self.errors[0], "Let it return, and not end the process.")
@@ -229,6 +225,7 @@ class _Finder:
             _require_tensors(function_of(target))  # before the arguments of its constructor
         first, arguments = _construct(target, expected)
         function = first if second is None else second
+        self.unknown |= dict.fromkeys(() if arguments is None else arguments.unknown)
         call = Call({}) if isinstance(function, TableSet) else words.read_call(function)
         layer_type = None if arguments is None else expected.layer_type
         if second is not None:
@@ -241,9 +238,7 @@ class _Finder:
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
             has_positions = "positions" in roles
-            sources = tables.of_target(
-                first, layer_type, count, is_passed_positions=has_positions, unknown=self.unknown
-            )
+            sources = tables.of_target(first, layer_type, count, is_passed_positions=has_positions)
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:
@@ -267,14 +262,22 @@ class _Finder:
         for each, sources in calls:
             rotary_dim = given.rotary_dim if sources and second is None else expected.rotary_dim
             written = adapter.written(each, expected, rotary_dim, count, layer_type)
-            fixed = words.filled(function, each.parameter_of.values(), unknown=self.unknown)
+            fixed = words.filled(function, each.parameter_of.values())
+            self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
             for way, name in _places(each, sources, count, layout, mode):
                 for form in forms(each, name, function, written=written, fixed=fixed):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
-                    named = [parameter for parameter in words.parameters(function) or () if parameter in passed]
+                    pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
+                    named = [
+                        f"{n}={pairing[n]}" if pairing.get(n) else n
+                        for n in words.parameters(function) or ()
+                        if n in passed
+                    ]
                     named += [f"{parameter}={value}" for parameter, value in fixed.items()]
                     text = f"f({', '.join(named)}){form.packed}"
+                    if arguments is not None and arguments.unknown:
+                        text += f" of an object with {', '.join(f'{name}=None' for name in arguments.unknown)}"
                     yield Subject(
                         form=replace(form, **self.found),
                         way=way,

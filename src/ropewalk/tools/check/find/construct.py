@@ -18,13 +18,22 @@ from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.target import Method, function_of, name_of
-from ropewalk.tools.check.find.words import GRID, SPELLINGS, filled, match, no_call, parameters, read_call
+from ropewalk.tools.check.find.words import (
+    GRID,
+    GRID_AXIS,
+    SPELLINGS,
+    filled,
+    match,
+    no_known_names,
+    parameters,
+    read_call,
+)
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
     "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
     "rotary_dim": "rot_dim rotary_ndims rope_dim qk_rope_head_dim",
-    "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
+    "rotary_share": SPELLINGS["rotary_share"],
     "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
     "context_len seqlen max_length block_size n_positions",
@@ -40,12 +49,13 @@ _NAMES = {
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
+_DIM = r"^(?!n_|num_).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
-    "factor": "scaling_factor scale_factor rope_factor",
+    "factor": "scaling_factor scale_factor rope_factor linear_scale",
     "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
-    "old_context_len orig_max_position original_seq_len orig_ctx",
+    "old_context_len orig_max_position original_seq_len orig_ctx seq_len_train",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
@@ -66,12 +76,14 @@ class Arguments:
         length: the number of tokens that is passed, or None if the constructor has no parameter for it.
         sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
         adapter: if options are not passed because nothing says what they are, the function to write that passes them.
+        unknown: the parameters that got None.
     """
 
     base: float | None
     length: int | None
     sizes: frozenset[str] = frozenset()
     adapter: str = ""
+    unknown: tuple[str, ...] = ()
 
     def takes(self, channels: int, rotary_dim: int) -> bool:
         """Whether the constructor takes a number of channels of a head, and of rotated channels."""
@@ -86,8 +98,9 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     for name in CONFIGS & {*known}:
         values[name] = _config_object(owner, known[name].annotation, expected)
     if is_constructor(constructor) and "positions" in read_call(function_of(constructor)).parameter_of:
-        grids = [name for name, p in known.items() if p.default is p.empty and re.search(GRID, name)]
-        values |= dict.fromkeys(grids, (_SIDE, _SIDE))  # the largest positions
+        required = [name for name, p in known.items() if p.default is p.empty]
+        values |= {name: (_SIDE, _SIDE) for name in required if re.search(GRID, name)}  # the largest positions
+        values |= {name: _SIDE for name in required if re.search(GRID_AXIS, name)}
     return values | filled(owner, values)
 
 
@@ -127,9 +140,10 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = expected.head_dim
     values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
     parts = {
-        r"^(?!n_|num_).*(dim|width|feature)|^d_": expected.head_dim,
+        _DIM: expected.head_dim,
         "heads": 4,
-        "len|ctx|context|max_(pos|seq|tok)": expected.table_length or 4096,
+        "len|ctx|context|(max|num|n)_(pos|seq|tok)": expected.table_length or 4096,
+        "offset|start": 0,
     }
     for part, size in parts.items():
         for name, p in known.items():
@@ -147,32 +161,29 @@ def _of_scaling(scaling: Any) -> dict[str, Any]:
 def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:
     """Call a constructor with a value for each of its parameters, and return the object and what was passed.
 
-    If `free` names one of them, nothing is called, and all others are fixed.
+    If `free` names one of them, nothing is called, and all others are fixed. Those whose names are unknown get None.
 
     Raises:
-        RopeError: a parameter without default has no known role, or the constructor raises.
+        RopeError: the constructor raises.
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES, _PARTS)
-    missing = [name for name, p in known.items() if p.default is inspect.Parameter.empty and name not in values]
+    missing = tuple(name for name in known if name in values and values[name] is None)
     others = {name: p.default for name, p in known.items() if name not in (*values, "device", "dtype")}
     options = [name for name, default in others.items() if isinstance(default, int | float | str | None)]
     texts = {name: name for name in values} | {name: repr(known[name].default) for name in options}
-    texts |= dict.fromkeys(missing or ["NAME"][bool(options) :], "VALUE")
+    texts |= {} if options else {"NAME": "VALUE"}
     called = f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts.items())})"
     method = f".{constructor.name}" if isinstance(constructor, Method) else ""
     fix = f"Check a function that constructs it: def make({', '.join(values)}): return {called}{method}."
-    if missing:
-        must = f"every parameter of {name_of(constructor)} must have a default or a name whose meaning is known"
-        if not is_constructor(constructor) or all(re.search(GRID, name) for name in missing):
-            raise no_call(must, ", ".join(missing))
-        raise _checks.error("check", must, ", ".join(missing), fix)
     try:
         built = partial(constructor, **values) if free else memory.construct(constructor, values)
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # a constructor may raise anything
+        if missing:
+            raise no_known_names(constructor, missing) from e
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         fix = f"{fix} Or pass a config with the keys that it reads."
         action = f"check: {name_of(constructor)}({named}) cannot be constructed"
@@ -181,11 +192,12 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         module.eval()  # without random positions
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
-    length = _SIDE if (_SIDE, _SIDE) in values.values() else length
+    length = _SIDE if {_SIDE, (_SIDE, _SIDE)} & {v for v in values.values() if isinstance(v, int | tuple)} else length
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
     if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
         sizes |= {"rotary_dim"}
-    return built, Arguments(base, length, sizes, fix if options and "config" not in parameter_of else "")
+    adapter = fix if options and "config" not in parameter_of else ""
+    return built, Arguments(base, length, sizes, adapter, missing)
 
 
 def is_constructor(target: Any) -> bool:
@@ -195,8 +207,9 @@ def is_constructor(target: Any) -> bool:
 
 def takes_sizes(function: Any) -> bool:
     """Return whether a function makes an object or tables: it takes the size of a head, or a config, or nothing."""
+    known = parameters(function) or {}
     is_empty = inspect.isfunction(function) and not inspect.signature(function).parameters
-    return is_empty or bool({"dim", "width", "config"} & {*match(parameters(function) or {}, _NAMES)})
+    return is_empty or any(re.search(_DIM, name) for name in known) or bool({"dim", "config"} & {*match(known, _NAMES)})
 
 
 class _Config(SimpleNamespace):

@@ -15,8 +15,8 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.memory import CallError
-from ropewalk.tools.check.find.ways import ONE_HEAD, ONE_ROW
-from ropewalk.tools.check.find.words import FUSED, Call, accept_keywords
+from ropewalk.tools.check.find.ways import ONE_HEAD, ONE_ROW, ONE_TOKEN
+from ropewalk.tools.check.find.words import FUSED, Call, Roles, accept_keywords
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 """The layouts that are tried."""
@@ -131,7 +131,7 @@ class Form:
     @property
     def heads_axis(self) -> int:
         """The axis of the heads in q and k."""
-        return -3 if self.layout == "bhsd" else -2
+        return -3 if self.layout.startswith("bh") else -2
 
     def run(
         self,
@@ -166,8 +166,6 @@ class Form:
         """
         if self.key_head and k is not None:
             return self._run_for_each_key_head(q, k, angles, rows)
-        if self.layout in ONE_HEAD and q.ndim > len(self.layout):
-            return self._run_for_each_head(q, k, angles)
         roles = self.call.parameter_of
         sizes: list[Tensor] = []
         if "q_weight" in roles and weights is None:
@@ -195,8 +193,8 @@ class Form:
             values = values | dict(zip(("key_cache", "value_cache"), caches, strict=True))
             values["slots"] = slots if "b" in self.layout else slots.flatten()
         values = values | self._sizes(q, key)
-        if past is not None or "past_k" not in self.call.optional:
-            tokens_axis = self.layout.index("t" if self.layout in ONE_ROW else "s")
+        if past is not None or "past_k" in {*roles} - self.call.optional:
+            tokens_axis = self.layout.index("t" if self.layout in ONE_ROW else "s") - len(self.layout)
             none = key.narrow(tokens_axis, 0, 0)
             values |= zip(("past_k", "past_v"), past or (none, none), strict=True)
         for role, expression in self.written.items():
@@ -222,17 +220,6 @@ class Form:
             keys.append(k_out if keeps else k_out.unsqueeze(axis))
         return Results(results[0].q, torch.cat(keys, dim=axis), in_place=results[0].in_place)
 
-    def _run_for_each_head(self, q: Tensor, k: Tensor | None, angles: dict[str, Any]) -> Results:
-        """Call the function with each head of q and k, whose first axis is the heads. A head of k may be repeated."""
-        n = max(len(x) for x in (q, k) if x is not None)
-        queries, keys = (
-            [None if x is None else x[i] if i < len(x) else x[-1].clone() for i in range(n)] for x in (q, k)
-        )
-        results = [self.run(cast(Tensor, one), key, angles, 1) for one, key in zip(queries, keys, strict=True)]
-        k_out = None if k is None else torch.stack([cast(Tensor, each.k) for each in results[: len(k)]])
-        q_out = torch.stack([each.q for each in results[: len(q)]])
-        return Results(q_out, k_out, in_place=results[0].in_place)
-
     def _tensors(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """Return what is passed for each word that is a tensor of tokens."""
         axis = self.layout.index("h") if "h" in self.layout else 0
@@ -247,7 +234,11 @@ class Form:
 
     def _sizes(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         heads, k_heads = (1 if self.layout in ONE_HEAD else x.shape[self.heads_axis] for x in (q, k))
-        sizes = {"head_size": q.shape[-1], "num_heads": heads, "num_kv_heads": k_heads}
+        sizes = {
+            "head_size": q.shape[self.layout.index("d") - len(self.layout)],
+            "num_heads": heads,
+            "num_kv_heads": k_heads,
+        }
         return {**sizes, "eps": self.eps, "layout": self.layout}
 
     def _read(self, returned: Any, passed: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
@@ -286,22 +277,56 @@ def _code(expression: str) -> CodeType:
 
 
 def to_layout(layout: str, x: Tensor) -> Tensor:
-    """Return a view of x `[batch, seq, heads, head_dim]` in a layout. If that is of one head, heads come first."""
-    if layout in ONE_HEAD:
-        heads = x.permute(2, 0, 1, 3)
-        return heads if layout == "bsd" else heads[:, 0]
-    if layout == "thd":
-        return x[0]
-    return x.permute(["bshd".index(axis) for axis in layout])
+    """Return a view of x `[batch, seq, heads, head_dim]` in a layout.
+
+    If that is of one head, the heads come first, or after the tokens if it is of one token.
+    """
+    if layout in ONE_TOKEN:
+        return x[0].view(*x.shape[1:3], *[1] * (len(layout) - 1), -1)
+    if layout in ONE_ROW:
+        return x[0] if layout == "thd" else x[0].transpose(0, 1)
+    return x.permute(["bshd".index(axis) for axis in _axes(layout)])
 
 
 def from_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
-    if layout in ONE_HEAD:
-        return (x if layout == "bsd" else x[:, None]).permute(1, 2, 0, 3)
-    if layout == "thd":
-        return x[None]
-    return x.permute([layout.index(axis) for axis in "bshd"])
+    if layout in ONE_TOKEN:
+        return x.reshape(1, *x.shape[:2], -1)
+    if layout in ONE_ROW:
+        return x[None] if layout == "thd" else x.transpose(0, 1)[None]
+    return x.permute([_axes(layout).index(axis) for axis in "bshd"])
+
+
+def _axes(layout: str) -> str:
+    return "h" + layout if layout in ONE_HEAD else layout
+
+
+def _one_by_one(function: Callable[..., Any], parameter_of: Roles, layout: str) -> Callable[..., Any]:
+    """Wrap a function of one head, or of one token of it, so that it is called with each one of all."""
+    tensors = [n for role, n in parameter_of.items() if role in ("q", "x", "k", "q_out", "k_out", "past_k", "past_v")]
+    places = [name for role, name in parameter_of.items() if role.startswith("positions") and layout in ONE_TOKEN]
+    axis = 1 if places else 0  # of the heads
+
+    def run(**passed: Any) -> Any:
+        heads = [passed[name].shape[axis] for name in tensors]
+        tokens = [range(len(passed[tensors[0]]))] if places else []
+        results = []
+        for *token, head in product(*tokens, range(max(heads))):
+            one = dict(passed)
+            for name, count in zip(tensors, heads, strict=True):  # the last head may be repeated
+                one[name] = passed[name][(*token, head)] if head < count else passed[name][(*token, -1)].clone()
+            for name in places:
+                one[name] = passed[name][token[0]].tolist() if layout == "d" else passed[name][token[0]][None]
+            results.append(function(**one))
+        if results[0] is None:
+            return None
+        found = zip(*(each if isinstance(each, (list, tuple)) else [each] for each in results), strict=True)
+        joined = [torch.stack(each) for each in found]
+        if places:  # of which the axes of size 1 may differ
+            joined = [x.view(-1, max(heads), *passed[name].shape[2:]) for x, name in zip(joined, tensors, strict=False)]
+        return tuple(x.narrow(axis, 0, count) for x, count in zip(joined, heads, strict=False))
+
+    return run
 
 
 def _sizes_of_heads(x: Tensor) -> Tensor:
@@ -313,7 +338,7 @@ def _sizes_of_heads(x: Tensor) -> Tensor:
 def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -> Iterator[Form]:
     """Yield the ways to pass tensors to a function, and to read its results, the most likely first."""
     roles = {*call.parameter_of}
-    if layout in ONE_HEAD and FUSED & roles:
+    if (layout in ONE_HEAD and FUSED & roles) or (layout in ONE_TOKEN and "positions" not in roles):
         return
     packings: tuple[str, ...] = ("each",)
     if {"qkv", "kv"} & roles:
@@ -324,6 +349,8 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
     key_heads = ("kept", "dropped") if call.parameter_of.get("k") in ("k_pe", "k_rope") else ("",)
     norms = (False, True) if "q_weight" in roles else (False,)
     by_name = accept_keywords(function)
+    if layout in ONE_HEAD:
+        by_name = _one_by_one(by_name, call.parameter_of, layout)
     for packing, cache, key_head, joined in product(packings, caches, key_heads, norms):
         if packing in ("each", "heads") or layout.endswith("hd"):
             yield Form(by_name, call, layout, packing, cache=cache, key_head=key_head, of_all_heads=joined, **fixed)

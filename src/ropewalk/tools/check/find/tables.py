@@ -87,6 +87,8 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
         places = [(name, axes, 0) for name in layouts for axes in _WITH_ROWS.get(name, ()) if has_rows]
         places += [("thd", "bs", 0)] if "thd" in layouts and sources[0].given is None else []  # as it computes them
         places += [(name, "s", 0) for name in layouts] + [(name, "s11", 0) for name in layouts if name in far]
+    if sources[0].given is None:  # as they are before they get an axis for the heads
+        places.sort(key=lambda place: place[1] not in ("bs", "s"))
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
         for (layout, axes, axis), source, order in product(places, group, orders):
@@ -103,7 +105,8 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
         rows = positions
         if way.positions != "given" and not source.is_final:  # the target indexes tables of all positions
             count = max(int(positions.max()) + 1, positions.shape[-1])
-            more = 16 if way.positions == "offset" and count < 64 else 0  # rows that a wrong offset would read
+            is_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)
+            more = 16 if is_more else 0  # rows that a wrong offset would read
             rows = torch.arange(count + more)[None]
         values: list[Any] = [_AXES[axes](table) for table in source.make(q, rows)]
         if len(names) == 1 < len(values):
@@ -166,9 +169,7 @@ def _exact(name: str, given: Rope) -> Source:
     return Source(name, make, given=given)
 
 
-def of_target(
-    first: Any, layer_type: str | None, count: int | None, *, is_passed_positions: bool, unknown: bool
-) -> list[Source]:
+def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passed_positions: bool) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
@@ -179,7 +180,6 @@ def of_target(
         layer_type: the kind of the expected layer, or None.
         count: as for `ways`.
         is_passed_positions: whether the function that takes the tables takes positions, too.
-        unknown: as for `words.filled`.
     """
 
     def flat(tables: Tables, rows: int = 2) -> Tables:
@@ -194,7 +194,7 @@ def of_target(
     def make(q: Tensor, named: dict[str, Any]) -> Tables:
         known = {"x": q} if layer_type is None else {"x": q, "layer_type": layer_type}
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
-        fixed |= words.filled(first, parameter_of.values(), unknown=unknown)
+        fixed |= words.filled(first, parameter_of.values())
         return tensors_of(memory.call(first, fixed | named))
 
     def at(way: Way) -> Source:

@@ -165,8 +165,18 @@ def function_of(obj: Any) -> Any:
     if isinstance(obj, Method):
         return partial(getattr(obj.owner, obj.name), None)
     if inspect.isclass(obj):
-        return partial(getattr(obj, "forward", None) or obj.__call__, None)
+        return partial(getattr(obj, _called(obj)), None)
     return obj
+
+
+def code_of(obj: Any) -> Any:
+    """Return the code that runs if an object is called: mostly that of `forward`, if it is a module."""
+    return getattr(obj, _called(type(obj))) if isinstance(obj, torch.nn.Module) else obj
+
+
+def _called(cls: type) -> str:
+    calls = next((each for each in cls.__mro__ if "__call__" in vars(each)), None)
+    return "forward" if hasattr(cls, "forward") and calls in (None, torch.nn.Module) else "__call__"
 
 
 def _from_transformers(target: str, model: str) -> Target:

@@ -17,10 +17,16 @@ from ropewalk.tools.check.find.words import Call, Roles
 COUNTS = (2, 3, 4)
 """The numbers of axes that are tried if nothing states it."""
 
-ONE_HEAD = ("bsd", "td")
-"""The layouts that are tried if no other can be called: the tokens of one head, so that each head needs a call."""
+ONE_TOKEN = ("d", "1111d")
+"""The layouts of one token of one head, alone or with four axes of size 1, as of rows, frames, lines and columns."""
 
-ONE_ROW = ("thd", "td")
+ONE_HEAD = ("bsd", "td", "bds", *ONE_TOKEN)
+"""The layouts of one head, so that each head needs a call."""
+
+LAST = (*ONE_HEAD[:2], "bhds", *ONE_HEAD[2:])
+"""The layouts that are tried if no other rotates."""
+
+ONE_ROW = ("thd", "td", *ONE_TOKEN)
 """The layouts without an axis for the rows of a batch."""
 
 # Which positions are passed → the roles of the parameters that state them.
@@ -90,8 +96,11 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         names = ("runs",) if {"offset", "offsets"} & required else ("packed",)
     elif "positions" in (required if tables and "cos_sin_cache" not in roles else roles):
         if count is not None:
-            forms = [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
-            return [_of_a_tensor(call.parameter_of["positions"], form) for form in forms]
+            axes = [role for role in call.parameter_of if role.startswith("positions")]
+            forms = (
+                [f"{count}bs", f"{count}s"] if len(axes) > 1 else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
+            )
+            return [_on_axes(call, axes, form) for form in ([call.axes] if len(axes) == 1 and call.axes else forms)]
         names = {"s": ("shared",), "bs": ("rows",)}.get(call.axes, ("rows", "shared"))
     elif count is not None and not tables:
         return []
@@ -118,12 +127,17 @@ def run_starts(positions: Tensor) -> Tensor:
     return torch.cat((torch.ones(1, dtype=torch.bool), positions.diff() != 1)).nonzero().flatten()
 
 
-def _of_a_tensor(name: str, form: str) -> Way:
+def _on_axes(call: Call, roles: list[str], form: str) -> Way:
+    """Return the way to pass positions on several axes: in a tensor with the axes of `form`, or in one for each."""
+
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         chosen, axes = (positions, "abs") if "b" in form else (positions[:, 0], "as")
-        return {name: chosen.permute([axes.index(letter) for letter in re.sub(r"\d", "a", form)]).contiguous()}
+        chosen = chosen.permute([axes.index(letter) for letter in re.sub(r"\d", "a", form)]).contiguous()
+        return dict(
+            zip((call.parameter_of[role] for role in roles), chosen if len(roles) > 1 else [chosen], strict=True)
+        )
 
-    return Way("rows" if "b" in form else "shared", ("positions",), arguments)
+    return Way("rows" if "b" in form else "shared", tuple(roles), arguments)
 
 
 def count_of(axes: str) -> int | None:

@@ -20,7 +20,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from ropewalk import _checks
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.target import name_of
+from ropewalk.tools.check.find.target import code_of, name_of
 
 # Word → the other names that a parameter for it has in public code.
 WORDS = {
@@ -47,7 +47,7 @@ WORDS = {
     "q_weight": "q_norm_weight weight norm_weight",
     "k_weight": "k_norm_weight",
     "head_size": "head_dim",
-    "num_heads": "num_heads_q num_q_heads num_qo_heads n_heads qh",
+    "num_heads": "num_heads_q num_q_heads num_qo_heads n_heads head_count qh",
     "num_kv_heads": "num_heads_k num_k_heads n_kv_heads num_key_value_heads kvh",
 }
 # The same for arguments that follow from the words and from what is expected.
@@ -76,11 +76,14 @@ SPELLINGS = {
     "height": "h end_y",
     "width": "w end_x",
     "unsqueeze_dim": "",
+    "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
     "sections": "mrope_section mrope_sections section",
 }
 _NAMES = WORDS | SPELLINGS
-GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape)s?$"
+_AXIS = "(t|h|w|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
+GRID = r"^((grid|input|img|image|feat|spatial|patch)_)?(size|shape|resolution)s?$"
+GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {
     "q": r"^(q|query|queries)_",
@@ -89,7 +92,8 @@ _PARTS = {
     "sin": r"(^|_)sin(es?)?(_|$)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
     "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len))"
-    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|indices)$)",
+    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx|rows?)(_|$)|_(ids|idx|indices|order)$|^m$)",
+    **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
     "grid": GRID,
@@ -106,7 +110,7 @@ Roles = dict[str, str]
 
 def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     """Return the named parameters of a callable, without self, or None if its signature cannot be read."""
-    function = called.forward if isinstance(called, torch.nn.Module) else called
+    function = code_of(called)
     if isinstance(called, torch.jit.ScriptFunction):
         return _of_schema(called.schema)
     if isinstance(called, CustomOpDef):
@@ -167,6 +171,10 @@ def read_call(called: Callable[..., Any]) -> Call:
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
+    axes = {role: roles[role] for role in roles if role.startswith("positions")}
+    is_alike = len({known[name].default is inspect.Parameter.empty for name in axes.values()}) == 1
+    if not is_alike or not all(re.search(_PARTS["positions_1"], name) for name in axes.values()):  # those of k or so
+        roles = {role: name for role, name in roles.items() if role == "positions" or role not in axes}
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
     unread = {role for role in optional if not _reads(called, roles[role])}
     if not _PLACES & ({*roles} - unread):  # then its result cannot depend on where the tokens are
@@ -177,12 +185,14 @@ def read_call(called: Callable[..., Any]) -> Call:
         roles = {role: name for role, name in roles.items() if role not in ("past_k", "past_v")}
     if "v" in optional:  # a function that rotates what is passed, as in RoFormer
         roles.pop("v")
-    return Call(roles, frozenset(optional), _axes_of(known[roles["positions"]]) if "positions" in roles else "")
+    count = sum(role in axes for role in roles)
+    stated = str(count) if count > 1 else _axes_of(known[roles["positions"]]) if "positions" in roles else ""
+    return Call(roles, frozenset(optional), stated)
 
 
 def _reads(called: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads one of its parameters. Some have parameters that they ignore."""
-    function = called.forward if isinstance(called, torch.nn.Module) else called
+    function = code_of(called)
     if (code := getattr(inspect.unwrap(function), "__code__", None)) is None:
         return True
     loaded = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD")]
@@ -199,12 +209,12 @@ def _axes_of(parameter: inspect.Parameter) -> str:
     return found[1] if found else ""
 
 
-def filled(called: Callable[..., Any], taken: Collection[str], *, unknown: bool = False) -> dict[str, Any]:
-    """Return values for required parameters that have no role: a device, a dtype, an option, or with `unknown` None."""
+def filled(called: Callable[..., Any], taken: Collection[str]) -> dict[str, Any]:
+    """Return values for required parameters that have no role: a device, a dtype, an option, or None if unknown."""
     values = {"device": str(memory.current().device), "dtype": torch.float32, "dropout": 0.0}
     free = {n: p for n, p in (parameters(called) or {}).items() if n not in taken and p.default is p.empty}
     known = {n: values.get(n, False) for n, p in free.items() if n in values or p.annotation in (bool, "bool")}
-    return dict.fromkeys(free) | known if unknown else known
+    return dict.fromkeys(free) | known
 
 
 def match(
@@ -270,6 +280,12 @@ class NoCallError(_checks.RopeError):
 def no_call(must: str, got: str, *says: str) -> NoCallError:
     """Return the error for a target that cannot be called, to which an adapter is added."""
     return NoCallError(" ".join((f"check: {must}, got {got}.", *says)))
+
+
+def no_known_names(function: Any, names: Collection[str]) -> NoCallError:
+    """Return the error for a target of which these parameters get None, with which it does not work."""
+    must = f"every parameter of {name_of(function)} must have a default or a name whose meaning is known"
+    return no_call(must, ", ".join(names))
 
 
 def named(function: Any) -> str:

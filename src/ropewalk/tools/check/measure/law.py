@@ -267,8 +267,10 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
-            as_base = f"This equals base {rope.base ** (dim / size):.6g} with 2i/{dim}."
-            yield "wrong-exponent", f"{says} {as_base}", rope.base ** (-steps / size)
+            if rope.axes is not None:
+                says = f"The exponents are multiplied by {dim / size:.6g}."
+            as_base = f"This equals base {rope.base ** (dim / size):.6g}."
+            yield "wrong-exponent", f"{says} {as_base}", plain ** (dim / size)
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
