@@ -219,7 +219,7 @@ class _Config(SimpleNamespace):
         if name == "text_config":
             return self
         if name == "head_dim":  # as config classes derive it
-            return self.hidden_size // self.num_attention_heads
+            return getattr(self, "qk_rope_head_dim", None) or self.hidden_size // self.num_attention_heads
         raise AttributeError(f"the config has no {name}")
 
     def __getitem__(self, name: str) -> Any:
