@@ -92,7 +92,7 @@ _PARTS = {
     "sin": r"(^|_)sin(es?)?(_|$)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
     "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len))"
-    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx|rows?)(_|$)|_(ids|idx|indices|order)$|^m$)",
+    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
