@@ -264,11 +264,13 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
-    for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
+    for size in (
+        (dim - 2, dim + 2, dim // 2, 2 * dim) if rope.axes is None else (dim // 2,)
+    ):  # base 100 of axes is usual
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
             if rope.axes is not None:
-                says = f"The exponents are multiplied by {dim / size:.6g}."
+                says = "The exponents are twice as large as they should be."
             as_base = f"This equals base {rope.base ** (dim / size):.6g}."
             yield "wrong-exponent", f"{says} {as_base}", plain ** (dim / size)
 
