@@ -88,14 +88,19 @@ def _counts_tokens(call: Call) -> bool:
 def library_of(target: Target) -> str | None:
     """Return the library of arrays that a target uses, if it uses no torch."""
     for obj in target.objects:
-        owner = getattr(obj, "owner", obj)
-        code = [owner, *vars(owner if inspect.isclass(owner) else type(owner)).values()]
-        scope = next((function.__globals__ for function in code if inspect.isfunction(function)), {})
+        scope = _scope(obj)
         used = {value.__name__.partition(".")[0] for value in scope.values() if inspect.ismodule(value)}
         for library in _LIBRARIES if "torch" not in used else ():
             if library in used:
                 return library
     return None
+
+
+def _scope(obj: Any) -> dict[str, Any]:
+    """Return the names of the file that defines an object."""
+    owner = getattr(obj, "owner", obj)
+    code = [owner, *vars(owner if inspect.isclass(owner) else type(owner)).values()]
+    return next((function.__globals__ for function in code if inspect.isfunction(function)), {})
 
 
 def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
@@ -105,6 +110,11 @@ def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     says = "Check a function that calls it. The names of its parameters say what check passes."
     if "def tables(" in code:
         says = f"Check FILE:tables,{name_of(target.objects[-1])}, where FILE contains this."
+    scope = _scope(target.objects[-1])
+    own = (name for name, value in scope.items() if getattr(value, "__module__", "") == scope["__name__"])
+    rotate = [name for name in own if re.search("rope|rotary|freqs_cis", name.lower())]
+    if rotate and name_of(target.objects[-1]).partition(".")[0] not in rotate:  # such as attention
+        says = f"If it does more than to rotate, check the part that does: {', '.join(rotate)}. {says}"
     lines = (_checks.printable(line) for line in code.split("\n"))
     error.args = ("\n".join((f"{error} {says}{missing}", "", *lines)),)
 
