@@ -566,6 +566,11 @@ def along_an_axis(x: Tensor, seq_dim: int, offset: int = 0, position_ids: Tensor
     return turn(x.movedim(seq_dim, -3), *tables).movedim(-3, seq_dim)
 
 
+def of_one_head(x: Tensor, seq_len: int) -> Tensor:
+    assert x.ndim == 2
+    return turn(x[:, None], *at_positions(cos_sin_cache(64, seq_len), torch.arange(seq_len)))[:, 0]
+
+
 def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
     angles = position_ids.repeat_interleave(8, dim=0).movedim(0, -1) * 10_000.0 ** (-torch.arange(32) / 32).double()
     return turn(x, angles.cos(), angles.sin())
@@ -642,6 +647,7 @@ class Random(torch.nn.Module):
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
         (OnlyForward, "rotated channels", "0 to 63 of 64"),
         (along_an_axis, "not passed", "position_ids"),
+        (of_one_head, "layout", "td"),
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
     ],
 )

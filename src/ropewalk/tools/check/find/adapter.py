@@ -61,7 +61,7 @@ def written(
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
     }
-    required |= {"seq_len": f"{q}.shape[{tokens_axis}]"} if _counts_tokens(call) else {}
+    required |= {"seq_len": f"{q}.shape[{tokens_axis} - len(layout)]"} if _counts_tokens(call) else {}
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "x1": halves[0],
