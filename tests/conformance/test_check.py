@@ -306,6 +306,23 @@ class TestCall:
             warnings.simplefilter("error")
             assert conformance.check(f, pairing="half").verdict == "right"
 
+    def test_an_axis_that_the_tables_get(self) -> None:
+        """Whoever calls the function with the tables as they are rotates by the heads."""
+
+        def make(positions: Tensor) -> Tensor:
+            return positions[..., None] * 10_000.0 ** (-torch.arange(32) / 32)
+
+        def apply(x: Tensor, angles: Tensor) -> Tensor:
+            return turned(x, angles[-x.shape[-2] :])
+
+        calls = [conformance.check((make, apply), layout=layout).found["call"] for layout in ("bshd", "bhsd")]
+        text = "tables, then f(x, angles)"
+        assert calls == [f"{text}, tables with an axis for the heads", text]
+
+    def test_rows_of_zeros(self) -> None:
+        report = conformance.check(lambda x, positions: rotated(x, positions) * (positions[..., None, None] > 3))
+        assert report.findings[0].says == "The result is zero at position 0, as with cos and sin of 0."
+
     def test_layout(self) -> None:
         with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .*, .1111d., got .hd."):
             conformance.check(rotated, layout="hd")  # type: ignore[arg-type]

@@ -278,10 +278,13 @@ class _Finder:
                     text = f"f({', '.join(named)}){form.packed}"
                     if arguments is not None and arguments.unknown:
                         text += f" of an object with {', '.join(f'{name}=None' for name in arguments.unknown)}"
+                    if second is not None:
+                        widened = (way.tables or "").split(", ")[1:2] not in (["bs"], ["s"])
+                        text = f"tables, then {text}" + ", tables with an axis for the heads" * widened
                     yield Subject(
                         form=replace(form, **self.found),
                         way=way,
-                        signature=text if second is None else f"tables, then {text}",
+                        signature=text,
                         parameters=tuple(words.parameters(function) or ()),
                         passed=frozenset(passed),
                         expected=expected,

@@ -146,10 +146,12 @@ def identify(
     ):
         if law.explains(multipliers, positions):
             return law
-    for size in (rope.attention_factor, factor):
-        law = replace(right, factor=size)
+    for law in (replace(right, factor=rope.attention_factor), right, backwards):
         if (rounding := find_rounding(multipliers, positions, law)) is not None:
-            return replace(law, code=rounding[0], says=rounding[1])
+            code, says = rounding
+            if law.code is not None:
+                code, says = law.code, f"{law.says} The {code.rpartition('-')[2]} are rounded to 16 bits, too."
+            return replace(law, code=code, says=says)
     bugs = [(bug, says, np.asarray(wrong)) for bug, says, wrong in _wrong_frequencies(rope, head_dim)]
     for bug, says, wrong in bugs:
         for kind in (right, backwards):
@@ -264,15 +266,15 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
-    for size in (
-        (dim - 2, dim + 2, dim // 2, 2 * dim) if rope.axes is None else (dim // 2,)
-    ):  # base 100 of axes is usual
+    turn = rope.inv_freq != 0
+    sizes = dim - 2, dim + 2, dim // 2, 2 * dim, 2 * np.count_nonzero(turn)
+    for size in sizes if rope.axes is None else (dim // 2,):  # not twice, since base 100 is usual for axes
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
             if rope.axes is not None:
                 says = "The exponents are twice as large as they should be."
             as_base = f"This equals base {rope.base ** (dim / size):.6g}."
-            yield "wrong-exponent", f"{says} {as_base}", plain ** (dim / size)
+            yield "wrong-exponent", f"{says} {as_base}", turn * plain ** (dim / size)
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
