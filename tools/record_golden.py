@@ -3,7 +3,7 @@
     python tools/record_golden.py                              compare every file
     python tools/record_golden.py class_defaults llama mimi    compare only these rows of one file
     python tools/record_golden.py text_models --write          write changed rows and the package's version
-    python tools/record_golden.py learned --source DIR         record code without a package from a clone of it
+    python tools/record_golden.py deployed --source DIR        record code that is not installed from a folder with it
 
 The exit status is 1 if something changed. Numbers are compared bit for bit. Rows that cannot be recorded are kept. All
 files take about ten minutes on two cores, and class_defaults alone about five.
@@ -27,8 +27,6 @@ from recording import (
     engines,
     files,
     frequencies,
-    learned,
-    litgpt,
     llama_cpp,
     model_ropes,
     more_engines,
@@ -67,8 +65,6 @@ GOLDEN = {
         llama_cpp.GOLDEN,
         transformers_models.GOLDEN,
         *model_ropes.GOLDEN,
-        learned.GOLDEN,
-        litgpt.GOLDEN,
         deployed.GOLDEN,
         commands.GOLDEN,
         roundings.GOLDEN,

@@ -7,13 +7,17 @@ of that pair is 1 (π/2 in LTX).
 from __future__ import annotations
 
 import importlib.util
+import math
+import typing
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import files, learned
+from . import files
+from .commands import functions
 from .model import CannotRecordError
 from .peers import package
 from .rotated import shortest
@@ -113,8 +117,10 @@ def timm() -> dict[str, Any]:
     spec = importlib.util.find_spec("timm")
     if spec is None or not spec.submodule_search_locations:
         raise CannotRecordError("timm is not installed")
-    code = (Path(spec.submodule_search_locations[0]) / "layers" / "pos_embed_sincos.py").read_text()
-    return learned.run(code, ("swap_shape_xy", "_build_grid", "_coord_aug_config", "_apply_coord_augs"))
+    file = Path(spec.submodule_search_locations[0]) / "layers" / "pos_embed_sincos.py"
+    wanted = ("swap_shape_xy", "_build_grid", "_coord_aug_config", "_apply_coord_augs")
+    names = {"torch": torch, "math": math, "Real": Real, "register_notrace_function": lambda function: function}
+    return functions(str(file), wanted, **names, **{name: getattr(typing, name) for name in typing.__all__})
 
 
 def grid(**options: Any) -> dict[str, Any]:
@@ -122,10 +128,10 @@ def grid(**options: Any) -> dict[str, Any]:
 
 
 def augmented(seed: int, **options: Any) -> dict[str, Any]:
-    functions = timm()
+    found = timm()
     torch.manual_seed(seed)
-    centred = functions["_build_grid"]([3, 4], grid_type="centered").reshape(-1, 2)
-    return {"coordinates": as_lists(functions["_apply_coord_augs"](centred, **options).T)}
+    centred = found["_build_grid"]([3, 4], grid_type="centered").reshape(-1, 2)
+    return {"coordinates": as_lists(found["_apply_coord_augs"](centred, **options).T)}
 
 
 RECORD = {

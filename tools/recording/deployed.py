@@ -1,14 +1,11 @@
 """deployed.json: what classes and functions of engines compute, of which each is run alone.
 
---source names a folder that contains the packages mlx_lm, sglang, transformers and vllm, which need not be installed,
-riflex_utils.py, and the files of models' own code that tests/golden/README.md lists.
+--source names a folder that contains the packages mlx_lm, sglang, transformers and vllm, which need not be installed.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
-import importlib
 import math
 import typing
 from collections.abc import Callable
@@ -17,16 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from . import files
 from .model import CannotRecordError
 from .peers import package
 from .rotated import golden, shortest
-from .sglang_models import Recorded
-from .stubbed import Nothing
 
 
 def run(source: Path, file: str, *names: str, **scope: Any) -> dict[str, Any]:
@@ -164,25 +157,6 @@ def fope(row: dict[str, Any], source: Path) -> dict[str, Any]:
     return {"q": shortest(rotated[0].flatten()), "k": shortest(rotated[1].flatten())}
 
 
-class RecordOuter(TorchFunctionMode):
-    """Records the frequencies that `torch.outer` multiplies with positions."""
-
-    inv_freq: torch.Tensor
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.outer:
-            self.inv_freq = args[1]
-        return func(*args, **(kwargs or {}))
-
-
-def riflex(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record the frequencies of RIFLEx's function: those that it multiplies with positions."""
-    scope = run(source, "riflex_utils.py", "get_1d_rotary_pos_embed_riflex", np=np)
-    with RecordOuter() as outer:
-        scope["get_1d_rotary_pos_embed_riflex"](pos=np.arange(2), use_real=True, **row["params"])
-    return {"inv_freq": shortest(outer.inv_freq)}
-
-
 def nanochat(row: dict[str, Any], source: Path) -> dict[str, Any]:
     """Record q after the functions of transformers, with the cos and sin that its rotary class computes."""
     file = "transformers/models/nanochat/modeling_nanochat.py"
@@ -210,102 +184,17 @@ def talkie(row: dict[str, Any], source: Path) -> dict[str, Any]:
     return {"rotated": shortest(torch.tensor(rotated.tolist()).flatten())}
 
 
-def dream(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record q after Dream's rotary class and its function, with the config class of a model with the same keys."""
-    functions = importlib.import_module("transformers.modeling_rope_utils")
-    scope = run(
-        source,
-        "modeling_dream.py",
-        "DreamRotaryEmbedding",
-        "rotate_half",
-        "apply_rotary_pos_emb",
-        nn=torch.nn,
-        DreamConfig=object,
-        ROPE_INIT_FUNCTIONS=functions.ROPE_INIT_FUNCTIONS,
-    )
-    config = importlib.import_module("transformers").Qwen2Config(**row["config"])
-    q = golden("q", row["params"]["shape"])
-    cos, sin = scope["DreamRotaryEmbedding"](config=config)(q, torch.arange(q.shape[2])[None])
-    return {"rotated": shortest(scope["apply_rotary_pos_emb"](q, q, cos, sin)[0].flatten())}
-
-
-def llada(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record q after LLaDA's rotary class."""
-    scope = run(
-        source,
-        "modeling_llada.py",
-        "RotaryEmbedding",
-        nn=torch.nn,
-        einsum=torch.einsum,
-        ModelConfig=object,
-        BufferCache=dict,
-        _non_meta_init_device=lambda _: torch.device("cpu"),
-    )
-    q = golden("q", row["params"]["shape"])
-    config = SimpleNamespace(**row["config"], max_sequence_length=q.shape[2], rope_full_precision=True)
-    return {"rotated": shortest(scope["RotaryEmbedding"](config, {})(q, q)[0].flatten())}
-
-
-def bidir_mistral(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record q after the rotary class of NV-Embed's model, and the function that Mistral's attention calls."""
-    mistral = importlib.import_module("transformers.models.mistral.modeling_mistral")
-    names = {"MistralModel": mistral.MistralModel, "MistralConfig": mistral.MistralConfig}
-    cls = run(source, "modeling_nvembed.py", "BidirectionalMistralModel", BidirectionalMistralConfig=None, **names)
-    config = mistral.MistralConfig(**row["config"])
-    q = golden("q", row["params"]["shape"])
-    model = cls["BidirectionalMistralModel"](config)
-    assert isinstance(model.layers[0].self_attn, mistral.MistralAttention)
-    cos, sin = model.rotary_emb(q, torch.arange(q.shape[2])[None])
-    return {"rotated": shortest(mistral.apply_rotary_pos_emb(q, q, cos, sin)[0].flatten())}
-
-
-def _call(source: Path, file: str, cls: str, *arguments: Any, **named: Any) -> dict[str, Any]:
-    """Return the arguments with which an attention class calls `get_rope`, with stubs for all else that it names."""
-    text = (source / file).read_text()
-    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - {*dir(builtins), cls}
-    sizes = {name: lambda: 1 for name in names if name.endswith("_size")}
-    scope = {**dict.fromkeys(names, Nothing()), **sizes, "nn": torch.nn, "get_rope": Recorded}
-    module = run(source, file, cls, **scope)[cls](*arguments, **named).rotary_emb
-    return {"read_as": {"head_size": module.arguments[0], **module.named}}
-
-
-def arctic(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record the call of `get_rope` in vLLM's attention of Arctic, which vLLM 0.32 no longer has."""
-    return _call(source, "arctic.py", "ArcticAttention", SimpleNamespace(**row["config"]))
-
-
-def grovemoe(row: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Record the call of `get_rope` in SGLang's attention of GroveMoE, from the repository of the model."""
-    config = {key: value for key, value in row["config"].items() if key not in ("model_type", "num_hidden_layers")}
-    heads = {"num_heads": config.pop("num_attention_heads"), "num_kv_heads": config.pop("num_key_value_heads")}
-    return _call(source, "grovemoe.py", "Qwen3MoeAttention", **config, **heads)
-
-
-_RECORDERS = {
-    recorder.__name__: recorder
-    for recorder in (
-        fope,
-        grok,
-        telechat3,
-        bailing,
-        openpangu,
-        riflex,
-        nanochat,
-        talkie,
-        dream,
-        llada,
-        bidir_mistral,
-        arctic,
-        grovemoe,
-    )
-}
+_RECORDERS = {recorder.__name__: recorder for recorder in (fope, grok, telechat3, bailing, openpangu, nanochat, talkie)}
 
 
 def record(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
     """Record a row again."""
+    recorder = _RECORDERS.get(row["id"].split()[0])
+    if recorder is None:
+        raise CannotRecordError("code of one commit, which gives the same numbers again")
     if source is None:
         raise CannotRecordError("pass a folder with the packages as --source")
-    return {**row, **_RECORDERS[row["id"].split()[0]](row, source)}
+    return {**row, **recorder(row, source)}
 
 
 GOLDEN = files.Golden("deployed.json", lambda row: str(row["id"]), record, "torch", source=True)
