@@ -21,6 +21,11 @@ CAUTION = f"{HERE / 'wrong' / 'output_order.py'}:Rotary"
 run = partial(command_line.run, "check")
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    command_line.check_here(monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
@@ -28,14 +33,14 @@ run = partial(command_line.run, "check")
         ((WRONG,), 1),
         ((CAUTION,), 0),
         ((CAUTION, "--strict"), 1),
-        (("transformers:llama", "--strict"), 0),
+        ((RIGHT, "--strict"), 0),
         (("no/such/file.py:f",), 2),
         ((RIGHT, "--config", "no/such/config.json"), 2),
         ((RIGHT, "--device", "meta"), 2),
         ((f"{HERE / 'right' / 'llama2_c_loop.py'}:rope", "--pairing", "half"), 1),
     ],
 )
-def test_exit_status(arguments: tuple[str, ...], status: int) -> None:
+def test_exit_status(arguments: tuple[str, ...], status: int, here: None) -> None:
     assert run(*arguments).exit_code == status
 
 
@@ -58,7 +63,7 @@ def test_json_alone_on_stdout() -> None:
     assert said["findings"][0]["code"] == "cos-and-sin-swapped"
 
 
-def test_with_a_config(tmp_path: Path) -> None:
+def test_with_a_config(tmp_path: Path, here: None) -> None:
     config = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 500000.0}))
     ran = run(f"{HERE / 'wrong' / 'rotates_backwards__in_a_module.py'}:Rotary", "--config", tmp_path / "config.json")
@@ -66,7 +71,7 @@ def test_with_a_config(tmp_path: Path) -> None:
     assert "rotates-backwards" in ran.stdout
 
 
-def test_messages_about_a_config_name_options_that_work(tmp_path: Path) -> None:
+def test_messages_about_a_config_name_options_that_work(tmp_path: Path, here: None) -> None:
     config = {"model_type": "mine", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_kind": 3}))
     command = [f"{HERE / 'right' / 'module_of_one_tensor.py'}:Rope", "--config", str(tmp_path / "config.json")]
@@ -86,7 +91,7 @@ def test_messages_about_a_config_name_options_that_work(tmp_path: Path) -> None:
     assert "--download" in run(command[0], "--config", "nobody/nothing").stderr
 
 
-def test_an_ignored_finding_is_reported_and_not_counted() -> None:
+def test_an_ignored_finding_is_reported_and_not_counted(here: None) -> None:
     ran = run(WRONG, "--ignore", "cos-and-sin-swapped")
     assert ran.exit_code == 0
     assert "IGNORED  cos-and-sin-swapped" in ran.stdout
