@@ -69,16 +69,6 @@ class TestModels:
     def test_rotated_q_and_k(self, name: str) -> None:
         assert_rotated(self.rope(name), MODELS[name]["case"])
 
-    def test_rotation_alone_with_the_angles_of_the_peer(self, name: str) -> None:
-        """With the project's own float32 angles, the rotation must agree at every position."""
-        case, rope = MODELS[name]["case"], self.rope(name)
-        angle = torch.tensor(case["positions"]).float().unsqueeze(-1) * torch.tensor(case["inv_freq"])
-        factor = case["attention_scaling"]
-        rotation = ropewalk.Rotation(angle.cos() * factor, angle.sin() * factor, pairing=rope.pairing)
-        for which in ("q", "k"):
-            x, expected = recorded(case, which)
-            torch.testing.assert_close(rotation(x, layout="bhsd"), expected, rtol=0, atol=2.4e-7 * factor)
-
 
 def test_schemes_of_released_models() -> None:
     each(((f"{row['model']} {row['case']}", row) for row in ROWS), check_scheme)

@@ -18,7 +18,6 @@ from ropewalk import RopeError
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"capacity": 60},
-    "int8": {"capacity": 60, "store": "int8"},
     "fp8": {"capacity": 60, "store": "fp8"},
     "latent": {"capacity": 60, "latent": 2},
     "window": {"window": 5},

@@ -106,7 +106,7 @@ def test_rows_that_take_over_tokens(store: Any) -> None:
         torch.testing.assert_close(out[row], wanted, rtol=0, atol=ROUNDING[store])
 
 
-@pytest.mark.parametrize("store", list(ROUNDING))
+@pytest.mark.parametrize("store", [HalfKeys, "fp8"])
 def test_a_compiled_pass(store: Any) -> None:
     rope, rotary = ROPES["default"]
     assert rope is not None

@@ -48,20 +48,6 @@ def check_tables(
         assert (abs(table.grad.double().numpy() - exact) <= rtol * size).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_to_q_and_k(calls: list[str], level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
-    torch.manual_seed(0)
-    q, k = made(layout, dtype), made(layout, dtype, heads=1)
-    cos, sin = torch.randn(SEQ, PAIRS), torch.randn(SEQ, PAIRS)
-    incoming = [torch.randn(x.shape).to(dtype) for x in (q, k)]
-    torch.autograd.backward(rotation(cos, sin, pairing)(q, k, layout=layout), incoming)
-    assert calls == ["rotate", "rotate"]
-    for x, grad in zip((q, k), incoming, strict=True):
-        check_back(x.grad, grad, cos, sin, layout, pairing)
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_incoming_gradients_of_any_strides(calls: list[str], level: str, dtype: torch.dtype, pairing: str) -> None:
@@ -109,19 +95,6 @@ class TestToTables:
             check_back(q.grad, incoming[0], cos, sin, layout, pairing)
             check_back(k.grad, incoming[1], cos, sin, layout, pairing)
         assert set(calls) == {"rotate", "table_gradient"}
-
-
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_twice(calls: list[str], pairing: str) -> None:
-    """The gradient of |gradient|² is the gradient, rotated back, doubled, and rotated forward again."""
-    torch.manual_seed(5)
-    q = made("bshd", torch.float64)
-    cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64) for _ in range(2))
-    incoming = torch.randn_like(q).requires_grad_()
-    (first,) = torch.autograd.grad(rotation(cos, sin, pairing)(q, layout="bshd"), q, incoming, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), incoming)
-    check(second, *expected(2 * first, cos, sin, "bshd", pairing, OFFSET, inverse=False), "bshd", "second")
-    assert calls == ["rotate"] * 3
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

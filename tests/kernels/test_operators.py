@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernel_cases import DTYPES, LAYOUTS, OPCHECKS, PAIRINGS, check, expected, shape, unchanged
+from kernel_cases import DTYPES, LAYOUTS, OPCHECKS, check, expected, shape, unchanged
 from ropewalk import Rope, Rotation
 
 ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default
@@ -63,18 +63,6 @@ class TestOperator:
                 (made,) = ROTATE(tensors, cos.to("meta"), sin.to("meta"), *how)
                 assert ROTATE_(tensors, cos.to("meta"), sin.to("meta"), *how) is None
             assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype), name
-
-    @pytest.mark.parametrize("pairing", PAIRINGS)
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_is_the_rotation(self, layout: str, pairing: str) -> None:
-        for inverse in (False, True):
-            tensors = [queries(layout), queries(layout, 1)]
-            rotated = ROTATE(*arguments(tensors, layout, pairing == "interleaved", inverse))
-            wanted = [expected(x, COS, SIN, layout, pairing, 1, inverse) for x in tensors]
-            ROTATE_(*arguments(tensors, layout, pairing == "interleaved", inverse))
-            for x, y, (exact, size) in zip(tensors, rotated, wanted, strict=True):
-                check(y, exact, size, layout, "new")
-                assert unchanged(x, y)
 
     def test_has_no_gradient(self) -> None:
         """Only `ops.rotate` may call the operator while gradients are recorded, because the operator has none."""

@@ -119,24 +119,6 @@ class TestSeparateCalls:
         for norm in (None, a_norm()):
             check(*drawn(layout), CACHES[case](), slots, ROPE.at(torch.arange(SEQ)), norm, layout)
 
-    def test_strides(self, way: str) -> None:
-        torch.manual_seed(2)
-        rotation, slots = ROPE.at(torch.arange(SEQ)), torch.tensor(SLOTS)
-        whole = torch.randn(BATCH, SEQ, (HEADS + 2 * KV_HEADS) * HEAD_DIM).unflatten(-1, (-1, HEAD_DIM))
-        q, k, v = whole.split((HEADS, KV_HEADS, KV_HEADS), 2)
-        for norm in (None, a_norm()):
-            check(q, k, v, (memory(), memory()), slots, rotation, norm)
-            check(q, k, v[:, :, :1].expand_as(v), (memory(), memory()), slots.T.contiguous().T, rotation, norm)
-            check(
-                q,
-                k,
-                torch.randn(BATCH, SEQ, KV_HEADS, 2 * HEAD_DIM)[..., ::2],
-                (memory(), memory()),
-                slots,
-                rotation,
-                norm,
-            )
-
     def test_no_token_has_a_slot(self, way: str) -> None:
         caches = memory(), memory()
         check(*drawn(), caches, torch.full((BATCH, SEQ), -1), ROPE.at(torch.arange(SEQ)), None)
