@@ -109,15 +109,7 @@ def layer(**options: Any) -> RotaryAttention:
 
 
 def reference(made: RotaryAttention, x: Tensor, seen: Tensor) -> Tensor:
-    return written_out.attention(
-        x,
-        dict(made.named_parameters()),
-        heads=4,
-        kv_heads=2,
-        rotary=TURN,
-        at=written_out.pairs(torch.arange(x.shape[1])),
-        seen=seen,
-    )
+    return written_out.of_layer(made, x, TURN, seen=seen)
 
 
 def hidden(seq: int) -> Tensor:

@@ -53,18 +53,7 @@ def hidden(batch: int = 2, seq: int = SEQ) -> Tensor:
 
 
 def reference(made: RotaryAttention, x: Tensor, rotary: Rotary | None, at: Tensor, **options: Any) -> Tensor:
-    options.setdefault("seen", written_out.causal(x.shape[1]))
-    return written_out.attention(
-        x,
-        dict(made.named_parameters()),
-        heads=made.num_heads,
-        kv_heads=made.num_kv_heads,
-        rotary=rotary,
-        at=written_out.pairs(at),
-        softmax_factor=made.softmax_factor,
-        eps=None if made.q_norm is None else made.q_norm.eps,
-        **options,
-    )
+    return written_out.of_layer(made, x, rotary, written_out.pairs(at), **options)
 
 
 def gradients(made: RotaryAttention, x: Tensor, out: Tensor) -> dict[str, Tensor]:

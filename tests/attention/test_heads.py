@@ -49,16 +49,7 @@ def test_outputs_of_parts_add_up_to_the_whole(kv_heads: int, ranks: int) -> None
         of_k = heads(first, first + count)
         every_head = torch.ones(1, HEADS // ranks, 1, 1) > 0  # a mask has the heads of its rank
         total += run(part(whole, q=of_q, k=of_k, v=of_k), x, mask=every_head if rank else None)
-    exact = written_out.attention(
-        x,
-        dict(whole.named_parameters()),
-        heads=HEADS,
-        kv_heads=kv_heads,
-        rotary=TURN,
-        at=written_out.pairs(torch.arange(SEQ)),
-        seen=written_out.causal(SEQ),
-        eps=EPS,
-    )
+    exact = written_out.of_layer(whole, x, TURN)
     torch.testing.assert_close(total, exact, rtol=0, atol=3e-14)
 
 

@@ -35,10 +35,7 @@ def hidden(batch: int, seq: int = SEQ) -> Tensor:
 
 
 def reference(made: RotaryAttention, x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-    weights = dict(made.named_parameters())
-    return written_out.attention(
-        x, weights, heads=HEADS, kv_heads=HEADS, rotary=TURN, at=written_out.pairs(at), seen=seen
-    )
+    return written_out.of_layer(made, x, TURN, written_out.pairs(at), seen=seen)
 
 
 def in_window(seq: int, window: int) -> Tensor:
@@ -142,19 +139,12 @@ class TestAutocast:
         bias = 3 * torch.randn(2, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(3))
         return bias.masked_fill(torch.arange(SEQ)[:, None] == torch.arange(SEQ) + 2, torch.finfo(torch.float32).min)
 
-    def reference(self, made: RotaryAttention, x: Tensor) -> Tensor:
-        weights = dict(made.named_parameters())
-        how: dict[str, Any] = {"heads": HEADS, "kv_heads": HEADS, "rotary": TURN, "bias": self.bias()}
-        return written_out.attention(
-            x, weights, at=written_out.pairs(torch.arange(SEQ)), seen=written_out.causal(SEQ), **how
-        )
-
     @pytest.mark.parametrize("compiled", [False, True])
     @pytest.mark.parametrize("rope", [ROPE, SelfExtend(ROPE, 2, SEQ)], ids=["one pass", "two passes"])
     def test_a_float32_mask(self, rope: Any, compiled: bool) -> None:
         made, x = layer().float(), hidden(2).float()
         run = torch.compile(made, fullgraph=True, backend="aot_eager") if compiled else made
-        theirs = self.reference(made, x)
+        theirs = written_out.of_layer(made, x, TURN, bias=self.bias())
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
             ours = run(x, rope.at(torch.arange(SEQ)), mask=self.bias())
         assert ours.dtype == torch.bfloat16

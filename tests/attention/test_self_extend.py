@@ -38,14 +38,6 @@ def layer() -> RotaryAttention:
     return made
 
 
-def reference(made: RotaryAttention, x: Tensor, rotary: Rotary, at: tuple[Tensor, Tensor], **options: Any) -> Tensor:
-    options.setdefault("seen", written_out.causal(x.shape[1]))
-    weights = dict(made.named_parameters())
-    return written_out.attention(
-        x, weights, heads=4, kv_heads=2, rotary=rotary, at=at, softmax_factor=1.3, eps=1e-6, **options
-    )
-
-
 def hidden(batch: int = 2) -> Tensor:
     return torch.randn(batch, SEQ, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -56,7 +48,7 @@ def test_values_and_gradients(rope: Rope, rotary: Rotary, group: int, window: in
     made, x = layer(), hidden().requires_grad_()
     extended = SelfExtend(rope, group=group, window=window)
     ours = made(x, extended.at(torch.arange(SEQ), dtype=torch.float64))
-    theirs = reference(made, x, rotary, written_out.self_extend(range(SEQ), group, window))
+    theirs = written_out.of_layer(made, x, rotary, written_out.self_extend(range(SEQ), group, window))
     torch.testing.assert_close(ours, theirs, **EXACT)
     wanted = [x, *made.parameters()]
     mine, right = (torch.autograd.grad(out, wanted, torch.ones_like(out)) for out in (ours, theirs))
@@ -68,7 +60,9 @@ def test_rows_with_different_positions() -> None:
     places = [[0, 1, 2, 3, 5, 6, 8, 13, 14, 15, 40], [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1]]
     made, x = layer(), hidden()
     pairs = [written_out.self_extend(row, 3, 4) for row in places]
-    theirs = reference(made, x, YARN_TURN, (torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])))
+    theirs = written_out.of_layer(
+        made, x, YARN_TURN, (torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))
+    )
     ours = made(x, SelfExtend(YARN, 3, 4).at(torch.tensor(places), dtype=torch.float64))
     torch.testing.assert_close(ours, theirs, **EXACT)
 
@@ -81,9 +75,9 @@ def test_with_a_mask() -> None:
         SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64),
         written_out.self_extend(range(SEQ), 3, 4),
     )
-    theirs = reference(made, x, YARN_TURN, at, seen=written_out.causal(SEQ) & seen)
+    theirs = written_out.of_layer(made, x, YARN_TURN, at, seen=written_out.causal(SEQ) & seen)
     torch.testing.assert_close(made(x, rotation, mask=seen[None, None]), theirs, **EXACT)
-    theirs = reference(made, x, YARN_TURN, at, bias=bias)
+    theirs = written_out.of_layer(made, x, YARN_TURN, at, bias=bias)
     torch.testing.assert_close(made(x, rotation, mask=bias), theirs, **EXACT)
 
 
@@ -104,7 +98,7 @@ def test_a_fully_masked_token_gets_zero(additive: bool) -> None:
 def test_half_precision() -> None:
     """All but the softmax is in bfloat16: 4 roundings of 2⁻⁹ on scores of size 1 and values of size 2."""
     made, x = layer(), hidden()
-    theirs = reference(made, x, YARN_TURN, written_out.self_extend(range(SEQ), 3, 4))
+    theirs = written_out.of_layer(made, x, YARN_TURN, written_out.self_extend(range(SEQ), 3, 4))
     ours = made.bfloat16()(x.bfloat16(), SelfExtend(YARN, 3, 4).at(torch.arange(SEQ)))
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=4 * 2**-9 * 4)

@@ -19,7 +19,6 @@ import oracle
 from cache_model import (
     EXACT,
     HEAD_DIM,
-    HEADS,
     HIDDEN,
     KV_HEADS,
     LAYERS,
@@ -201,9 +200,8 @@ def test_a_mask_is_combined_with_causality(dtype: torch.dtype, extended: str) ->
                 outputs.append(layer(x[:, i : i + 2], rotation, mask=hidden, cache=step.layer(0)))
         if hides:
             seen[2:, 1] = False
-        how: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "rotary": rotary, "at": at, "seen": seen}
         with torch.no_grad():
-            expected = written_out.attention(x.double(), dict(MODEL[0].named_parameters()), **how)
+            expected = written_out.of_layer(MODEL[0], x.double(), rotary, at, seen=seen)
         exact = EXACT if dtype == torch.float64 else {"rtol": 0, "atol": 2e-6}
         torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, **exact)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,30 @@ def attention(
     for j in range(seq):
         out = out + shares[..., j].permute(0, 2, 1)[..., None] * v[:, None, j]
     return project(out.reshape(batch, seq, -1), "o")
+
+
+def of_layer(
+    layer: Any,
+    x: Tensor,
+    rotary: Rotary | None,
+    at: tuple[Tensor, Tensor] | None = None,
+    *,
+    seen: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of a `RotaryAttention`, by default causal and at the positions 0, 1, 2, …"""
+    return attention(
+        x,
+        dict(layer.named_parameters()),
+        heads=layer.num_heads,
+        kv_heads=layer.num_kv_heads,
+        rotary=rotary,
+        at=pairs(torch.arange(x.shape[1])) if at is None else at,
+        seen=causal(x.shape[1]) if seen is None else seen,
+        softmax_factor=layer.softmax_factor,
+        eps=getattr(layer.q_norm, "eps", None),
+        bias=bias,
+    )
 
 
 def pairs(positions: Tensor) -> tuple[Tensor, Tensor]:

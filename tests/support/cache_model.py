@@ -92,8 +92,7 @@ def run_whole_row(x: Tensor, rotary: Rotary | None, at: tuple[Tensor, Tensor], s
     """Compute the model for one whole row [seq, hidden], without ropewalk."""
     x = x[None]
     for layer in MODEL:
-        weights = dict(layer.named_parameters())
-        x = x + written_out.attention(x, weights, heads=HEADS, kv_heads=KV_HEADS, rotary=rotary, at=at, seen=seen)
+        x = x + written_out.of_layer(layer, x, rotary, at, seen=seen)
     return x[0]
 
 

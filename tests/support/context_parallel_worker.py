@@ -86,16 +86,8 @@ def wanted(documents: str, rope: str, window: int, batch: int) -> tuple[Tensor, 
     x, factor = inputs(batch)
     out = x.requires_grad_()
     for layer in MODEL:
-        attended = written_out.attention(
-            out,
-            dict(layer.named_parameters()),
-            heads=HEADS,
-            kv_heads=KV_HEADS,
-            rotary=AXES[1] if rope == "axes" else ROPES[rope][1],
-            at=written_out.pairs(torch.tensor(position)),
-            seen=visible(documents, window),
-        )
-        out = out + attended
+        rotary, at = AXES[1] if rope == "axes" else ROPES[rope][1], written_out.pairs(torch.tensor(position))
+        out = out + written_out.of_layer(layer, out, rotary, at, seen=visible(documents, window))
     return out.detach(), differentiated(out, factor, x)
 
 
