@@ -372,16 +372,6 @@ def tables_that_change(world: int) -> None:
 
 
 @check
-def placements_in_turn(world: int) -> None:
-    """Tables that one call has cached are not used for q with other placements."""
-    mesh, rotation, q = line(world), ROPE.at(torch.arange(SEQ)), made("bshd")
-    for placement in (Shard(1), Shard(2), Shard(1), Replicate(), Shard(0)):
-        with quiet():
-            rotated = rotation(spread(q, mesh, placement), layout="bshd")
-        compare(rotated, q, rotation, "bshd", placement)
-
-
-@check
 def inference_mode(world: int) -> None:
     mesh, q = line(world), made("bshd")
     ordinary = ROPE.at(torch.arange(SEQ))
