@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -410,18 +407,3 @@ def test_a_length_is_required() -> None:
     with pytest.raises(RopeError, match="the length must be resolved"):
         rope.at(torch.arange(3), numerics="float32")
     assert rope.at_length(200).at(torch.arange(3), numerics="float32").cos.shape == (3, 4)
-
-
-def test_first_use_loads_no_compiler() -> None:
-    """torch._dynamo imports sympy and Triton, which takes 1.5 s in a process that compiles nothing."""
-    program = (
-        "import sys, torch; from ropewalk import Rope; before = set(sys.modules)\n"
-        "Rope(8, 1e4, 'half').at(torch.arange(4), numerics='float32')\n"
-        "rotation = Rope(8, 1e4, 'half').at(torch.arange(4))\n"
-        "rotation.apply_(rotation(torch.ones(4, 2, 8), layout='thd'), layout='thd')\n"
-        "print(sorted({'torch._dynamo', 'torch._inductor', 'sympy', 'triton'} & (set(sys.modules) - before)))"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}
-    )
-    assert ran.stdout == "[]\n"
