@@ -87,22 +87,24 @@ def test_many_tokens(level: str, threads: None, layout: str, pairing: str) -> No
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize(("head_dim", "pairs"), [(128, 64), (128, 32), (40, 20)])
+@pytest.mark.parametrize(
+    ("head_dim", "pairs", "offset", "layout"),
+    [(128, 64, 0, "bshd"), (192, 32, 64, "bhsd"), (128, 32, 3, "bhsd"), (256, 100, 0, "bshd"), (200, 96, 0, "bshd")],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_that_bypass_the_caches(
-    level: str, threads: None, dtype: torch.dtype, head_dim: int, pairs: int, layout: str, pairing: str
+    level: str, threads: None, dtype: torch.dtype, head_dim: int, pairs: int, offset: int, layout: str, pairing: str
 ) -> None:
     """Outputs of 16 MiB and more bypass the caches if whole vectors are aligned. The bits must be the same."""
     heads = 12
     seq = (17 << 20) // (heads * head_dim * dtype.itemsize)
     x = torch.randn(shape(layout, 1, seq, heads, head_dim)).to(dtype)
     cos, sin = random_table(seq, pairs)
-    (wanted,) = by_reference([x], cos, sin, layout, pairing, 0, False)
+    (wanted,) = by_reference([x], cos, sin, layout, pairing, offset, False)
     memory = torch.empty(x.numel() + 64, dtype=dtype)
     for start in (0, 1, 8):  # the last two are unaligned by one element, and by half a vector or less
         y = memory[start : start + x.numel()].view(x.shape).fill_(torch.nan)
-        cpu.rotate([x], [y], cos, sin, Options(layout, pairing == "interleaved", 0, False))
+        cpu.rotate([x], [y], cos, sin, Options(layout, pairing == "interleaved", offset, False))
         assert unchanged(y, wanted)
 
 
