@@ -165,6 +165,19 @@ STEP = {
 }
 
 
+LING = {
+    "architectures": ["BailingMoeV2_5ForCausalLM"],
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "head_dim": 64,
+    "layer_group_size": 2,
+    "partial_rotary_factor": 0.5,
+    "rope_interleave": True,
+}
+
+
 def state(config: dict[str, Any], name: str) -> tuple[str, list[str]]:
     """Return the state of an engine, and its notes and refusals for the first rope."""
     facts = diff.engines(config).facts
@@ -236,6 +249,10 @@ class TestSentences:
             ("step3p5", "sglang", STEP, "unknown"),
             ("exaone", "vllm", {}, "absent"),  # its transformers has no class for the config
             ("exaone", "vllm", {"auto_map": {"AutoConfig": "configuration_exaone.ExaoneConfig"}}, "unknown"),
+            # The registries of both have the class of Ling 2.5 and 2.6, and not that of transformers.
+            ("bailing_hybrid", "vllm", LING, "unknown"),
+            ("bailing_hybrid", "sglang", LING, "unknown"),
+            ("bailing_hybrid", "vllm", {**LING, "architectures": ["BailingHybridForCausalLM"]}, "absent"),
             ("internvl_chat", "llama.cpp", {}, "absent"),
             ("internvl_chat", "llama.cpp", {"architectures": ["LlamaForCausalLM"]}, "unknown"),
         ],

@@ -49,10 +49,15 @@ def _merged(others: dict[str, str], scaling: list[str]) -> dict[str, str]:
     return found
 
 
+def _lacking_class(why: str) -> str:
+    """Return the class that an engine does not have, which the `architectures` of a config may not name; or ""."""
+    return why.partition("there is no class ")[2]
+
+
 def table(golden: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of an engine: the rows of its models, and the model_types that it does not have."""
+    """Return the table of an engine: the rows of its models, and the classes that it does not have."""
     rows = golden["rows"]
-    absent = dict.fromkeys(row["model_type"].partition("/")[0] for row in rows if "absent" in row)
+    absent = {row["model_type"].partition("/")[0]: _lacking_class(row["absent"]) for row in rows if "absent" in row}
     models = {row["model_type"]: _compact(row) for row in rows if "file" in row}
     if not models:  # transformers
         models = {"*": {"file": "", "as_transformers": True}}
@@ -65,7 +70,7 @@ def table(golden: dict[str, Any]) -> dict[str, Any]:
     exceptions = (
         {"absent_unless": {key: names for key, names in unless.items() if names}} if any(unless.values()) else {}
     )
-    return {"version": version, **inside, "absent": list(absent), **exceptions, "models": models}
+    return {"version": version, **inside, "absent": absent, **exceptions, "models": models}
 
 
 _OF_ROPES = {

@@ -1,7 +1,7 @@
 """`ModelFile`: which keys of a config the file of a model in an engine reads, and `read`, which reads a rope by it.
 
 Each engine with a table has a JSON file beside it: a row for each model_type, or for a model_type and that of its text
-model ("llava/llama"), and the list of the model_types that the engine does not have. tests/golden/engine_models has
+model ("llava/llama"), and the classes that the engine does not have, by model_types. tests/golden/engine_models has
 the recordings from which `tools/recording/tables.py` writes these files.
 """
 
@@ -99,16 +99,17 @@ _LISTS = ("base", "scaling", "fraction", "needs", "section_needs", "every")
 
 
 @functools.cache
-def _table(name: str) -> tuple[Mapping[str, ModelFile], frozenset[str], Mapping[str, list[str]], bool]:
+def _table(name: str) -> tuple[Mapping[str, ModelFile], Mapping[str, str], Mapping[str, list[str]], bool]:
     """Return the rows of an engine's table, the model_types that the engine does not have, `unless` and `inside`.
 
-    The row "*" is that of all other model_types that ropewalk knows. `unless` maps "auto_map", or "architectures" of a
+    The row "*" is that of all other model_types that ropewalk knows. What it does not have is mapped to the class that
+    it lacks, or "": it may have another that `architectures` names. `unless` maps "auto_map", or "architectures" of a
     text model inside, to the model_types that the engine may have if a config has this key. `inside` is whether the
     engine reads a text model that another model contains by the row of its own model_type.
     """
     table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
     rows = {model: _row(values) for model, values in table["models"].items()}
-    return rows, frozenset(table["absent"]), table.get("absent_unless", {}), table.get("inside", False)
+    return rows, table["absent"], table.get("absent_unless", {}), table.get("inside", False)
 
 
 def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
@@ -117,7 +118,10 @@ def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     names = [config.model, *([config.model_type] if inside else [])]
     whole = config.model.partition("/")[0]  # of its parts, an engine may have one without a name of its own
     stated = {"auto_map": config.whole.get("auto_map"), "architectures": config.values.get("architectures")}
-    lacking = whole if whole in absent and not any(stated[key] and whole in unless[key] for key in unless) else ""
+    named = config.whole.get("architectures")
+    other = absent.get(whole) and isinstance(named, list) and named and absent[whole] not in named
+    may = other or any(stated[key] and whole in unless[key] for key in unless)
+    lacking = whole if whole in absent and not may else ""
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
 
 
