@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -285,6 +286,19 @@ def test_what_a_config_states_for_engines() -> None:
     assert from_config(chunks).trained_length == 16_384
     said = "beyond 16,384 tokens the model needs dual_chunk_attention_config, which vLLM and SGLang read."
     assert said in " ".join(extend(chunks, LONG).text().split())
+
+
+def test_a_config_that_reaches_but_that_an_engine_misreads() -> None:
+    """Falcon 2 11B: `conversion/falcon.py` writes no base. SGLang reads `attn_factor` in place of attention_factor."""
+    falcon = {**FLAT, "model_type": "falcon", "new_decoder_architecture": True, "rope_theta": 500_042.0}
+    found = extend({**falcon, "max_position_embeddings": 8192}, 8192, engines=("llama.cpp",))
+    assert (found.facts["reaches"], found.complete) == (True, True)
+    assert commands(found) == "llama-server -m MODEL.gguf --rope-scaling none --rope-freq-base 500042 -c 8192"
+    assert "Without its arguments, layers 0-3 of 4: for 8,192 tokens, 63 pairs differ" in " ".join(found.text().split())
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "attention_factor": 1.0}
+    given = keys(of(extend({**FLAT, "rope_scaling": yarn}, LONG), "SGLang")["commands"][0])
+    assert given["max_position_embeddings"] == LONG
+    assert given["rope_parameters"]["attn_factor"] * (0.1 * math.log(4.0) + 1) == pytest.approx(1.0)
 
 
 def test_tokens_with_several_positions() -> None:

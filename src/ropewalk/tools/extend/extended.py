@@ -176,6 +176,10 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     if override is None:
         return _by_its_file(source, chosen, read, source.text.layers, length)
     found = for_engine(source.whole, chosen.name, length=length, **source.asked)
+    if found.verdict == "command":
+        same = Plan("none", 1.0, [], source.ropes, plans.config_of(source, source.ropes, target)[0], source.text)
+        without = [f"Without its arguments, {each}" for each in found.facts["differences"]]
+        return {**_extended(source, chosen, [same], target, model), "plan": None, "notes": without}
     if found.verdict != "nothing needed":
         why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
         apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)

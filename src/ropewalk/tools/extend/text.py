@@ -30,16 +30,13 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         if row["reads"]:
             lines += bullets([f"It reads these ropes from {row['reads']}. Its limits of length were not looked up."])
         elif not row["commands"]:
-            lines += bullets([f"No command: {_sentence(row['why_not'][0])}", *map(_sentence, row["why_not"][1:])])
+            first, *others = [f"{reason.removesuffix('.')}." for reason in row["why_not"]]
+            lines += bullets([f"No command: {first}", *others])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
         lines += ["", *wrap(_CLAIM, "")]
     if facts["warnings"]:
         lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
-
-
-def _sentence(reason: str) -> str:
-    return reason if reason.endswith(".") else f"{reason}."
 
 
 def _has(facts: Mapping[str, Any]) -> list[str]:
@@ -50,7 +47,7 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
     if trained is not None and trained != facts["stated_length"] and facts["scaling"]:
         said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
     if facts["reaches"]:
-        said.append("It reaches the length as it is, so only the length is passed.")
+        said.append("It reaches the length as it is, so no scaling is added.")
     return said
 
 
