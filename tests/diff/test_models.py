@@ -266,6 +266,20 @@ class TestSentences:
             config = {"model_type": model, "llm_config": {**LLAMA_5, **keys}}
         assert [*diff.engines(config, names=[name]).facts["states"].values()] == [wanted]
 
+    def test_a_text_model_whose_class_is_not_in_transformers(self) -> None:
+        """InternLM2Config reads rope_theta at the top, and a rope_scaling of two keys, in SGLang and on the hub."""
+        text = {**LLAMA_5, "model_type": "internlm2"}
+        config = {"model_type": "internvl_chat", "llm_config": text}
+        why = "It reads the base from rope_theta, so the base is 10000 and not 500000."
+        assert state(config, "sglang") == ("differs", [why])
+        old = {**text, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+        del old["rope_parameters"]
+        yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65_536}
+        for name in ("vllm", "sglang"):
+            assert state({**config, "llm_config": old}, name)[1] == []
+            refused, [said] = state({**config, "llm_config": {**old, "rope_scaling": yarn}}, name)
+            assert (refused, "two fields, `type` and `factor`" in said) == ("refused", True)
+
     def test_a_config_that_an_engine_cannot_load(self) -> None:
         granite = {**LLAMA_5, "model_type": "granite"}
         refused = "TypeError: ModelArgs.__init__() missing 1 required positional argument: 'rope_theta'"

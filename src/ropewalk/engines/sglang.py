@@ -116,7 +116,7 @@ _LENGTH_AT_TOP |= {"ministral3"}
 """The model_types whose file takes `original_max_position_embeddings` at the top of the config, as `llama.py` does."""
 _OWN_CLASSES = (
     "afmoe bailing_hybrid beam cohere2_moe cosmos3_edge_text deepseek_v2 exaone falcon_h1 granitemoehybrid hy_v4 "
-    "laguna longcat_flash mellum muse_glimmer_assistant muse_spark_text olmo3 qwen3_5_moe_text qwen3_5_text "
+    "internlm2 laguna longcat_flash mellum muse_glimmer_assistant muse_spark_text olmo3 qwen3_5_moe_text qwen3_5_text "
     "qwen3_next qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_vl_moe_text "
     "qwen3_vl_text qwen4_exp_text step3p5 zaya"
 )
