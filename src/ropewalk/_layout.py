@@ -61,6 +61,7 @@ SYNONYMS: dict[str, str] = {
     **dict.fromkeys(("blhd", "bnhd", "bthd", "bsnd"), "bshd"),
     "tnd": "thd",
     **dict.fromkeys(("koboldcpp", "lm-studio", "lmstudio", "llamafile"), "llama.cpp"),  # which runs their GGUF files
+    **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "trl"), "transformers"),  # which loads their model
     **dict.fromkeys(("exllamav2", "ktransformers", "mlx-vlm", "sglang-jax"), ""),  # other programs, with similar names
 }
 """Names of pairings, layouts and engines in other programs, in lower case with hyphens, to suggest; "" for nothing."""

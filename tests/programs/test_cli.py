@@ -348,6 +348,8 @@ class TestMessagesNameOptions:
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
         for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio"):
             assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
+        for program in ("TRL", "axolotl", "LLaMA-Factory"):
+            assert "Did you mean 'transformers'?" in fails("explain", config, "--for", program)
         for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers"):
             assert "Did you mean" not in fails("diff", config, "--engines", program)
 
