@@ -266,6 +266,14 @@ class TestSentences:
             config = {"model_type": model, "llm_config": {**LLAMA_5, **keys}}
         assert [*diff.engines(config, names=[name]).facts["states"].values()] == [wanted]
 
+    @pytest.mark.parametrize(("traditional", "states"), [(False, ["same", "same"]), (True, ["same", "unknown"])])
+    def test_a_key_of_mlx_lm(self, traditional: bool, states: list[str]) -> None:
+        """`models/llama.py` of mlx-lm passes rope_traditional to `nn.RoPE`, whose pairs are interleaved then."""
+        config = {**LLAMA_5, "rope_theta": 5e5, "rope_parameters": None, "rope_traditional": traditional}
+        found = diff.engines(config, names=["vllm", "mlx-lm"])
+        assert [*found.facts["states"].values()] == states
+        assert "only mlx-lm reads it" in " ".join(found.facts["warnings"])
+
     def test_a_text_model_whose_class_is_not_in_transformers(self) -> None:
         """InternLM2Config reads rope_theta at the top, and a rope_scaling of two keys, in SGLang and on the hub."""
         text = {**LLAMA_5, "model_type": "internlm2"}

@@ -31,13 +31,13 @@ from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
+_OF_MLX_LM = {"rope_traditional": "only mlx-lm reads it, and true means interleaved pairs there"}
 
 
 def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weights | None = None) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
-    tower = _standalone_tower(fields)
-    if tower is not None:
+    if (tower := _standalone_tower(fields)) is not None:
         asked.refuse(f"{tower.model_type}, a vision tower", "pairing", "base", "text_only", "like")
         return ModelRopes((), tower.model_type, source, vision=tower)
     if asked.like is not None:
@@ -125,7 +125,7 @@ def _read_text(c: Reader) -> ModelRopes:
             unread_keys.refuse_misspelt(c, vocabulary())
         raise
     if any(row.kinds.values()):  # in a model that never rotates, such keys have no effect
-        c.warnings += unread_keys.refuse(c, row.keys_without_effect, row.keys())
+        c.warnings += unread_keys.refuse(c, {**_OF_MLX_LM, **row.keys_without_effect}, row.keys())
     return replace(ropes, warnings=tuple(c.warnings))
 
 

@@ -180,7 +180,7 @@ class Engine:
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
         no_rope_every: maps each model_type in which every n-th layer is not rotated, whatever the config states, to n.
-        other_class: the key of a config with which it rotates by a class that is not described here, or "".
+        other_class: the key of a config with which it rotates in a way that is not described here, or "".
         windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.
         lender: the engine whose code this engine uses for models without a file of their own, and for frequencies in
@@ -241,7 +241,7 @@ class Engine:
             decides: DecidingLength = "nothing" if config.rope.is_static else "the setting"
             return Answer(config.rope, decides, ("It reads this file itself.",), source=source, rounding=rounding)
         if self.other_class and config.values.get(self.other_class):
-            why = f"rotates with {self.other_class} by another class, which is not described here"
+            why = f"how it rotates with {self.other_class} is not described here"
             return Answer(None, refusal=why, why="unknown")
         own_class = config.model_type in self.own_classes
         empty = config.values.get("rope_scaling") == {}

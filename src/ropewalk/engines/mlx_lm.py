@@ -95,6 +95,7 @@ MLX_LM = Engine(
         "proportional": Rule(_FILE),
     },
     files="mlx_lm",
+    other_class="rope_traditional",
     without_length={"yarn": 4096, "llama3": 8192},
     precedence=True,
     two_types=("reads type first, and its scheme was not recorded for this config", "unknown"),
