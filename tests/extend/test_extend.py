@@ -301,6 +301,25 @@ def test_a_config_that_reaches_but_that_an_engine_misreads() -> None:
     assert given["rope_parameters"]["attn_factor"] * (0.1 * math.log(4.0) + 1) == pytest.approx(1.0)
 
 
+def test_a_length_that_an_engine_takes_with_other_ropes() -> None:
+    """gpt-oss states truncate, and `ggml_rope_yarn_corr_dims` of llama.cpp always rounds. Others may be unknown."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    oss = {**FLAT, "model_type": "gpt_oss", "head_dim": 64, "rope_theta": 150_000.0, "sliding_window": 128}
+    oss |= {"rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0}, "max_position_embeddings": LONG}
+    found = extend(oss, LONG, engines=("llama.cpp",))
+    assert (found.complete, commands(found)) == (False, "")
+    assert "For the length alone: llama-server -m MODEL.gguf -c 131072" in found.text()
+    [row] = extend({**FLAT, "model_type": "falcon"}, 32_768, engines=("sglang",)).facts["engines"]
+    assert (row["length"], row["why_not"]) == ("", ["layers 0-3 of 4: it has no model falcon."])
+    unknown = {**FLAT, "model_type": "step3p5", "head_dim": 128, "layer_types": ["full_attention"] * 4}
+    unknown |= {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e6}}}
+    [row] = extend(unknown, 32_768, engines=("vllm",), ignore=("rope_theta",)).facts["engines"]
+    assert row["length"] == "vllm serve MODEL --max-model-len 32768"
+    rows = json.loads((Path(__file__).parents[1] / "golden" / "released.json").read_text())["rows"]
+    [twice] = [row["config"] for row in rows if row["file"] == "434.json"]  # Laguna
+    assert "of 40: which value it reads of" in " ".join(extend(twice, 262_144).text().split())
+
+
 def test_tokens_with_several_positions() -> None:
     """Engines divide the pairs among axes with YaRN, and vLLM computes another ramp then."""
     text = {**FLAT, "model_type": "qwen2_5_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}

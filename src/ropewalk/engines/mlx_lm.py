@@ -98,6 +98,6 @@ MLX_LM = Engine(
     other_class="rope_traditional",
     without_length={"yarn": 4096, "llama3": 8192},
     precedence=True,
-    two_types=("reads type first, and its scheme was not recorded for this config", "unknown"),
+    two_types=("it reads type first, and its scheme was not recorded for this config", "unknown"),
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
 )

@@ -138,7 +138,7 @@ def apart_of(
         answer, place = chosen.answer(config), layers(indices, len(own))
         if not answer.is_judged:
             unread = f"what its file for {config.model} reads was not recorded"
-            why = f"it {answer.refusal}" if answer.refusal else unread
+            why = f"it {answer.refusal}" if answer.why == "absent" else answer.refusal or unread
             (apart if answer.why == "absent" else unknown).append(f"{place}: {why}.")
             continue
         if answer.rope is None:

@@ -148,9 +148,8 @@ def extend(
 
 def _plan_facts(source: Source, made: Plan) -> dict[str, Any]:
     before = source.ropes.config or {}
-    keys = [key for key, value in made.written.items() if before.get(key, ...) != value]
-    changed = {key: made.written[key] for key in keys if made.layers or key in LENGTHS}
-    return {"method": made.method, "factor": made.factor, "layers": made.layers, "config": changed}
+    new = {k: v for k, v in made.written.items() if before.get(k, ...) != v and (made.layers or k in LENGTHS)}
+    return {"method": made.method, "factor": made.factor, "layers": made.layers, "config": new}
 
 
 def _replaces(source: Source, made: list[Plan]) -> list[str]:
@@ -175,6 +174,10 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     _, read = ropes_for_engines(source.whole, chosen, **source.asked)
     if override is None:
         return _by_its_file(source, chosen, read, source.text.layers, length)
+    if isinstance(override, Flags):
+        commands = [override.command(model, "", target)]
+    else:
+        commands = [f(model, plans.longer(source, target), target) for f in (override.write, override.python) if f]
     found = for_engine(source.whole, chosen.name, length=length, **source.asked)
     if found.verdict == "command":
         same = Plan("none", 1.0, [], source.ropes, plans.config_of(source, source.ropes, target)[0], source.text)
@@ -184,12 +187,10 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
         why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
         apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)
         if found.verdict != "cannot" or any(apart):
-            return {**row, "why_not": why}
+            loads = all(chosen.answer(config).why in ("", "unknown") for config, _ in read)
+            return {**row, "why_not": why, "length": commands[0] if loads else ""}
         row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
-    if isinstance(override, Flags):
-        return {**row, "commands": [override.command(model, "", target)]}
-    keys = plans.longer(source, target)
-    return {**row, "commands": [f(model, keys, target) for f in (override.write, override.python) if f is not None]}
+    return {**row, "commands": commands}
 
 
 def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, model: str) -> dict[str, Any]:
@@ -238,8 +239,7 @@ def _by_its_file(
     if source.text.file_format:
         return {**_row(chosen), "why_not": ["it reads a config.json, which is not what was passed"]}
     apart, unknown = apart_of(chosen, read, dict(enumerate(layers)), length)
-    reads = "" if apart or unknown else "the config as it is"
-    return {**_row(chosen), "reads": reads, "why_not": [*unknown, *apart]}
+    return {**_row(chosen), "reads": "" if apart or unknown else "the config as it is", "why_not": [*unknown, *apart]}
 
 
 def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any]) -> list[str]:
@@ -289,4 +289,4 @@ def _tokenizer_limit(folder: Path) -> float | None:
 
 def _row(chosen: Engine) -> dict[str, Any]:
     about = {"name": chosen.name, "version": chosen.version, "reads_config": not isinstance(chosen.override, Flags)}
-    return {**about, "plan": None, "commands": [], "reads": "", "why_not": [], "notes": []}
+    return {**about, "plan": None, "commands": [], "reads": "", "why_not": [], "length": "", "notes": []}

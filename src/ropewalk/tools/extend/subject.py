@@ -53,8 +53,7 @@ class Subject:
         self.network, self._tokenizer = _load(source, getattr(torch, dtype), device)
         config = self.network.config.get_text_config()
         self.ropes = ropewalk.from_config(config)
-        stated = stated_length(self.ropes)
-        if stated is None:
+        if (stated := stated_length(self.ropes)) is None:
             raise error(WHO, "the config must state a length in tokens", "none", "Add max_position_embeddings.")
         self.stated = stated
         own = scheme_of(self.ropes)

@@ -32,6 +32,7 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         elif not row["commands"]:
             first, *others = [f"{reason.removesuffix('.')}." for reason in row["why_not"]]
             lines += bullets([f"No command: {first}", *others])
+            lines += [f"  For the length alone: {row['length']}"] * bool(row["length"])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
         lines += ["", *wrap(_CLAIM, "")]
     if facts["warnings"]:
