@@ -320,6 +320,18 @@ def test_a_length_that_an_engine_takes_with_other_ropes() -> None:
     assert "of 40: which value it reads of" in " ".join(extend(twice, 262_144).text().split())
 
 
+def test_a_model_without_positions() -> None:
+    """No layer of Nemotron-H rotates, so its length is only a setting. vLLM and SGLang lack some such models."""
+    config = {**FLAT, "model_type": "nemotron_h", "max_position_embeddings": 262_144}
+    found = extend(config, 1_048_576)
+    assert (found.complete, [plan.method for plan in found.plans]) == (True, ["none"])
+    assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": 1_048_576}
+    assert "No layer rotates tokens beyond a window, so only the length changes." in found.text()
+    assert of(extend(config, 262_144), "vLLM")["commands"][0] == "vllm serve MODEL --max-model-len 262144"
+    absent = of(extend({**config, "model_type": "jamba"}, 262_144, engines=("sglang",)), "SGLang")
+    assert (absent["commands"], absent["why_not"]) == ([], ["it has no model jamba"])
+
+
 def test_tokens_with_several_positions() -> None:
     """Engines divide the pairs among axes with YaRN, and vLLM computes another ramp then."""
     text = {**FLAT, "model_type": "qwen2_5_vl_text", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}

@@ -15,7 +15,7 @@ from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.engines import ENGINES, MORE_ENGINES, Engine, Flags, engine
-from ropewalk.engines._config import to_finite
+from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.rope.rope import Rope
 from ropewalk.tools.diff.for_engine import LENGTHS, Configs, apart_of, find_command, for_engine
 from ropewalk.tools.extend import plan as plans
@@ -172,6 +172,11 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     """Return the command for a config whose ropes reach the length as they are."""
     override, row, length = chosen.override, _row(chosen), min(target, source.length)
     _, read = ropes_for_engines(source.whole, chosen, **source.asked)
+    any_rope = ConfigRope(Rope(2, 10_000.0, "half"), model=source.text.model_type, whole=source.whole)
+    answers = [chosen.answer(config) for config, _ in read or [(any_rope, [])]]
+    loads = all(answer.why in ("", "unknown") for answer in answers)
+    if not (read or loads):
+        return {**row, "why_not": [f"it {answer.refusal}" for answer in answers]}
     if override is None:
         return _by_its_file(source, chosen, read, source.text.layers, length)
     if isinstance(override, Flags):
@@ -187,7 +192,6 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
         why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
         apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)
         if found.verdict != "cannot" or any(apart):
-            loads = all(chosen.answer(config).why in ("", "unknown") for config, _ in read)
             return {**row, "why_not": why, "length": commands[0] if loads else ""}
         row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
     return {**row, "commands": commands}
@@ -202,8 +206,7 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:
-        answers = [chosen.answer(config) for config, _ in source.configs]
-        why = [f"it {answer.refusal}" for answer in answers if answer.why == "absent"][:1]
+        why = [f"it {a.refusal}" for config, _ in source.configs if (a := chosen.answer(config)).why == "absent"][:1]
         own_code = "it loads this config with the model's own code, on which its arguments were not tried"
         return {**row, "why_not": why or [own_code]}
     reasons: dict[str, list[str]] = {}

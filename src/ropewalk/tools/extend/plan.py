@@ -96,14 +96,13 @@ def read_source(config: Any, **options: Any) -> Source:
     """
     text, configs = ropes_for_engines(config, **options)
     length = stated_length(text)
-    if length is None or not configs:
+    if length is None:
         fix = "Add max_position_embeddings to the file: the length that the model was trained for, as its card says."
-        must = "the config must state a length in tokens" if configs else "a layer of the model must rotate"
-        raise error(text.source, must, "none", fix if configs else "It has no rope that could be scaled.")
+        raise error(text.source, "the config must state a length in tokens", "none", fix)
     longest, trained = text.max_position_embeddings, text.trained_length
     if longest and trained and trained < longest and length <= 1.01 * MARGIN * longest:
         length = longest  # what its factor, with a margin, was chosen for
-    whole = configs[0][0].whole  # without the keys to ignore
+    whole = configs[0][0].whole if configs else text.config or {}  # without the keys to ignore
     needed = () if text.file_format else ("pairing", "base")  # a converted config states both
     asked: dict[str, Any] = {key: options[key] for key in needed if options.get(key) is not None}
     ropes = read_config(whole, ignore=find_engine_keys(whole), **asked)

@@ -161,11 +161,10 @@ class Subject:
 
     def _mask(self, positions: Tensor, rows: int) -> Any:
         """Return a mask in which windows count positions. transformers counts tokens, and so would skip the hole."""
-        device = self.network.device
+        device, dtype = self.network.device, self.network.dtype
         if not self._windows:  # without any mask, transformers would take the hole for the end of a text
             return torch.ones(rows, len(positions), dtype=torch.long, device=device)
         distance = positions[:, None] - positions
-        dtype = self.network.dtype
         return {
             kind: torch.where(
                 (distance >= 0) & (distance < (window or len(positions) + positions[-1])), 0.0, torch.finfo(dtype).min

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import printable
-from ropewalk.tools.diff.text import bullets, layers, left_out, wrap
+from ropewalk.tools.diff.text import bullets, layers, left_out, section, wrap
 from ropewalk.tools.extend.plan import MARGIN
 
 
@@ -35,8 +35,7 @@ def extended_text(facts: Mapping[str, Any]) -> str:
             lines += [f"  For the length alone: {row['length']}"] * bool(row["length"])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
         lines += ["", *wrap(_CLAIM, "")]
-    if facts["warnings"]:
-        lines += ["", "warnings", *bullets(f"! {warning}" for warning in facts["warnings"])]
+    lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))
     return "\n".join(map(printable, lines))
 
 
@@ -57,7 +56,7 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     first, *others = facts["plans"]
     asked = facts["asked"]
     if not first["layers"]:
-        return ["No layer that rotates sees farther than its window, so only the length changes."]
+        return ["No layer rotates tokens beyond a window, so only the length changes."]
     words = _WORDS[first["method"]]
     parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
