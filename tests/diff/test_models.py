@@ -365,14 +365,13 @@ def deepseek_v4(written: str = "rope_scaling") -> dict[str, Any]:
 
 @pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
 def test_deepseek_v4(written: str) -> None:
-    """vLLM and SGLang multiply cos and sin by 1, which was only read in their code. mlx-lm does not have the model."""
-    found = diff.engines(deepseek_v4(written))
+    """Engines multiply cos and sin by 1, which was only read in their code. mlx-lm does not have the model."""
+    found, read = diff.engines(deepseek_v4(written)), {"SGLang", "vLLM", "llama.cpp"}
     assert found.facts["states"]["mlx-lm"] == "absent"
-    assert found.facts["states"]["SGLang"] == found.facts["states"]["vLLM"] == "same"
+    assert {found.facts["states"][name] for name in read} == {"same"}
     for row in found.facts["ropes"]:
-        for name in ("SGLang", "vLLM"):
-            assert row["at"][-1]["engines"][name]["attention_factor"] == 1.0
-        assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == {"SGLang", "vLLM"}
+        assert {row["at"][-1]["engines"][name]["attention_factor"] for name in read} == {1.0}
+        assert {entry["name"] for entry in row["engines"] if entry["seen"] == "read"} == read
     assert "SGLang 0.5.23 (srt/models/deepseek_v4.py, " in found.text(verbose=True)
     assert "; read, not run)" in found.text(verbose=True)
 
