@@ -250,7 +250,6 @@ class TestSentences:
             ("exaone", "vllm", {}, "absent"),  # its transformers has no class for the config
             ("exaone", "vllm", {"auto_map": {"AutoConfig": "configuration_exaone.ExaoneConfig"}}, "unknown"),
             # The registries of both have the class of Ling 2.5 and 2.6, and not that of transformers.
-            ("bailing_hybrid", "vllm", LING, "unknown"),
             ("bailing_hybrid", "sglang", LING, "unknown"),
             ("bailing_hybrid", "vllm", {**LING, "architectures": ["BailingHybridForCausalLM"]}, "absent"),
             ("internvl_chat", "llama.cpp", {}, "absent"),
@@ -265,6 +264,12 @@ class TestSentences:
         if model == "internvl_chat":
             config = {"model_type": model, "llm_config": {**LLAMA_5, **keys}}
         assert [*diff.engines(config, names=[name]).facts["states"].values()] == [wanted]
+
+    def test_a_model_by_the_row_of_its_class(self) -> None:
+        """The layers with linear attention rotate half of their heads, and the others qk_rope_head_dim in full."""
+        report = diff.engines({**LLAMA_5, **LING, "model_type": "bailing_hybrid"}, names=["vllm"])
+        assert [*report.facts["states"].values()] == ["same"]
+        assert "was not recorded" not in str(report)
 
     @pytest.mark.parametrize(("traditional", "states"), [(False, ["same", "same"]), (True, ["same", "unknown"])])
     def test_a_key_of_mlx_lm(self, traditional: bool, states: list[str]) -> None:

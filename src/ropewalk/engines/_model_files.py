@@ -102,10 +102,10 @@ _LISTS = ("base", "scaling", "fraction", "needs", "section_needs", "every")
 def _table(name: str) -> tuple[Mapping[str, ModelFile], Mapping[str, str], Mapping[str, list[str]], bool]:
     """Return the rows of an engine's table, the model_types that the engine does not have, `unless` and `inside`.
 
-    The row "*" is that of all other model_types that ropewalk knows. What it does not have is mapped to the class that
-    it lacks, or "": it may have another that `architectures` names. `unless` maps "auto_map", or "architectures" of a
-    text model inside, to the model_types that the engine may have if a config has this key. `inside` is whether the
-    engine reads a text model that another model contains by the row of its own model_type.
+    A row is of a model_type, of a class in `architectures`, or, named "*", of all other known model_types. What it does
+    not have is mapped to the class that it lacks, or "": `architectures` may name another. `unless` maps "auto_map", or
+    "architectures" of a text model inside, to the model_types that the engine may have if a config has this key.
+    `inside` is whether the engine reads a text model that another model contains by the row of its own model_type.
     """
     table = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
     rows = {model: _row(values) for model, values in table["models"].items()}
@@ -115,11 +115,12 @@ def _table(name: str) -> tuple[Mapping[str, ModelFile], Mapping[str, str], Mappi
 def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     """Return the row for a config, and the model_type that the engine does not have; None and "" if there is none."""
     rows, absent, unless, inside = _table(table)
-    names = [config.model, *([config.model_type] if inside else [])]
     whole = config.model.partition("/")[0]  # of its parts, an engine may have one without a name of its own
     stated = {"auto_map": config.whole.get("auto_map"), "architectures": config.values.get("architectures")}
-    named = config.whole.get("architectures")
-    other = absent.get(whole) and isinstance(named, list) and named and absent[whole] not in named
+    classes = config.whole.get("architectures")
+    named = [*map(str, classes)] if isinstance(classes, list) else []
+    names = [*named, config.model, *([config.model_type] if inside else [])]
+    other = absent.get(whole) and named and absent[whole] not in named
     may = other or any(stated[key] and whole in unless[key] for key in unless)
     lacking = whole if whole in absent and not may else ""
     return next((rows[name] for name in names if name in rows), rows.get("*") if config.known else None), lacking
