@@ -309,6 +309,9 @@ def test_a_length_that_an_engine_takes_with_other_ropes() -> None:
     found = extend(oss, LONG, engines=("llama.cpp",))
     assert (found.complete, commands(found)) == (False, "")
     assert "For the length alone: llama-server -m MODEL.gguf -c 131072" in found.text()
+    dynamic = {**FLAT, "model_type": "internlm2", "rope_scaling": {"type": "dynamic", "factor": 3.0}}
+    [row] = extend(dynamic, 65_536, engines=("vllm",)).facts["engines"]  # its table has 32,768 rows
+    assert (row["length"], "It never scales" in row["why_not"][0]) == ("", True)
     [row] = extend({**FLAT, "model_type": "falcon"}, 32_768, engines=("sglang",)).facts["engines"]
     assert (row["length"], row["why_not"]) == ("", ["layers 0-3 of 4: it has no model falcon."])
     unknown = {**FLAT, "model_type": "step3p5", "head_dim": 128, "layer_types": ["full_attention"] * 4}

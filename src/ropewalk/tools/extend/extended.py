@@ -192,7 +192,8 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
         why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
         apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)
         if found.verdict != "cannot" or any(apart):
-            return {**row, "why_not": why, "length": commands[0] if loads else ""}
+            within = loads and all((config.longest or target) >= target for config, _ in read)
+            return {**row, "why_not": why, "length": commands[0] if within else ""}
         row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
     return {**row, "commands": commands}
 
@@ -250,8 +251,7 @@ def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any
     found = []
     for name in METHODS.keys() - tried.keys():
         with contextlib.suppress(RopeError):  # the config cannot state it
-            made = plans.make(source, target, name, None)
-            row = _extended(source, chosen, [made], target, "MODEL")
+            row = _extended(source, chosen, [plans.make(source, target, name, None)], target, "MODEL")
             found += [name] if row["commands"] or row["reads"] else []
     return [f"It can with {_checks.option('method')} {' or '.join(sorted(found))}"] if found else []
 
