@@ -703,43 +703,6 @@ class TestReport:
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
 
-    def test_what_casting_does_to_a_table_is_a_grade(self) -> None:
-        """It does it to every module with a buffer, also to those of transformers."""
-
-        class InABuffer(torch.nn.Module):
-            inv_freq: Tensor
-
-            def __init__(self, dim: int) -> None:
-                super().__init__()
-                self.register_buffer("inv_freq", 10_000.0 ** (-torch.arange(0, dim, 2) / dim), persistent=False)
-
-            def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-                return turned(x, positions[..., None, None] * self.inv_freq.float())
-
-        class Computed(InABuffer):
-            def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-                return turned(x, positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / 64))
-
-        class Rebuilt(InABuffer):
-            """Mistral in transformers 4.38: a longer table than the first is computed again."""
-
-            def __init__(self, dim: int, max_position_embeddings: int = 8192) -> None:
-                super().__init__(dim)
-                self.angles = torch.arange(max_position_embeddings)[:, None] * self.inv_freq
-
-            def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-                if (rows := int(positions.max()) + 1) > len(self.angles):
-                    self.angles = torch.arange(rows).type_as(self.inv_freq)[:, None] * self.inv_freq
-                return turned(x, self.angles[positions][..., None, :].float())
-
-        for target, right in ((InABuffer, None), (Computed, True), (Rebuilt, None)):
-            report = conformance.check(target)
-            grades = {grade.name: grade for grade in report.grades}
-            assert report.codes == []
-            cast = grades["after .bfloat16()"]
-            rounded = cast.says.startswith("the angles are rounded: ")
-            assert (cast.right, rounded) == (right, right is None)
-
     def test_the_smallest_case(self) -> None:
         report = conformance.Report("mine")
         report.add("size-dependent", "The last head is not rotated.", "3 heads of 80 channels, 1 token")

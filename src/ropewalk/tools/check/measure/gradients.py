@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.measure import sizes
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
 from ropewalk.tools.check.measure.fused import norm_weights, normed
@@ -23,12 +24,12 @@ _USUAL = ((1, TOKENS, HEADS, HEADS),)  # rows, tokens, heads of q, heads of k
 ODD = ((1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
 
 
-def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUAL) -> bool:
+def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) -> bool:
     """Report the first case with a wrong gradient, as the smallest one. Return whether gradients are judged.
 
     Args:
         baseline: the first measurement.
-        sizes: the numbers of rows, of tokens, of heads of q and of heads of k to try.
+        of: the numbers of rows, of tokens, of heads of q and of heads of k to try.
 
     Raises:
         CallError: the call with the usual sizes fails.
@@ -37,21 +38,21 @@ def check(baseline: Baseline, sizes: Sequence[tuple[int, int, int, int]] = _USUA
         return False
     cases = [
         usual(baseline.subject, rows=1 if baseline.subject.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
-        for rows, tokens, q, k in sizes
+        for rows, tokens, q, k in of
     ]
     found, raised = first_fault(cases, partial(find_fault, baseline))
     if found is None and "weights" in baseline.subject.form.takes:
         found, _ = first_fault(cases, partial(_find_fault_of_weights, baseline))
     if found is not None:
         baseline.report.add(*found)
-    elif raised and sizes == _USUAL:
+    elif raised and of == _USUAL:
         raise CallError("raises", raised)
     return True
 
 
 def are_judged(report: Report) -> bool:
     """Return whether gradients are judged. That of a wrong result is wrong, too."""
-    return report.verdict == "right" and "no-gradient" not in report.codes
+    return report.verdict == "right" and not {"no-gradient", *POSITIONS_IGNORED} & {*report.codes}
 
 
 def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
@@ -67,10 +68,10 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     Raises:
         CallError: the call fails.
     """
-    subject, positions, overwritten = baseline.subject, _positions(baseline, case), False
+    subject, positions, overwritten = baseline.subject, case.positions(baseline.subject), False
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
     _, results = _call(subject, case, positions)
-    if not all(baseline.matches(positions, heads=case.heads, k_heads=case.k_heads)):
+    if sizes.find_fault(baseline, case) is not None:
         return None  # the result itself is wrong, and so is its gradient
     if not any(out.requires_grad for out in results if out is not None):
         return "no-gradient", "No result has a gradient with respect to its input."
@@ -115,11 +116,6 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     return None
 
 
-def _positions(baseline: Baseline, case: Case) -> Tensor:
-    is_ignored = POSITIONS_IGNORED & {*baseline.report.codes}
-    return torch.arange(case.tokens).expand(case.rows, -1) if is_ignored else case.positions(baseline.subject)
-
-
 def _call(
     subject: Subject, case: Case, positions: Tensor, scale: float = 1.0
 ) -> tuple[list[Tensor], tuple[Tensor, Tensor | None]]:
@@ -133,7 +129,7 @@ def _call(
 
 def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of the weights of a norm, and a description, or None."""
-    subject, positions, tensors = baseline.subject, _positions(baseline, case), case.tensors()
+    subject, positions, tensors = baseline.subject, case.positions(baseline.subject), case.tensors()
     for index, (name, x) in enumerate(zip("qk", tensors, strict=True)):
         weights = [weight.clone().requires_grad_() for weight in norm_weights(case.channels)]
         with torch.enable_grad():

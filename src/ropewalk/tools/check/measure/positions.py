@@ -34,14 +34,14 @@ class _Far(NamedTuple):
     end: str
 
 
-def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32, subject: Subject | None = None) -> _Far:
+def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32) -> _Far:
     """Compare the angles at large positions with the law. In 16 bits, the rounding of cos, sin and x is no error."""
     law = replace(baseline.law, noise=ROUNDING.get(dtype, baseline.law.noise))
     errors: dict[int, tuple[float, float]] = {}
     end, fault = "", None
     for positions in _probes(baseline, LONGEST_CALL if dtype == torch.float32 else 512):
         try:
-            z = baseline.measure(positions, dtype, subject)
+            z = baseline.measure(positions, dtype)
         except CallError as e:
             if e.code != "raises":
                 return _Far((e.code, f"At positions up to {int(positions[-1]):,}: {e}."), errors, end)
@@ -219,12 +219,3 @@ def judge_autocast(baseline: Baseline) -> bool:
     if fault is not None:
         baseline.report.add("lost-by-autocast", f"Under autocast: {fault[1]}")
     return True
-
-
-def judge_cast(baseline: Baseline) -> bool | str:
-    """Cast the module as `model.bfloat16()` does, and check its angles. This does not count as a finding."""
-    if baseline.subject.rebuild is None or (subject := baseline.subject.rebuild()).module is None:
-        return False
-    subject.module.to(torch.bfloat16)
-    fault = _measure_far(baseline, torch.bfloat16, subject).fault
-    return True if fault is None else f"the angles are rounded: {fault[1]}"

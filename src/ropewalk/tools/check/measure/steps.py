@@ -85,8 +85,6 @@ def run(subject: Subject, report: Report) -> None:
             report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
         report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
     states.judge(baseline, sure)
-    if "earlier-calls-matter" not in report.codes:
-        report.test("after .bfloat16()", partial(positions.judge_cast, baseline), may_raise=True)
 
 
 def _measure(subject: Subject, report: Report) -> Baseline | None:
