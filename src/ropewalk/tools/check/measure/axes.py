@@ -45,7 +45,7 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
     measured = torch.stack([z[: min(map(len, of_axes))] for z in of_axes])  # up to the end of the shortest
     sizes = measured.abs() / multipliers.abs().median()
     if bool((sizes - 1).abs().max() > 1e-3):
-        of, _, pair = _first((sizes - 1).abs() > 1e-3)
+        of, _, pair = ((sizes - 1).abs() > 1e-3).nonzero()[0].tolist()
         says = f"The two channels of pair {pair} are turned by different axes. With positions on one axis alone, "
         report.add(
             "mixed-pairings",
@@ -85,11 +85,6 @@ def _names(count: int, expected: Expected) -> tuple[str, ...]:
         return expected.axis_names
     usual = {2: ("height", "width"), 3: ("time", "height", "width")}
     return usual.get(count, tuple(f"axis {axis}" for axis in range(count)))
-
-
-def _first(where: Tensor) -> list[int]:
-    first: list[int] = where.nonzero()[0].tolist()
-    return first
 
 
 def _measure(subject: Subject, structure: Structure, axis: int) -> Tensor:

@@ -120,16 +120,11 @@ def first_fault(
                 continue
             found = e.code, f"{e}."
         if found is not None:
-            code, says, smallest = _smallest_fault(case, fault, found)
-            return (code, says, str(smallest)), raised
-    return None, raised
-
-
-def _smallest_fault(
-    case: Case, fault: Callable[[Case], tuple[str, str] | None], found: tuple[str, str]
-) -> tuple[str, str, Case]:
+            break
+    else:
+        return None, raised
     smallest = case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == found[0])
-    return *(found if smallest == case else fault(smallest) or found), smallest
+    return (*(found if smallest == case else fault(smallest) or found), str(smallest)), raised
 
 
 def unwritten(call: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:

@@ -52,7 +52,6 @@ def judge(baseline: Baseline) -> None:
         "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "gradients": gradients.check,
-        "gradients of other calls": _check_gradients,
     }
     for name, test in tests.items():
         baseline.report.test(name, partial(test, baseline))
@@ -218,17 +217,3 @@ def _check_views(baseline: Baseline) -> bool:
 
 def _half_of_a_wider_one(t: Tensor) -> Tensor:
     return torch.cat((t, -t), dim=-1)[..., : t.shape[-1]] if t.is_floating_point() else t
-
-
-def _check_gradients(baseline: Baseline) -> bool:
-    """Test the gradients of the other calls, unless something is wrong already."""
-    if not gradients.are_judged(baseline.report):
-        return False
-    others = [replace(baseline, subject=call) for call in baseline.subject.others]
-    for other in others:
-        case = usual(other.subject, tokens=7, rows=1 if other.subject.has_one_row else 2)
-        with contextlib.suppress(CallError):
-            if (fault := gradients.find_fault(other, case)) is not None:
-                baseline.report.add(fault[0], f"In the call {other.subject.signature}: {fault[1]}", str(case))
-                break
-    return bool(others)

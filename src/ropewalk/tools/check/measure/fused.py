@@ -131,24 +131,17 @@ def normed(subject: Subject, x: Tensor, weight: Tensor | float) -> Tensor:
 
 def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare with the norm of each head by its own weight, then the rotation."""
-    form = baseline.subject.form
+    form, weights, positions = baseline.subject.form, norm_weights(case.channels), case.positions(baseline.subject)
     if form.added[0] != form.added[1]:
         q, k = ("1 + weight" if added else "weight" for added in form.added)
         return "wrong-norm", f"The norm of q multiplies by {q}, and that of k by {k}."
     for eps in (form.eps, 0.5) if "eps" in form.call.parameter_of else (form.eps,):
         subject = replace(baseline.subject, form=replace(form, eps=eps))
-        if (found := _norm_fault_at(replace(baseline, subject=subject), case)) is not None:
-            return found
-    return None
-
-
-def _norm_fault_at(baseline: Baseline, case: Case) -> tuple[str, str] | None:
-    subject, weights, positions = baseline.subject, norm_weights(case.channels), case.positions(baseline.subject)
-    _, results = _call(subject, case, weights=weights)
-    for name, x, out, weight in zip("qk", case.tensors(), (results.q, results.k), weights, strict=True):
-        right = baseline.predict(normed(subject, x, weight), positions, key=name == "k")
-        if out is not None and not bool(((out - right).abs() < CLOSE).all()):
-            whole = "all heads together" if subject.form.of_all_heads else "each head"
-            says = f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
-            return "wrong-norm", says
+        _, results = _call(subject, case, weights=weights)
+        for name, x, out, weight in zip("qk", case.tensors(), (results.q, results.k), weights, strict=True):
+            right = baseline.predict(normed(subject, x, weight), positions, key=name == "k")
+            if out is not None and not bool(((out - right).abs() < CLOSE).all()):
+                whole = "all heads together" if form.of_all_heads else "each head"
+                says = f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
+                return "wrong-norm", says
     return None

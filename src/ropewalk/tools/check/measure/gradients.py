@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +16,6 @@ from ropewalk.tools.check.measure import sizes
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
 from ropewalk.tools.check.measure.fused import norm_weights, normed
-from ropewalk.tools.check.report import Report
 
 _TIMES = 4
 
@@ -25,7 +25,7 @@ ODD = ((1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
 
 
 def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) -> bool:
-    """Report the first case with a wrong gradient, as the smallest one. Return whether gradients are judged.
+    """Report the first case of any call with a wrong gradient, as the smallest. Return whether gradients are judged.
 
     Args:
         baseline: the first measurement.
@@ -34,32 +34,29 @@ def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) 
     Raises:
         CallError: the call with the usual sizes fails.
     """
-    if not are_judged(baseline.report):
-        return False
-    cases = [
-        usual(baseline.subject, rows=1 if baseline.subject.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
-        for rows, tokens, q, k in of
-    ]
-    found, raised = first_fault(cases, partial(find_fault, baseline))
-    if found is None and "weights" in baseline.subject.form.takes:
-        found, _ = first_fault(cases, partial(_find_fault_of_weights, baseline))
-    if found is not None:
-        baseline.report.add(*found)
-    elif raised and of == _USUAL:
-        raise CallError("raises", raised)
+    report, plain = baseline.report, baseline.subject
+    if report.verdict == "wrong" or {"no-gradient", *POSITIONS_IGNORED} & {*report.codes}:
+        return False  # the gradient of a wrong result is wrong, too
+    for call in (plain, *plain.others):
+        there, name = replace(baseline, subject=call), "" if call is plain else f"In the call {call.signature}: "
+        cases = [
+            usual(call, rows=1 if call.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
+            for rows, tokens, q, k in of
+        ]
+        found, raised = first_fault(cases, partial(_find_fault, there))
+        if found is None and "weights" in call.form.takes:
+            found, _ = first_fault(cases, partial(_find_fault_of_weights, there))
+        is_refused = call is not plain and found is not None and found[0] == "wrong-shape"  # several offsets
+        if found is not None and not is_refused:
+            report.add(found[0], name + found[1], found[2])
+            break
+        if raised and call is plain and of == _USUAL:
+            raise CallError("raises", raised)
     return True
 
 
-def are_judged(report: Report) -> bool:
-    """Return whether gradients are judged. That of a wrong result is wrong, too."""
-    return report.verdict == "right" and not {"no-gradient", *POSITIONS_IGNORED} & {*report.codes}
-
-
-def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
+def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of one call, and a description, or None.
-
-    The output gradients are those of the first channels of all pairs, and then those of the second. Each element of
-    such a gradient is a single term, so an element that is zero is a term without a gradient.
 
     Args:
         baseline: the first measurement.
@@ -78,36 +75,33 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     for index, (name, x, result) in enumerate(zip("qk", case.tensors(), results, strict=True)):
         if result is None:
             continue
-        if not result.requires_grad:
-            return "wrong-gradient", f"The result for {name} has no gradient, unlike the other."
-        for weight in _weights(baseline, x):
-            incoming, grads = subject.to_native(weight), list[Tensor]()
-            try:
-                for _ in range(_TIMES):
-                    inputs, results = _call(subject, case, positions)
-                    out, passed = cast(Tensor, results[index]), subject.to_native(weight.clone())
-                    grads += torch.autograd.grad(out, inputs[index], passed, materialize_grads=True)
-                    overwritten = overwritten or not torch.equal(passed, incoming)
-            except RuntimeError as e:
-                message = _checks.message_of(e)[:150]
-                has_none = "inplace" in message or isinstance(e, NotImplementedError)
-                return "no-gradient" if has_none else "wrong-gradient", f"The backward pass raises: {message}"
-            if any(not torch.equal(grads[1], other) for other in grads[2:]):
-                return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
-            grad = subject.from_native(grads[0])
-            right = _right(baseline, weight, x, positions, name == "k")
-            wrong = ~((grad - right).abs() < baseline.tolerance(positions))
-            if not bool(wrong.any()):
-                continue
-            if not bool(grad[wrong].any()):
-                return "wrong-gradient", f"A part of the gradient of {name} is zero{where(wrong)}."
-            if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
-                part = "" if torch.equal(grad, weight) else where(wrong)
-                says = f"The gradient of {name} is that of a function that changes nothing{part}."
-                return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
-            if subject.form.in_place and _depends_on_values(subject, case, positions, index, weight, grads[0]):
-                return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
-            return "wrong-gradient", "The gradient is not the output gradient rotated by minus the angle."
+        weight = _output_gradient(x)
+        incoming, grads = subject.to_native(weight), list[Tensor]()
+        try:
+            for _ in range(_TIMES):
+                inputs, results = _call(subject, case, positions)
+                out, passed = cast(Tensor, results[index]), subject.to_native(weight.clone())
+                grads += torch.autograd.grad(out, inputs[index], passed, materialize_grads=True)
+                overwritten = overwritten or not torch.equal(passed, incoming)
+        except RuntimeError as e:
+            message = _checks.message_of(e)[:150]
+            has_none = "inplace" in message or isinstance(e, NotImplementedError)
+            return "no-gradient" if has_none else "wrong-gradient", f"The backward pass of {name} raises: {message}"
+        if any(not torch.equal(grads[1], other) for other in grads[2:]):
+            return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
+        grad = subject.from_native(grads[0])
+        right = _right(baseline, weight, x, positions, name == "k")
+        wrong = ~((grad - right).abs() < baseline.tolerance(positions))
+        if not bool(wrong.any()):
+            continue
+        if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
+            part = "" if torch.equal(grad, weight) else where(wrong)
+            says = f"The gradient of {name} is that of a function that changes nothing{part}."
+            return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
+        if subject.form.in_place and _depends_on_values(subject, case, positions, index, weight, grads[0]):
+            return in_place, f"The gradient of {name} depends on values that are overwritten{where(wrong)}."
+        says = f"The gradient of {name} is not the output gradient rotated by minus the angle{where(wrong)}."
+        return "wrong-gradient", says
     if overwritten:
         return (
             "gradient-overwritten",
@@ -138,7 +132,7 @@ def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | 
             if out is None or not out.requires_grad:
                 continue
             right = baseline.predict(right, positions, key=name == "k")
-        weight = torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape)
+        weight = _output_gradient(x)
         (expected,) = torch.autograd.grad(right, weights[index], weight.double())
         (grad,) = torch.autograd.grad(out, weights[index], weight, materialize_grads=True)
         if bool(((grad - expected).abs() > CLOSE * expected.abs().max()).any()):
@@ -158,12 +152,8 @@ def _is_claimed(out: Tensor) -> bool:
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
 
 
-def _weights(baseline: Baseline, x: Tensor) -> list[Tensor]:
-    """Return two output gradients: 0 in the first channels of all pairs, and 0 in the second."""
-    weights = [torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape) for _ in range(2)]
-    for weight, channels in zip(weights, baseline.structure.outs.T, strict=True):
-        weight[..., channels] = 0
-    return weights
+def _output_gradient(x: Tensor) -> Tensor:
+    return torch.sin(0.3 + 0.9 * torch.arange(x.numel())).view(x.shape)
 
 
 def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key: bool) -> Tensor:

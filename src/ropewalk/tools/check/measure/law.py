@@ -119,8 +119,6 @@ def identify(
     factor = float(multipliers.abs().median()) or 1.0
     inv_freq = measure_frequencies(multipliers, positions)
     measured = Law(inv_freq, factor, uncertain=(formats.FLOAT32 + noise) / inv_freq.abs().clamp(min=1e-30))
-    if not bool(multipliers.abs().isfinite().all()):
-        return replace(measured, code="not-finite", says="The result is not finite at positions 0 to 63.")
     if not measured.explains(multipliers, positions):
         says = "The angles are not proportional to the positions."
         measured = replace(measured, code="wrong-frequencies", says=says)

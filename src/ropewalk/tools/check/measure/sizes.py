@@ -77,7 +77,5 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
             what = "not rotated"
         elif not bool(out[wrong].any()):
             what = "zero"
-        elif not bool(out[wrong].isfinite().any()):
-            what = "not finite"
         return "size-dependent", f"{name} is {what}{where(wrong)}."
     return None

@@ -74,7 +74,7 @@ def infer(matrices: Tensor) -> Structure | None:
     Returns:
         The pairs and their flaw, or None if no two channels form a pair.
     """
-    depends = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
+    depends = (matrices.abs() > 0).any(0)
     groups = _groups(depends)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
     irregular = [(i, o) for i, o in groups if not len(i) == len(o) == 2 and len(i) + len(o) > 2]
@@ -152,12 +152,10 @@ def _is_rotation(blocks: Tensor) -> bool:
 
 
 def _flaw(blocks: Tensor) -> str | None:
-    """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations or have a NaN.
+    """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations.
 
     "xpos" is no bug: the size of each pair is a power of its position.
     """
-    if bool(blocks.isnan().any()):
-        return None
     first_row, second_row = _complex_rows(blocks)
     if _is_rotation(blocks):
         sizes = first_row.abs()
