@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.measure import gradients, sizes
+from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, unwritten, usual, waves, where
 
@@ -22,18 +22,19 @@ _RAGGED = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]]
 _OFFSETS = FIRST + torch.tensor([[9], [20], [7]])
 _DOCUMENTS = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2]])
 
-# The positions of each test, with the code of the bug if nothing explains the results.
-_CALLS = {
-    "positions passed": [(FIRST + 7, "wrong-far-positions"), (torch.tensor([[9, 3, 60, 3, 0]]), "positions-ignored")],
-    "one token": [(torch.tensor([[9]]), "one-token-wrong")],
-    "batch": [(FIRST.expand(3, -1), "batch-ignored"), (torch.full((3, 1), 9), "batch-ignored")],
-    "ragged rows": [(_RAGGED, "rows-mixed-up"), (_RAGGED[:, 2:3], "one-token-wrong")],
-}
-# The same for calls of one kind.
-_OTHER_CALLS = {
-    "offsets of rows": (("offsets",), _OFFSETS, "offset-ignored"),
-    "offset into tables": (("offset",), FIRST + 7, "offset-ignored"),
-    "documents in one row": (("packed", "runs"), _DOCUMENTS, "segments-ignored"),
+# The kinds of calls that each test is for, or () for all; and positions, with the code of the bug if nothing explains
+# the results.
+_CALLS: dict[str, tuple[tuple[str, ...], list[tuple[Tensor, str]]]] = {
+    "positions passed": (
+        (),
+        [(FIRST + 7, "wrong-far-positions"), (torch.tensor([[9, 3, 60, 3, 0]]), "positions-ignored")],
+    ),
+    "one token": ((), [(torch.tensor([[9]]), "one-token-wrong")]),
+    "batch": ((), [(FIRST.expand(3, -1), "batch-ignored"), (torch.full((3, 1), 9), "batch-ignored")]),
+    "ragged rows": ((), [(_RAGGED, "rows-mixed-up"), (_RAGGED[:, 2:3], "one-token-wrong")]),
+    "offsets of rows": (("offsets",), [(_OFFSETS, "offset-ignored")]),
+    "offset into tables": (("offset",), [(FIRST + 7, "offset-ignored")]),
+    "documents in one row": (("packed", "runs"), [(_DOCUMENTS, "segments-ignored")]),
 }
 _EXPLAINED = POSITIONS_IGNORED | {"wrong-far-positions", "one-token-wrong", "batch-ignored"}
 """The findings that also make calls with other positions wrong."""
@@ -41,10 +42,8 @@ _EXPLAINED = POSITIONS_IGNORED | {"wrong-far-positions", "one-token-wrong", "bat
 
 def judge(baseline: Baseline) -> None:
     """Run every test that the subject supports, and add findings and grades to the report."""
-    for name, calls in _CALLS.items():
-        baseline.report.test(name, partial(_check_calls, baseline, calls))
-    for name, (kinds, positions, otherwise) in _OTHER_CALLS.items():
-        baseline.report.test(name, partial(_check_other_calls, baseline, kinds, positions, otherwise))
+    for name, (kinds, calls) in _CALLS.items():
+        baseline.report.test(name, partial(_check_calls, baseline, kinds, calls))
     tests: dict[str, Callable[[Baseline], bool]] = {
         "left padding": _check_left_padding,
         "int32 positions": _check_int32,
@@ -60,48 +59,38 @@ def judge(baseline: Baseline) -> None:
 # Each test returns False if the subject does not support it.
 
 
-def _check_calls(baseline: Baseline, calls: list[tuple[Tensor, str]]) -> bool | str:
+def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[Tensor, str]]) -> bool | str:
     subject, tried = baseline.subject, False
+    if _EXPLAINED & {*baseline.report.codes}:
+        return False
+    of_kind = [call for call in (subject, *subject.others) if not kinds or call.way.positions in kinds]
     for positions, otherwise in calls:
-        accepting = next((call for call in (subject, *subject.others) if call.accepts(positions)), None)
+        accepting = next((call for call in of_kind if call.accepts(positions)), None)
         if accepting is None:
             break
+        shifted = [] if accepting.way.positions == "packed" else [("positions-off-by-one", positions + 1)]
+        try:
+            is_wrong = replace(baseline, subject=accepting).judge(positions, otherwise, *shifted)
+        except CallError:
+            if not kinds:
+                raise
+            break  # a parameter that is for one offset
         tried = True
-        if _EXPLAINED & {*baseline.report.codes} or replace(baseline, subject=accepting).judge(
-            positions, otherwise, ("positions-off-by-one", positions + 1)
-        ):
+        if is_wrong:
             break
-    if not tried and subject.way.positions == "shared":
+    if not tried and not kinds and subject.way.positions == "shared":
         return "not judged: only positions shared by all rows of the batch can be passed"
     return tried
-
-
-def _of_kind(baseline: Baseline, *kinds: str) -> list[Baseline]:
-    """Return the measurement with each call of the target that accepts such positions."""
-    calls = (baseline.subject, *baseline.subject.others)
-    return [replace(baseline, subject=call) for call in calls if call.way.positions in kinds]
-
-
-def _check_other_calls(baseline: Baseline, kinds: tuple[str, ...], positions: Tensor, otherwise: str) -> bool:
-    if baseline.subject.way.positions == "offset" and "offset" in kinds:
-        return False  # it is judged as the plain call
-    calls = _of_kind(baseline, *kinds)
-    shifted = [] if "packed" in kinds else [("positions-off-by-one", positions + 1)]
-    with contextlib.suppress(CallError):  # a parameter that is for one offset
-        for other in calls:
-            other.judge(positions, otherwise, *shifted)
-        return bool(calls)
-    return False
 
 
 def _check_left_padding(baseline: Baseline) -> bool:
     """Test that the results of tokens before position 0, which are padding, are written."""
     positions = FIRST + torch.tensor([[-2], [0]])
-    calls = _of_kind(baseline, "offsets")
-    for other in calls:
-        case = usual(other.subject, rows=2)
+    calls = [call for call in (baseline.subject, *baseline.subject.others) if call.way.positions == "offsets"]
+    for call in calls:
+        case = usual(call, rows=2)
         try:
-            missing, *_ = unwritten(partial(other.subject, *case.tensors(), positions))
+            missing, *_ = unwritten(partial(call, *case.tensors(), positions))
         except CallError:
             return False
         if bool(missing.any()):
@@ -210,7 +199,8 @@ def _check_views(baseline: Baseline) -> bool:
         report.add("memory-overwritten", used.overwritten[0])
     if subject.way.given is not None and not subject.form.is_fused:
         with contextlib.suppress(CallError):  # it refuses such tables
-            if sizes.find_fault(_passing(baseline, _half_of_a_wider_one), usual(subject)) is not None:
+            results = _passing(baseline, _half_of_a_wider_one).compare(usual(subject), FIRST)
+            if not all(bool(((out - right).abs() < CLOSE).all()) for *_, out, right in results):
                 report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
     return True
 
