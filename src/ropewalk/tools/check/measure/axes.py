@@ -154,16 +154,7 @@ def _code(right: tuple[int, ...], axis: tuple[int, ...], count: int) -> str:
     for order in permutations(range(count)):
         if axis == tuple(order[a] for a in right):
             return "axes-exchanged" if order[:-2] == (*range(count - 2),) else "sections-permuted"
-    sizes = [right.count(a) for a in range(count)]
-    forms = [{a: _is_one_run(of, a) for a in {*right}} for of in (right, axis)]
-    others = [Axes.interleaved(order).axis for order in permutations(sizes)]
-    permuted = forms[0] == forms[1] and (any(forms[0].values()) or axis in others)
-    return "sections-permuted" if permuted else "section-layout"
-
-
-def _is_one_run(axis: tuple[int, ...], of: int) -> bool:
-    """Return whether the pairs of one axis follow each other."""
-    return sum(axis[run[0]] == of for run in _runs(axis)) == 1
+    return "sections-permuted" if len(_runs(right)) == len(_runs(axis)) else "section-layout"
 
 
 def _progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]]:
