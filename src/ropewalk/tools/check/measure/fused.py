@@ -106,8 +106,6 @@ def _slots_fault(stored: Stored, keys: Tensor, values: Tensor) -> tuple[str, str
             return "wrong-slot", f"With slots {slots.tolist()}, the {name} of other tokens are in these slots."
         if name == "keys":
             return "stored-key-unlike-key", "What is stored for k is not the rotated key."
-        if bool(is_right.any()):
-            return "memory-overwritten", f"Values in slots {_list(expected)} are overwritten by those of others."
         return "value-changed", "The values that are stored are not those that are passed."
     return None
 
