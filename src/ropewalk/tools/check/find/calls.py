@@ -225,7 +225,8 @@ class _Finder:
             _require_tensors(function_of(target))  # before the arguments of its constructor
         first, arguments = _construct(target, expected)
         function = first if second is None else second
-        self.unknown |= dict.fromkeys(() if arguments is None else arguments.unknown)
+        nones = () if arguments is None else arguments.unknown
+        self.unknown |= dict.fromkeys(nones)
         call = Call({}) if isinstance(function, TableSet) else words.read_call(function)
         layer_type = None if arguments is None else expected.layer_type
         if second is not None:
@@ -269,15 +270,11 @@ class _Finder:
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
                     pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
-                    named = [
-                        f"{n}={pairing[n]}" if pairing.get(n) else n
-                        for n in words.parameters(function) or ()
-                        if n in passed
-                    ]
+                    names = (n for n in words.parameters(function) or () if n in passed)
+                    named = [f"{n}={pairing[n]}" if pairing.get(n) else n for n in names]
                     named += [f"{parameter}={value}" for parameter, value in fixed.items()]
                     text = f"f({', '.join(named)}){form.packed}"
-                    if arguments is not None and arguments.unknown:
-                        text += f" of an object with {', '.join(f'{name}=None' for name in arguments.unknown)}"
+                    text += f" of an object with {', '.join(f'{name}=None' for name in nones)}" if nones else ""
                     if second is not None:
                         widened = (way.tables or "").split(", ")[1:2] not in (["bs"], ["s"])
                         text = f"tables, then {text}" + ", tables with an axis for the heads" * widened

@@ -234,11 +234,8 @@ class Form:
 
     def _sizes(self, q: Tensor, k: Tensor) -> dict[str, Any]:
         heads, k_heads = (1 if self.layout in ONE_HEAD else x.shape[self.heads_axis] for x in (q, k))
-        sizes = {
-            "head_size": q.shape[self.layout.index("d") - len(self.layout)],
-            "num_heads": heads,
-            "num_kv_heads": k_heads,
-        }
+        channels = q.shape[self.layout.index("d") - len(self.layout)]
+        sizes = {"head_size": channels, "num_heads": heads, "num_kv_heads": k_heads}
         return {**sizes, "eps": self.eps, "layout": self.layout}
 
     def _read(self, returned: Any, passed: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:

@@ -97,10 +97,10 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
     elif "positions" in (required if tables and "cos_sin_cache" not in roles else roles):
         if count is not None:
             axes = [role for role in call.parameter_of if role.startswith("positions")]
-            forms = (
-                [f"{count}bs", f"{count}s"] if len(axes) > 1 else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
-            )
-            return [_on_axes(call, axes, form) for form in ([call.axes] if len(axes) == 1 and call.axes else forms)]
+            forms = [f"{count}bs", f"{count}s"]
+            if len(axes) == 1:
+                forms = [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
+            return [_on_axes(call, axes, form) for form in forms]
         names = {"s": ("shared",), "bs": ("rows",)}.get(call.axes, ("rows", "shared"))
     elif count is not None and not tables:
         return []
@@ -133,9 +133,8 @@ def _on_axes(call: Call, roles: list[str], form: str) -> Way:
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         chosen, axes = (positions, "abs") if "b" in form else (positions[:, 0], "as")
         chosen = chosen.permute([axes.index(letter) for letter in re.sub(r"\d", "a", form)]).contiguous()
-        return dict(
-            zip((call.parameter_of[role] for role in roles), chosen if len(roles) > 1 else [chosen], strict=True)
-        )
+        names = [call.parameter_of[role] for role in roles]
+        return dict(zip(names, chosen if len(names) > 1 else [chosen], strict=True))
 
     return Way("rows" if "b" in form else "shared", tuple(roles), arguments)
 
