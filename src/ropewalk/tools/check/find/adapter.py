@@ -111,7 +111,7 @@ def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     if "def tables(" in code:
         says = f"Check FILE:tables,{name_of(target.objects[-1])}, where FILE contains this."
     scope = _scope(target.objects[-1])
-    own = (name for name, value in scope.items() if getattr(value, "__module__", "") == scope["__name__"])
+    own = (name for name, value in scope.items() if getattr(value, "__module__", "") == scope.get("__name__"))
     rotate = [name for name in own if re.search("rope|rotary|freqs_cis", name.lower())]
     if rotate and name_of(target.objects[-1]).partition(".")[0] not in rotate:  # such as attention
         says = f"If it does more than to rotate, check the part that does: {', '.join(rotate)}. {says}"

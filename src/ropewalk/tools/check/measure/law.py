@@ -269,8 +269,7 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     for size in sizes if rope.axes is None else (dim // 2,):  # not twice, since base 100 is usual for axes
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
-            if rope.axes is not None:
-                says = "The exponents are twice as large as they should be."
+            says = says if rope.axes is None else "The exponents are twice as large as they should be."
             as_base = f"This equals base {rope.base ** (dim / size):.6g}."
             yield "wrong-exponent", f"{says} {as_base}", turn * plain ** (dim / size)
 
