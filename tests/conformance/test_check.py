@@ -321,7 +321,7 @@ class TestCall:
 
     def test_rows_of_zeros(self) -> None:
         report = conformance.check(lambda x, positions: rotated(x, positions) * (positions[..., None, None] > 3))
-        assert report.findings[0].says == "The result is zero at position 0, as with cos and sin of 0."
+        assert report.findings[0].says == "The result is 0 at position 0, as with cos and sin of 0."
 
     def test_layout(self) -> None:
         with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .*, .1111d., got .hd."):

@@ -57,10 +57,7 @@ BUGS: dict[str, Bug] = {
         "the norm of q or k is wrong",
         "Divide each head by the root of its mean square, multiply by the weight of q or k, and rotate after that.",
     ),
-    "segments-ignored": Bug(
-        "positions do not restart where cu_seqlens starts a sequence",
-        "Count the positions of a token from the start of its sequence.",
-    ),
+    "segments-ignored": Bug("positions do not restart where cu_seqlens starts a sequence"),
     "key-not-rotated": Bug("k is not rotated"),
     "not-a-rotation": Bug(
         "pairs are changed but not rotated",
@@ -143,22 +140,15 @@ BUGS: dict[str, Bug] = {
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep it in float32; .bfloat16() rounds it."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
     "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 if x is float32."),
-    "low-precision-positions": Bug(
-        "positions are rounded to 16 bits", "Keep positions as integers until they are multiplied."
-    ),
+    "low-precision-positions": Bug("positions are rounded to 16 bits", "Keep them as integers until the product."),
     "wrong-frequencies": Bug("the frequencies are wrong", "Compare them with those of `ropewalk explain`, or of Rope."),
     "earlier-calls-matter": Bug(
         "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
     ),
     "positions-ignored": Bug("the positions that are passed have no effect", "Gather the angles at positions."),
-    "positions-misread": Bug(
-        "positions of another integer dtype are misread", "Read them by their dtype, or raise for all but one."
-    ),
+    "positions-misread": Bug("positions of another integer dtype are misread"),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
-    "rows-disturb-each-other": Bug(
-        "the result for one row of the batch depends on the positions of another",
-        "Make nothing depend on the largest position of the batch.",
-    ),
+    "rows-disturb-each-other": Bug("the result for one row of the batch depends on the positions of another"),
     "first-row-positions": Bug(
         "all rows of the batch get the positions of the first", "Index the tables with the whole positions tensor."
     ),

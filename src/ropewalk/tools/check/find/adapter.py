@@ -156,6 +156,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
             made = {name: "..." if text in words.WORDS else text for name, text in made.items()}
             body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
+        if "qkv" in call.parameter_of:
+            made = {name: "qkv" if text == "x" else text for name, text in made.items()}
         if library:
             made = {name: f"to({text})" if text in words.WORDS else text for name, text in made.items()}
         computed = _called(make, made)
@@ -196,6 +198,7 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",
+        "k_positions": "positions",
         "seq_dim": "1",
         "frames": "tokens",
         "height": "1" if "frames" in call.parameter_of else "tokens",

@@ -11,9 +11,8 @@ cos and sin                            flash-attention, Liger, kernels-community
 one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer, timm    tables 40
 cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                      tables 3
 layouts bshd, bhsd, sbhd, thd          all of them                                          form 20
-layouts bsd, td (one head each)        courses and tutorials, Falcon                        form 30
+layouts bsd, td, bds (one head each)   courses and tutorials, Falcon, time series           form 30
 layouts d, 1111d (one token each)      tutorials of one vector; grids and videos            form 10, ways 5
-layouts bhds, bds                      models of time series and of images                  ways 2
 q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention      form 30
 norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                           form 15
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
@@ -249,7 +248,10 @@ class _Finder:
                 axes, dim = expected.axes or Axes.sections(sizes), 2 * sum(sizes)
                 given = replace(GIVEN, head_dim=max(expected.channels, dim), rotary_dim=dim, axes=axes)
             if count is None or given.axes is not None:
-                calls.append((call, tables.exact(call.parameter_of, given)))
+                sources = tables.exact(call.parameter_of, given)
+                if "positions" in roles - call.optional and "cos_sin_cache" not in roles:
+                    sources += [replace(source, is_final=True) for source in sources]
+                calls.append((call, sources))
         else:
             calls = [(call, [])]
             states_positions = bool((OF_POSITIONS | FUSED) & roles)

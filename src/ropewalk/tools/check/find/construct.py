@@ -55,7 +55,8 @@ _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 _SCALING = {
     "factor": "scaling_factor scale_factor rope_factor linear_scale",
     "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
-    "old_context_len orig_max_position original_seq_len orig_ctx seq_len_train",
+    "old_context_len orig_max_position original_seq_len orig_ctx seq_len_train original_max_len",
+    "rope_type": "",
     "beta_fast": "ntk_beta",
     "beta_slow": "ntk_alpha",
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "short_factor", "long_factor"), ""),
@@ -130,6 +131,8 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             stated = expected.config if isinstance(expected.config, Mapping) else {}
             own_names = {} if name.startswith("rope_") else _of_scaling(scaling)
             values[name] = stated.get(name) or scaling.to_hf() | own_names
+            if known[name].annotation in (float, "float"):
+                values[name] = getattr(scaling, "factor", 1.0)
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
         elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
@@ -170,13 +173,10 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES, _PARTS)
     missing = tuple(name for name in known if name in values and values[name] is None)
-    others = {name: p.default for name, p in known.items() if name not in (*values, "device", "dtype")}
-    options = [name for name, default in others.items() if isinstance(default, int | float | str | None)]
-    texts = {name: name for name in values} | {name: repr(known[name].default) for name in options}
-    texts |= {} if options else {"NAME": "VALUE"}
-    called = f"{name_of(owner)}({', '.join(f'{name}={text}' for name, text in texts.items())})"
-    method = f".{constructor.name}" if isinstance(constructor, Method) else ""
-    fix = f"Check a function that constructs it: def make({', '.join(values)}): return {called}{method}."
+    others = (name for name in known if name not in (*values, "device", "dtype"))
+    options = [name for name in others if isinstance(known[name].default, int | float | str | None)]
+    stated = f" and states {', '.join(options)}" if options else ""
+    fix = f"Check a function that constructs it{stated}: def make({', '.join(values)})."
     try:
         built = partial(constructor, **values) if free else memory.construct(constructor, values)
     except KeyboardInterrupt:

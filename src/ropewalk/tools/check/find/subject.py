@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,8 +155,11 @@ class Subject:
         if past is not None:
             passed["past"] = tuple(self._copy(x) for x in past)
         results = self._run(self._copy(q), self._copy(k), positions.clone(), v=v, **passed)
-        k_out, v_out = (None if x is None else self.from_native(x) for x in (results.k, results.v))
-        return Results(self.from_native(results.q), k_out, v_out, results.stored)
+        try:
+            q_out, k_out, v_out = (x if x is None else self.from_native(x) for x in (results.q, results.k, results.v))
+        except RuntimeError as e:  # it has other axes
+            raise CallError("wrong-shape", f"a result cannot be read: {_checks.message_of(e)[:200]}") from e
+        return Results(cast(Tensor, q_out), k_out, v_out, results.stored)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`.

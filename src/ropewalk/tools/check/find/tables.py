@@ -92,7 +92,7 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
         for (layout, axes, axis), source, order in product(places, group, orders):
-            if not is_given and source.is_final != ("b" in axes):
+            if not is_given and source.is_final != ("b" in axes) and not (source.is_final and layout == "thd"):
                 continue
             fixed = {roles["unsqueeze_dim"]: axis} if "unsqueeze_dim" in roles else {}
             yield layout, _passed(source, way, order, axes, fixed)
@@ -105,10 +105,11 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
         rows = positions
         if way.positions != "given" and not source.is_final:  # the target indexes tables of all positions
             count = max(int(positions.max()) + 1, positions.shape[-1])
-            is_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)
-            more = 16 if is_more else 0  # rows that a wrong offset would read
-            rows = torch.arange(count + more)[None]
-        values: list[Any] = [_AXES[axes](table) for table in source.make(q, rows)]
+            reads_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)  # if wrong
+            rows = torch.arange(count + 16 * reads_more)[None]
+        values: list[Any] = [*source.make(q, rows)]
+        is_of_each_axis = rows.ndim == 3 and source.given is not None
+        values = [torch.stack([*map(_AXES[axes], t)]) if is_of_each_axis else _AXES[axes](t) for t in values]
         if len(names) == 1 < len(values):
             values = [tuple(values)]
         if len(names) != len(values):

@@ -31,8 +31,8 @@ ONE_ROW = ("thd", "td", *ONE_TOKEN)
 
 # Which positions are passed → the roles of the parameters that state them.
 _ROLES = {
-    "rows": ("positions",),
-    "shared": ("positions",),
+    "rows": ("positions", "k_positions"),
+    "shared": ("positions", "k_positions"),
     "offset": ("offset", "offsets"),
     "offsets": ("offset", "offsets"),
     "packed": ("cu_seqlens", "max_seqlen"),
@@ -96,9 +96,9 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         names = ("runs",) if {"offset", "offsets"} & required else ("packed",)
     elif "positions" in (required if tables and "cos_sin_cache" not in roles else roles):
         if count is not None:
-            axes = [role for role in call.parameter_of if role.startswith("positions")]
+            axes = [role for role in call.parameter_of if role.startswith("positions") or role == "k_positions"]
             forms = [f"{count}bs", f"{count}s"]
-            if len(axes) == 1:
+            if not any(role.startswith("positions_") for role in axes):
                 forms = [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
             return [_on_axes(call, axes, form) for form in forms]
         names = {"s": ("shared",), "bs": ("rows",)}.get(call.axes, ("rows", "shared"))
@@ -119,6 +119,7 @@ def _arguments(parameter_of: Roles, name: str, positions: Tensor, q: Tensor) -> 
         "cu_seqlens": ends.int(),
         "max_seqlen": int(ends.diff().max()),
     } | dict.fromkeys(("offset", "offsets"), first.get(name))
+    values["k_positions"] = values["positions"]
     return {parameter_of[role]: values[role] for role in _ROLES.get(name, ()) if role in parameter_of}
 
 
@@ -134,7 +135,7 @@ def _on_axes(call: Call, roles: list[str], form: str) -> Way:
         chosen, axes = (positions, "abs") if "b" in form else (positions[:, 0], "as")
         chosen = chosen.permute([axes.index(letter) for letter in re.sub(r"\d", "a", form)]).contiguous()
         names = [call.parameter_of[role] for role in roles]
-        return dict(zip(names, chosen if len(names) > 1 else [chosen], strict=True))
+        return dict(zip(names, chosen, strict=True)) if "positions_1" in roles else dict.fromkeys(names, chosen)
 
     return Way("rows" if "b" in form else "shared", tuple(roles), arguments)
 

@@ -78,10 +78,11 @@ SPELLINGS = {
     "unsqueeze_dim": "",
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
+    "k_positions": "key_positions positions_k pos_k k_pos",
     "sections": "mrope_section mrope_sections section",
 }
 _NAMES = WORDS | SPELLINGS
-_AXIS = "(t|h|w|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
+_AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
 GRID = r"^((grid|input|img|image|feat|spatial|patch)_)?(size|shape|resolution)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.

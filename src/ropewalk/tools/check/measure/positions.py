@@ -181,7 +181,7 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
         return "unrotated-past-table", f"The token at position {p:,} is not rotated."
 
     for n in sorted({p, *range(p - 3, p), *(2**n for n in range(5, 21)), *_table_length(baseline.subject)}):
-        if right < n <= p:
+        if max(right, 0) < n <= p:
             if law.explains(z, torch.tensor(n - 1)):
                 return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
             if p % n < p and law.explains(z, torch.tensor(p % n)):

@@ -103,8 +103,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         report.add("tables-misused", "At position 0, where cos is 1 and sin is 0, channels are multiplied by sin(1).")
         return None
     if bool((zero := ~maps.flatten(1).any(-1)).any()):
-        at = int(zero.nonzero()[0])
-        report.add("not-a-rotation", f"The result is zero at position {at}, as with cos and sin of 0.")
+        report.add("not-a-rotation", f"The result is 0 at position {int(zero.nonzero()[0])}, as with cos and sin of 0.")
         return None
     if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
