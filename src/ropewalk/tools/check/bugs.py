@@ -149,9 +149,7 @@ BUGS: dict[str, Bug] = {
     "positions-misread": Bug("positions of another integer dtype are misread"),
     "offset-ignored": Bug("the offset has no effect on the angles", "Count positions from the offset."),
     "rows-disturb-each-other": Bug("the result for one row of the batch depends on the positions of another"),
-    "first-row-positions": Bug(
-        "all rows of the batch get the positions of the first", "Index the tables with the whole positions tensor."
-    ),
+    "first-row-positions": Bug("all rows of the batch get the positions of the first", "Use those of each row."),
     "rows-mixed-up": Bug(
         "rows of the batch get the positions of other rows",
         "If batch and seq are flattened, flatten positions in the same order.",

@@ -174,7 +174,8 @@ def read_call(called: Callable[..., Any]) -> Call:
         roles["q"], roles["k"] = roles.pop("x"), "y"
     axes = {role: roles[role] for role in roles if role.startswith("positions")}
     is_alike = len({known[name].default is inspect.Parameter.empty for name in axes.values()}) == 1
-    if not is_alike or not all(re.search(_PARTS["positions_1"], name) for name in axes.values()):  # those of k or so
+    first = axes.get("positions", "")  # without it, or with another kind of name, the others are not of axes
+    if not is_alike or not all(re.search(_PARTS["positions_1"], name) for name in (first, *axes.values())):
         roles = {role: name for role, name in roles.items() if role == "positions" or role not in axes}
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
     unread = {role for role in optional if not _reads(called, roles[role])}
