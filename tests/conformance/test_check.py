@@ -319,6 +319,14 @@ class TestCall:
         text = "tables, then f(x, angles)"
         assert calls == [f"{text}, tables with an axis for the heads", text]
 
+    def test_a_head_with_as_many_channels_as_a_grid_has_rows(self) -> None:
+        class Rotary:
+            def __init__(self, head_dim: int) -> None: ...
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions.clamp(max=3000))
+
+        assert "wrong-far-positions" in conformance.check(Rotary, head_dim=256).codes
+
     def test_rows_of_zeros(self) -> None:
         report = conformance.check(lambda x, positions: rotated(x, positions) * (positions[..., None, None] > 3))
         assert report.findings[0].says == "The result is 0 at position 0, as with cos and sin of 0."

@@ -192,7 +192,8 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         module.eval()  # without random positions
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
-    length = _SIDE if {_SIDE, (_SIDE, _SIDE)} & {v for v in values.values() if isinstance(v, int | tuple)} else length
+    is_grid = any(v in (_SIDE, (_SIDE, _SIDE)) and re.search(f"{GRID}|{GRID_AXIS}", n) for n, v in values.items())
+    length = _SIDE if is_grid else length
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
     if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
         sizes |= {"rotary_dim"}

@@ -15,7 +15,7 @@ from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.construct import Arguments
 from ropewalk.tools.check.find.form import Form, Results, from_layout, to_layout
 from ropewalk.tools.check.find.memory import CallError as CallError
-from ropewalk.tools.check.find.ways import ONE_ROW, ONE_TOKEN, Way, run_starts
+from ropewalk.tools.check.find.ways import ONE_ROW, Way, run_starts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
 
@@ -71,11 +71,6 @@ class Subject:
     def has_k(self) -> bool:
         """Whether the target rotates q and k together. Otherwise it rotates one tensor."""
         return self.form.has_k
-
-    @property
-    def has_one_token(self) -> bool:
-        """Whether a call takes one token of one head, so that nothing depends on their numbers."""
-        return self.layout in ONE_TOKEN
 
     @property
     def has_one_row(self) -> bool:

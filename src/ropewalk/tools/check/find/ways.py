@@ -23,7 +23,7 @@ ONE_TOKEN = ("d", "1111d")
 ONE_HEAD = ("bsd", "td", "bds", *ONE_TOKEN)
 """The layouts of one head, so that each head needs a call."""
 
-LAST = (*ONE_HEAD[:2], "bhds", *ONE_HEAD[2:])
+LAST = ("bsd", "td", "bhds", "bds", *ONE_TOKEN)
 """The layouts that are tried if no other rotates."""
 
 ONE_ROW = ("thd", "td", *ONE_TOKEN)

@@ -103,11 +103,13 @@ class Baseline:
             return self.on_axes.at(positions, known[0])
         return known[positions] if int(positions.max()) < len(known) else self.law.at(positions)
 
-    def tolerance(self, positions: Tensor) -> float:
-        """Return how far results of size 1 may be from the prediction at positions, which the law makes farther on."""
-        if positions.ndim == 3 or int(positions.max()) < len(self.multipliers):
-            return CLOSE
-        return CLOSE + 2 * float(self.law.bound(positions.max()).max())
+    def tolerance(self, positions: Tensor) -> Tensor:
+        """Return how far results of size 1 may be from the prediction at positions, `[..., seq, 1, channels]`."""
+        close = torch.full((*positions.shape[-2:], 1, self.subject.channels), CLOSE, dtype=torch.float64)
+        if positions.ndim < 3 and int(positions.max()) >= len(self.multipliers):  # as predicted by the law
+            for channels in (self.structure.ins, self.structure.outs):
+                close[..., channels] = CLOSE + 2 * self.law.bound(positions)[..., None, :, None]
+        return close
 
     def compare(self, case: Case, positions: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """Call the target, and yield the name, input, result and prediction of q and, if it takes k, of k."""

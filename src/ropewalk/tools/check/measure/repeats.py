@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_TOKEN
 from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, unwritten, usual, where
 from ropewalk.tools.check.report import Report
 
@@ -36,7 +37,7 @@ def judge(subject: Subject, report: Report) -> bool:
     The first case has sizes that no earlier call had, at which a function may tune itself.
     """
     cases = (usual(subject, heads=11), usual(subject), usual(subject, tokens=KNOWN, heads=32))
-    for case in cases[: 1 if subject.has_one_token else None]:
+    for case in cases[: 1 if subject.layout in ONE_TOKEN else None]:
         with contextlib.suppress(CallError):
             if subject.accepts(torch.arange(case.tokens)[None]) and (worst := _varies_by(subject, case)):
                 _report(subject, case, worst, report)

@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 
 from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find.ways import ONE_TOKEN
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
 from ropewalk.tools.check.measure.case import KNOWN, Case, first_fault, unwritten, usual, where
 
@@ -30,7 +31,7 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> bo
         few: whether to try three cases instead of all.
     """
     report = baseline.report
-    if baseline.subject.has_one_token:
+    if baseline.subject.layout in ONE_TOKEN:
         return "not judged: a call takes one token of one head"
     new = {f.code for f in report.findings if f.severity == "wrong"} - {*sure} - _NOT_OF_RESULTS
     if new:
