@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -545,10 +546,14 @@ def test_measures_of_rare_code() -> None:
     assert "pairs 0 to 15 height, 16 to 31 width" in conformance.check(on_a_short_axis).found["axes"]
 
 
+def tables_at(positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None] * 100.0 ** (-torch.arange(32) / 32).double()
+    return angles.cos().float(), angles.sin().float()
+
+
 def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, Tensor]:
     assert mask is None
-    positions = torch.arange(pos, pos + q.shape[1])
-    tables = at_positions(cos_sin_cache(64, pos + q.shape[1]), positions)
+    tables = tables_at(torch.arange(pos, pos + q.shape[1]))
     return turn(q, *tables), turn(k, *tables)
 
 
@@ -562,8 +567,7 @@ class OnlyForward:
 
 def along_an_axis(x: Tensor, seq_dim: int, offset: int = 0, position_ids: Tensor | None = None) -> Tensor:
     positions = torch.arange(offset, offset + x.shape[seq_dim])
-    tables = at_positions(cos_sin_cache(64, offset + x.shape[seq_dim]), positions)
-    return turn(x.movedim(seq_dim, -3), *tables).movedim(-3, seq_dim)
+    return turn(x.movedim(seq_dim, -3), *tables_at(positions)).movedim(-3, seq_dim)
 
 
 def of_one_head(x: Tensor, seq_len: int) -> Tensor:
@@ -628,6 +632,31 @@ def with_known_positions(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tens
     return turn(x, cos, sin)
 
 
+class OfStackedTables:
+    """As in MDLM and SEDD: tables with an axis for q, k and v, of which v is not turned."""
+
+    def __call__(self, x: Tensor, seq_dim: int = 1) -> tuple[Tensor, ...]:
+        tables = cos_sin_cache(64, x.shape[seq_dim]).chunk(2, dim=-1)
+        return tuple(t.repeat(1, 2)[None, :, None, None].repeat(1, 1, 3, 1, 1) for t in tables)
+
+
+def of_stacked_tables(qkv: Tensor, rotary_cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    q, k, v = (x.squeeze(2) for x in qkv.chunk(3, dim=2))
+    cos, sin = (t[0, :, 0, 0, : t.shape[-1] // 2] for t in rotary_cos_sin)
+    return turn(q, cos, sin), turn(k, cos, sin), v
+
+
+def made_from_pairs(head_dim: int, rope_scaling: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """As in a small SGLang: options that can be hashed, and an object that is no module."""
+    assert hash(rope_scaling)
+    assert dict(rope_scaling)["factor"] == 4.0
+    return SimpleNamespace(forward=lambda x, positions: OnlyForward().forward(x, positions / 4))
+
+
+def of_middle_axes(x: Tensor, coordinates: Tensor) -> Tensor:
+    return on_four_axes(x, coordinates.transpose(0, 1))
+
+
 class Random(torch.nn.Module):
     """Positions that are scaled at random in training, as in DINOv3."""
 
@@ -655,12 +684,28 @@ class Random(torch.nn.Module):
         (of_one_head, "layout", "td"),
         (at_positions_of_each, "positions", "separate for each row of the batch"),
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
+        (of_middle_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
+        ((OfStackedTables, of_stacked_tables), "call", "tables, then f(qkv, rotary_cos_sin), stacked before the heads"),
     ],
 )
 def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
     report = conformance.check(target, pairing="half")
     assert report.verdict == "right", str(report)
     assert report.found[row] == value
+
+
+def test_a_factory_may_take_pairs_and_return_any_object() -> None:
+    report = conformance.check(made_from_pairs, rope=Rope(64, 10_000.0, "half", scaling=Linear(4.0)))
+    assert report.verdict == "right", str(report)
+
+
+def test_a_table_of_one_row_for_each_token_is_not_taken_for_that_of_all_positions() -> None:
+    def gathered(x: Tensor, rotary_cos_sin: Tensor, position_ids: Tensor) -> Tensor:
+        rows = torch.gather(rotary_cos_sin, 1, position_ids[..., None].expand(*x.shape[:2], x.shape[-1]))
+        return turn(x, *rows.chunk(2, dim=-1))
+
+    with pytest.raises(RopeError, match=r"gathered must be callable"):
+        conformance.check(gathered)
 
 
 def test_the_rotated_channels_are_tried_before_several_axes() -> None:
@@ -888,6 +933,11 @@ def of_numpy(x, positions):
     angles = positions[..., None, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
     (a, b), cos, sin = np.split(x, 2, axis=-1), np.cos(angles), np.sin(angles)
     return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+
+def tables_at(positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None] * 100.0 ** (-torch.arange(32) / 32).double()
+    return angles.cos().float(), angles.sin().float()
+
 
 def from_an_offset(x, offset=0):
     return of_numpy(x, np.arange(offset, offset + x.shape[1])[None])

@@ -339,6 +339,8 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         if torch.equal(out, x[:1]) and subject.returns_nothing(x[:1], positions):
             raise CallError("wrong-shape", "it returns no tensor, and changes none")
         score = _score_of_fused(subject, positions)
+        if subject.form.packing == "heads":  # of one size, they may be those of q, k and v, along an axis of their own
+            score -= not _runs(subject, x[:1], x[:1, :, :2], positions, errors)
         if subject.form.call.key_first:
             score -= not bool(subject(x[:1], torch.zeros_like(x[:1]), positions)[0].any())
     except CallError as e:
@@ -348,11 +350,13 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
     score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
-    if subject.way.given is not None and subject.accepts(many):
-        try:  # tables of fewer tokens than channels also fit other axes
-            subject(*2 * (subject.equal_heads(_MANY, _HEADS),), many)
-        except CallError:
-            score -= _PERFECT - _ROTATES + 1
+    many = many + 7 * subject.accepts(many + 7)  # beyond the rows of tables that have one for each token
+    x_of_many = subject.equal_heads(_MANY, _HEADS)
+    is_given = subject.way.given is not None and subject.accepts(many)
+    if is_given and not _runs(subject, x_of_many, x_of_many, many, errors):
+        if "positions" in subject.way.roles:  # which must index all of them
+            return None
+        score -= _PERFECT - _ROTATES + 1  # tables of fewer tokens than channels also fit other axes
     if (found := structure.infer(maps)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
@@ -372,6 +376,16 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
                 right = right and torch.allclose(subject(x[:, :1], x[:, :1], rows)[0][:, 0], out[0, :3])
             score += right
     return score
+
+
+def _runs(subject: Subject, q: Tensor, k: Tensor, positions: Tensor, errors: list[str]) -> bool:
+    """Return whether a call returns results. If not, its error is appended to `errors`."""
+    try:
+        subject(q, k, positions)
+    except CallError as e:
+        errors.append(str(e))
+        return False
+    return True
 
 
 def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor) -> bool:
@@ -493,5 +507,6 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
     called = words.read_call(target).parameter_of
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
         returned, arguments = construct(target, expected, called.get("positions", ""))
+        returned = getattr(returned, "forward", returned) if not callable(returned) else returned
         return (returned if callable(returned) else TableSet(tables.tensors_of(returned))), arguments
     return memory.on_device(target), None

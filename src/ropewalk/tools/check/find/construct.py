@@ -49,7 +49,7 @@ _NAMES = {
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
-_DIM = r"^(?!n_|num_).*(dim|width|feature)|^d_"
+_DIM = r"^(?!n_|num_|pos).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
@@ -133,6 +133,8 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = stated.get(name) or scaling.to_hf() | own_names
             if known[name].annotation in (float, "float"):
                 values[name] = getattr(scaling, "factor", 1.0)
+            elif "tuple[tuple" in str(known[name].annotation).lower().replace("typing.", ""):
+                values[name] = tuple(values[name].items())
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
         elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):

@@ -99,7 +99,9 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
             axes = [role for role in call.parameter_of if role.startswith("positions") or role == "k_positions"]
             forms = [f"{count}bs", f"{count}s"]
             if not any(role.startswith("positions_") for role in axes):
-                forms = [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}"]
+                forms = (
+                    [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}", f"b{count}s"]
+                )
             return [_on_axes(call, axes, form) for form in forms]
         names = {"s": ("shared",), "bs": ("rows",)}.get(call.axes, ("rows", "shared"))
     elif count is not None and not tables:

@@ -89,11 +89,12 @@ GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|
 _PARTS = {
     "q": r"^(q|query|queries)_",
     "k": r"^(k|key|keys)_",
+    "freqs_cis": r"cos_?sin|sin_?cos",
     "cos": r"(^|_)cos(ines?)?(_|$)",
     "sin": r"(^|_)sin(es?)?(_|$)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
     "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len))"
-    r".*((^|_)(pos|positions?|coords?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
+    r".*((^|_)(pos|positions?|coord(inate)?s?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
@@ -134,7 +135,7 @@ class Call:
     Args:
         parameter_of: maps roles to names of parameters.
         optional: the roles of parameters with a default.
-        axes: the axes of the positions, as their annotation states them: "s", "bs", "3bs", "s3" and so on, or "".
+        axes: the axes of the positions that their annotation states: "s", "bs", "3bs", "s3", "b3s" and so on, or "".
         results: the roles of the first two results, if the function takes q and k.
     """
 
@@ -207,7 +208,7 @@ def _axes_of(parameter: inspect.Parameter) -> str:
     """Return the axes that an annotation such as "3bs" or Annotated[Tensor, "3bs"] states, or ""."""
     annotation = parameter.annotation
     text = f"'{annotation}'" if isinstance(annotation, str) else str(annotation)
-    found = re.search(r"""["']([2-9]?b?s|b?s[2-9])["']""", text)
+    found = re.search(r"""["']([2-9]?b?s|b?s[2-9]|b[2-9]s)["']""", text)
     return found[1] if found else ""
 
 
