@@ -629,6 +629,7 @@ class TestFoundAlone:
         ("of", "code"),
         [
             (lambda p: p + 1, "positions-off-by-one"),
+            (lambda p: p - 1, "positions-off-by-one"),
             (lambda p: 2 * p, "wrong-far-positions"),
             (lambda p: min(p, 5), "wrong-far-positions"),
         ],

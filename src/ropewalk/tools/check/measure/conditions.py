@@ -68,7 +68,8 @@ def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[T
         accepting = next((call for call in of_kind if call.accepts(positions)), None)
         if accepting is None:
             break
-        shifted = [] if accepting.way.positions == "packed" else [("positions-off-by-one", positions + 1)]
+        moved = [] if accepting.way.positions == "packed" else [positions + 1, positions - 1]
+        shifted = [("positions-off-by-one", other) for other in moved]
         try:
             is_wrong = replace(baseline, subject=accepting).judge(positions, otherwise, *shifted)
         except CallError:
