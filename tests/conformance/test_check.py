@@ -348,18 +348,24 @@ class TestExpected:
         report = conformance.check(lambda x, positions: rotated(x, positions, 500.0), base=10_000.0)
         assert [finding.says for finding in report.findings] == ["The base is 500 instead of 10000."]
 
-    @pytest.mark.parametrize(("size", "base"), [(62, "13459.6"), (66, "7564.63"), (32, "1e+08"), (128, "100")])
-    def test_the_size_under_the_exponents_is_named(self, size: int, base: str) -> None:
+    @pytest.mark.parametrize(
+        ("size", "base", "sign", "too"),
+        [
+            (62, "13459.6", 1, ""),
+            (66, "7564.63", 1, ""),
+            (32, "1e+08", 1, ""),
+            (128, "100", -1, " Every pair is rotated by minus its angle."),
+        ],
+    )
+    def test_the_size_under_the_exponents_is_named(self, size: int, base: str, sign: int, too: str) -> None:
         def f(x: Tensor, positions: Tensor) -> Tensor:
-            return turned(x, positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / size))
+            return turned(x, sign * positions[..., None, None] * 10_000.0 ** (-torch.arange(0, 64, 2) / size))
 
         report = conformance.check(f, base=10_000.0)
-        assert [(finding.code, finding.says) for finding in report.findings] == [
-            (
-                "wrong-exponent",
-                f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base}.",
-            )
-        ]
+        says = f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base}.{too}"
+        assert report.codes == ["wrong-exponent"]
+        assert report.findings[0].says.startswith(says)
+        assert report.findings[0].says == says or too
 
     def test_pairing(self) -> None:
         report = conformance.check(rotated, pairing="interleaved")

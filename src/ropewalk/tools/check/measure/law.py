@@ -153,7 +153,7 @@ def identify(
     bugs = [(bug, says, np.asarray(wrong)) for bug, says, wrong in _wrong_frequencies(rope, head_dim)]
     for bug, says, wrong in bugs:
         for kind in (right, backwards):
-            law = replace(kind, inv_freq=moving(wrong), code=bug, says=says)
+            law = replace(kind, inv_freq=moving(wrong), code=bug, says=f"{says} {kind.says}".rstrip())
             if len(law.inv_freq) == len(expected) and law.explains(multipliers, positions):
                 return law
     if measured.code is not None:
