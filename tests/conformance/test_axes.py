@@ -44,6 +44,18 @@ SECTIONS, MIXED, GRID = Axes.sections((2, 3, 3)), Axes.interleaved((3, 3, 2)), A
 CONTIGUOUS, ALTERNATING = [T, T, H, H, H, W, W, W], [T, H, W, T, H, W, T, H]
 
 
+def test_rounded_tables_do_not_mix_axes() -> None:
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        angles = torch.stack([positions[a].float() * w for a, w in zip(CONTIGUOUS, ONE, strict=True)], dim=-1)[
+            :, :, None
+        ]
+        (a, b), cos, sin = x.chunk(2, dim=-1), angles.cos().bfloat16(), angles.sin().bfloat16()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    report = conformance.check(rotate, rope=Rope(16, 100.0, "half", axes=SECTIONS))
+    assert report.codes == ["low-precision-tables", "wider-output"]
+
+
 @pytest.mark.parametrize(
     ("axes", "axis", "inv_freq"),
     [(SECTIONS, CONTIGUOUS, ONE), (MIXED, ALTERNATING, ONE), (GRID, [0] * 4 + [1] * 4, OWN)],

@@ -657,6 +657,57 @@ def of_middle_axes(x: Tensor, coordinates: Tensor) -> Tensor:
     return on_four_axes(x, coordinates.transpose(0, 1))
 
 
+def beside_hidden_states(hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads before tokens, for one row, whose axis is dropped."""
+    cos, sin = tables_at(torch.arange(hidden_states.shape[1]))
+    rotated = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1) for a, b in (x.chunk(2, -1) for x in (query, key)))
+    q, k = (x.squeeze(0) for x in rotated)
+    return q, k
+
+
+def by_name(q: Tensor, k: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    return dict(zip("qk", (turn(x, *at_positions(cos_sin_cache(64, 1 << 13), positions)) for x in (q, k)), strict=True))
+
+
+class Attention(torch.nn.Module):
+    """As in courses: one method computes the tables, another applies them."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+
+    def tables(self, seq_len: int, head_dim: int) -> tuple[Tensor, ...]:
+        assert (head_dim, seq_len <= 1 << 13) == (64, True)
+        return cos_sin_cache(head_dim, seq_len).chunk(2, dim=-1)
+
+    def apply_tables(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turn(x, cos, sin)
+
+
+class OfALength(torch.nn.Module):
+    """Both are optional, and the length is needed, as in Unsloth."""
+
+    def __init__(self, theta: float = 100.0, config: Any = None) -> None:
+        super().__init__()
+        self.theta = theta if config is None else config.rope_theta
+
+    def forward(self, x: Tensor, position_ids: Any = None, seq_len: int | None = None) -> tuple[Tensor, ...]:
+        assert seq_len == position_ids.max() + 1
+        angles = position_ids[..., None] * self.theta ** (-torch.arange(32) / 32).double()
+        return angles.cos().float(), angles.sin().float()
+
+
+class Angles(torch.nn.Module):
+    """As in vision towers: the caller takes the cosines of each angle twice."""
+
+    def forward(self, seqlen: int) -> Tensor:
+        return torch.arange(seqlen)[:, None] * 100.0 ** (-torch.arange(32) / 32)
+
+
+def turn_by_wide(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    assert cos.shape[-1] == 64
+    return turn(q, cos[..., :32], sin[..., :32]), turn(k, cos[..., :32], sin[..., :32])
+
+
 class Random(torch.nn.Module):
     """Positions that are scaled at random in training, as in DINOv3."""
 
@@ -686,12 +737,36 @@ class Random(torch.nn.Module):
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
         (of_middle_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
         ((OfStackedTables, of_stacked_tables), "call", "tables, then f(qkv, rotary_cos_sin), stacked before the heads"),
+        (beside_hidden_states, "layout", "bhsd"),
+        (by_name, "call", "f(q, k, positions)"),
+        (tuple(targets.Method(Attention, name) for name in ("tables", "apply_tables")), "frequencies", "base 100"),
+        ((OfALength, turn), "positions", "separate for each row of the batch"),
+        ((Angles, turn_by_wide), "frequencies", "base 100"),
     ],
 )
 def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
     report = conformance.check(target, pairing="half")
     assert report.verdict == "right", str(report)
     assert report.found[row] == value
+
+
+def test_a_base_beside_a_config_that_states_it() -> None:
+    config = {"model_type": "llama", "head_dim": 64, "hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500.0}
+    report = conformance.check((OfALength, turn), config=config | {"num_hidden_layers": 1})
+    assert report.codes == [], str(report)
+
+
+def test_a_layout_of_another_kind_must_be_stated() -> None:
+    def of_rows(x: Tensor, pos: Tensor) -> Tensor:
+        """x `[tokens, channels]`, of which axis 1 is split, which is that of the heads in bhsd."""
+        angles = pos[..., None] * 100.0 ** (-torch.arange(x.shape[-1] // 2) / (x.shape[-1] // 2)).double()
+        a, b = x.chunk(2, dim=1)
+        wide = torch.cat((angles, angles), dim=-1)
+        return x * wide.cos() + torch.cat((-b, a), dim=1) * wide.sin()
+
+    with pytest.raises(RopeError, match="got code that rotates in td, and mixes heads or tokens in bhsd"):
+        conformance.check(of_rows)
+    assert conformance.check(of_rows, layout="td").verdict == "right"
 
 
 def test_a_factory_may_take_pairs_and_return_any_object() -> None:
@@ -933,11 +1008,6 @@ def of_numpy(x, positions):
     angles = positions[..., None, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)
     (a, b), cos, sin = np.split(x, 2, axis=-1), np.cos(angles), np.sin(angles)
     return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-
-def tables_at(positions: Tensor) -> tuple[Tensor, Tensor]:
-    angles = positions[:, None] * 100.0 ** (-torch.arange(32) / 32).double()
-    return angles.cos().float(), angles.sin().float()
-
 
 def from_an_offset(x, offset=0):
     return of_numpy(x, np.arange(offset, offset + x.shape[1])[None])

@@ -137,6 +137,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of[out]: out for out in outs}
     roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
+    objects = [*dict.fromkeys(objects)]
     lines = [line for line in objects if re.search(r"=\(?tokens\b", line)]
     objects = [line for line in objects if line not in lines]
     is_grid = bool({"grid", "height", "frames"} & roles or lines)
@@ -161,10 +162,10 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         if library:
             made = {name: f"to({text})" if text in words.WORDS else text for name, text in made.items()}
         computed = _called(make, made)
-        is_indexed = bool(library) and "seq_len" in of_make.parameter_of and "positions" not in call.parameter_of
+        is_indexed = "seq_len" in of_make.parameter_of and "positions" not in call.parameter_of
         if is_indexed:
-            rows = "table[positions.numpy()] for table in"
-            computed = f"({rows} {computed})" if len(tables) > 1 else f"{computed}[positions.numpy()]"
+            rows = "positions.numpy()" if library else "positions"
+            computed = f"(table[{rows}] for table in {computed})" if len(tables) > 1 else f"{computed}[{rows}]"
         lines.append(f"{', '.join(tables) or 'freqs_cis'} = {computed}")
         texts += made.values()
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]

@@ -31,6 +31,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -42,11 +43,11 @@ from torch.autograd.function import FunctionCtx
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import adapter, memory, tables, words
-from ropewalk.tools.check.find.construct import Arguments, construct, is_constructor, takes_sizes
+from ropewalk.tools.check.find.construct import Arguments, chosen, construct, is_constructor, takes_sizes
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
-from ropewalk.tools.check.find.target import Target, function_of
+from ropewalk.tools.check.find.target import Method, Target, function_of
 from ropewalk.tools.check.find.ways import COUNTS, LAST, OF_POSITIONS, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import structure
@@ -107,8 +108,13 @@ class _Finder:
                 failure = e
         if not stated and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
-        if layout is None and failure is None and (best is None or best[0] < _ROTATES):
-            best = _better(best, *(self.search(stated or None, last) for last in LAST))
+        if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
+            last = _better(*(self.search(stated or None, each) for each in LAST))
+            if best is not None and last is not None and best[0] >= _ROTATES and last[0] >= _IN_PAIRS:
+                must, fix = "the layout must be stated", f"Pass {_checks.argument('layout')}."
+                got = f"code that rotates in {last[1].layout}, and mixes heads or tokens in {best[1].layout}"
+                raise _checks.error("check", must, got, fix)
+            best = _better(best, last)
         if best is None or (self.unknown and best[0] < _ROTATES):
             raise failure or self._no_call()
         chosen = best[1]
@@ -223,6 +229,11 @@ class _Finder:
         if second is None and is_constructor(target) and words.parameters(function_of(target)):
             _require_tensors(function_of(target))  # before the arguments of its constructor
         first, arguments = _construct(target, expected)
+        if isinstance(second, Method):
+            same = isinstance(target, Method) and target.owner is second.owner
+            second = getattr(first.__self__, second.name) if same else construct(second, expected)[0]
+        if second is not None and not isinstance(first, TableSet):
+            first = _with_sizes(first, expected)
         function = first if second is None else second
         nones = () if arguments is None else arguments.unknown
         self.unknown |= dict.fromkeys(nones)
@@ -294,6 +305,15 @@ class _Finder:
                     )
 
 
+def _with_sizes(first: Any, expected: Expected) -> Any:
+    """Return code that computes tables with the sizes that it requires, such as those of a head, and the base."""
+    of_tokens = {words.read_call(first).parameter_of.get(role) for role in ("positions", "seq_len", "x", "layer_type")}
+    known = words.parameters(first) or {}
+    required = {name for name, p in known.items() if p.default is p.empty} - of_tokens
+    sizes = {name: value for name, value in chosen(first, expected).items() if name in required and value is not None}
+    return partial(first, **sizes) if sizes else first
+
+
 def _renamed(call: Call, role: str, other: str) -> Call:
     """Return the call in which the parameter of a role has another."""
     return replace(call, parameter_of={other if r == role else r: name for r, name in call.parameter_of.items()})
@@ -327,6 +347,7 @@ def _places(
 _TOKENS, _HEADS, _MANY = 5, 4, 129
 _MOST = 150  # calls that are scored
 _PERFECT = 30  # the largest score
+_IN_PAIRS = 20  # the smallest score of one that rotates pairs
 _ROTATES = 12  # the smallest score of a call whose result depends on the token, and not on the head
 
 

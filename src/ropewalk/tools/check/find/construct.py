@@ -34,7 +34,7 @@ _NAMES = {
     "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
     "rotary_dim": "rot_dim rotary_ndims rope_dim qk_rope_head_dim",
     "rotary_share": SPELLINGS["rotary_share"],
-    "base": "theta rope_theta rope_base rotary_emb_base rotary_base",
+    "base": "theta rope_theta rope_base rotary_emb_base rotary_base max_period temperature",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
     "context_len seqlen max_length block_size n_positions",
     "config": "args cfg conf params model_args model_config hps hparams",
@@ -196,6 +196,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
     is_grid = any(v in (_SIDE, (_SIDE, _SIDE)) and re.search(f"{GRID}|{GRID_AXIS}", n) for n, v in values.items())
     length = _SIDE if is_grid else length
+    base = None if CONFIGS & {*values} and expected.config is not None else base  # the config states it, too
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
     if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
         sizes |= {"rotary_dim"}

@@ -223,7 +223,8 @@ class Form:
     def _tensors(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """Return what is passed for each word that is a tensor of tokens."""
         axis = self.layout.index("h") if "h" in self.layout else 0
-        words = {"q": q, "k": k, "v": v, "x": q}
+        hidden = from_layout(self.layout, q).flatten(2)  # that q and k were projected from
+        words = {"q": q, "k": k, "v": v, "x": hidden if "q" in self.call.parameter_of else q}
         joined = {"qkv": (q, k, v), "kv": (q, v)} if {"qkv", "kv"} & {*self.call.parameter_of} else {}
         words |= {role: torch.cat(parts, dim=axis) for role, parts in joined.items()}
         if self.packing == "flat":
@@ -247,6 +248,7 @@ class Form:
             outs = zip(names, ("q_out", "k_out"), strict=False)
             found |= {role: passed[out] for role, out in outs if out in roles}
         else:
+            returned = tuple(returned.values()) if isinstance(returned, dict) else returned
             values = [*returned] if isinstance(returned, (list, tuple)) else [returned]
             if not values or not isinstance(values[0], Tensor):
                 raise CallError("wrong-shape", f"it returns {_checks.shown(returned)}")
@@ -265,7 +267,15 @@ class Form:
         if not self.has_k:
             found["q"] = found["x"]
         results = {role: (found[role], like) for role, like in (("q", q), ("k", k), ("v", v)) if role in found}
-        return {role: x.reshape(like.shape) if self.packing == "flat" else x for role, (x, like) in results.items()}
+        return {
+            role: x.reshape(like.shape) if self.packing == "flat" or _is_squeezed(x, like) else x
+            for role, (x, like) in results.items()
+        }
+
+
+def _is_squeezed(x: Any, like: Tensor) -> bool:
+    """Return whether a result lacks the axis of the batch, which has one row."""
+    return (1, *getattr(x, "shape", ())) == like.shape
 
 
 @compute_once

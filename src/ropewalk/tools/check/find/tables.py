@@ -112,6 +112,9 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
         values = [torch.stack([*map(_AXES[axes], t)]) if is_of_each_axis else _AXES[axes](t) for t in values]
         if len(names) == 1 < len(values):
             values = [tuple(values)]
+        if len(names) == 2 > len(values) and values[0].is_floating_point():  # angles, as of vision towers
+            angles = torch.cat(values * 2, dim=-1)
+            values = [angles.cos(), angles.sin()]
         if len(names) != len(values):
             raise ValueError(f"{len(values)} tensor(s) are computed for the parameters {', '.join(names)}")
         return dict(zip(names, values, strict=True)) | way.arguments(positions, q) | fixed
@@ -200,7 +203,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
 
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
-            found = make(q, way.arguments(positions, q))
+            length = {parameter_of["seq_len"]: int(positions.max()) + 1} if "seq_len" in parameter_of else {}
+            found = make(q, length | way.arguments(positions, q))
             return _rows(flat(found, positions.shape[-1]) if way.positions == "shared" else found, positions)
 
         return Source(f"at {way.positions} positions", tables, way.positions)

@@ -63,7 +63,7 @@ SPELLINGS = {
     "is_neox": "is_neox_style neox_style",
     "inplace": "in_place",
     "conjugate": "conj inverse",
-    "base": "theta rope_theta",
+    "base": "theta rope_theta max_period temperature",
     "scale": "rope_scale scaling_factor",  # that positions are divided or multiplied by
     "inv_freq": "",
     "rotary_dim": "rope_dim rot_dim dims",
@@ -99,7 +99,7 @@ _PARTS = {
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
     "grid": GRID,
-    "x": r"^(vec|vector|features?|feats?|patch_tokens|tensor|x_.*)$",
+    "x": r"^(vec|vector|features?|feats?|tensor|x_.*|(?!num_|n_|max_|total_).*_tokens)$",
 }
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
