@@ -1,12 +1,15 @@
-"""Each file in `wrong` has the bug that its name states. `check` must report that bug first, and not after its repair.
+"""Each program has the bug that its name states. `check` must report that bug first, and not after its repair.
 
-Two underscores in the name of a file separate the bug from its variant. More than half of the files were written from
-lists of known bugs, before the check existed.
+A program is a file in `wrong`, or one in `right` in which the replacements in its `BUGS` were made. Two underscores in
+the name separate the bug from its variant. Most files in `wrong` were written from lists of known bugs, before the
+check existed.
 """
 
 from __future__ import annotations
 
+import ast
 import runpy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,30 @@ import pytest
 from ropewalk import conformance
 from ropewalk.tools.check.bugs import BUGS
 
-FILES = sorted((Path(__file__).parent / "wrong").glob("*.py"))
+HERE = Path(__file__).parent
+FILES = {path.stem: path.read_text("utf-8") for path in sorted((HERE / "wrong").glob("*.py"))}
 
 
-def bug_of(path: Path) -> str:
-    return path.stem.split("__")[0].replace("_", "-")
+def replaced(code: str, replacements: Iterable[tuple[str, str]]) -> str:
+    for old, new in replacements:
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    return code
+
+
+def broken() -> dict[str, str]:
+    """Return the wrong programs that are made from right ones."""
+    texts = [path.read_text("utf-8").partition("\nBUGS = ") for path in sorted((HERE / "right").glob("*.py"))]
+    named = [(code, *bug) for code, _, bugs in texts if bugs for bug in ast.literal_eval(bugs).items()]
+    assert len({name for _, name, _ in named} | FILES.keys()) == len(named) + len(FILES)
+    return {name: replaced(code, replacements) for code, name, replacements in named}
+
+
+PROGRAMS = FILES | broken()
+
+
+def bug_of(name: str) -> str:
+    return name.split("__")[0].replace("_", "-")
 
 
 # Another bug that the file also has, or that `check` cannot distinguish from the first.
@@ -30,7 +52,7 @@ ALSO = {
 }
 
 
-# Files whose bug `check` does not name yet, and files whose repair it does not accept. A file that it does must be
+# Programs whose bug `check` does not name yet, and files whose repair it does not accept. One that it does must be
 # taken off.
 WAITING: set[str] = {
     "output_not_written__key_heads_past_those_of_q",  # no model has more heads of k than of q
@@ -38,16 +60,21 @@ WAITING: set[str] = {
 WAITING_REPAIRED: set[str] = {}
 
 
-def cases(waiting: set[str]) -> list[Any]:
+def cases(programs: Iterable[str], waiting: set[str]) -> list[Any]:
     late = [pytest.mark.xfail(strict=True)]
-    return [pytest.param(path, id=path.stem, marks=late if path.stem in waiting else []) for path in FILES]
+    return [pytest.param(name, marks=late if name in waiting else []) for name in sorted(programs)]
 
 
-@pytest.mark.parametrize("path", cases(WAITING))
-def test_the_bug_in_the_file_name_is_the_only_finding(path: Path) -> None:
+def checked(code: str, folder: Path) -> conformance.Report:
+    path = folder / "program.py"
+    path.write_text(code, "utf-8")
     example = runpy.run_path(str(path))
-    report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
-    bug = bug_of(path)
+    return conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
+
+
+@pytest.mark.parametrize("name", cases(PROGRAMS, WAITING))
+def test_the_bug_in_the_name_is_the_only_finding(name: str, tmp_path: Path) -> None:
+    report, bug = checked(PROGRAMS[name], tmp_path), bug_of(name)
     assert report.counted, str(report)
     assert report.counted[0].code == bug, str(report)
     assert report.verdict == ("wrong" if BUGS[bug].severity == "wrong" else "right")
@@ -55,22 +82,18 @@ def test_the_bug_in_the_file_name_is_the_only_finding(path: Path) -> None:
     assert {*wrong[1:]} <= {*ALSO.get(bug, [])}
 
 
-@pytest.mark.parametrize("path", cases(WAITING_REPAIRED))
-def test_the_repaired_file_is_right(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", cases(FILES, WAITING_REPAIRED))
+def test_the_repaired_file_is_right(name: str, tmp_path: Path) -> None:
     """REPAIR replaces the bug. Nothing may be reported then, but kernels for inference."""
-    example = runpy.run_path(str(path))
-    code, _, given = path.read_text("utf-8").partition("\nTARGET =")
-    for broken, repaired in example["REPAIR"]:
-        assert code.count(broken) == 1, broken
-        code = code.replace(broken, repaired)
-    (tmp_path / "repaired.py").write_text(f"{code}\nTARGET ={given}", "utf-8")
-    report = conformance.check(f"{tmp_path / 'repaired.py'}:{example['TARGET']}", **example["GIVEN"])
+    code, _, given = FILES[name].partition("\nTARGET =")
+    repair = runpy.run_path(str(HERE / "wrong" / f"{name}.py"))["REPAIR"]
+    report = checked(f"{replaced(code, repair)}\nTARGET ={given}", tmp_path)
     codes = {finding.code for finding in report.counted}
-    assert codes <= {"no-gradient"} - {bug_of(path)}, str(report)
+    assert codes <= {"no-gradient"} - {bug_of(name)}, str(report)
 
 
 def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
-    path = Path(__file__).parent / "wrong" / "earlier_calls_matter__tables_cached_by_length.py"
+    path = HERE / "wrong" / "earlier_calls_matter__tables_cached_by_length.py"
     report = conformance.check(f"{path}:Rotary")
     assert report.codes == ["earlier-calls-matter"]
     assert [grade.name for grade in report.grades if grade.right is False] == ["earlier calls"]
@@ -87,13 +110,13 @@ def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
     ],
 )
 def test_a_wrong_slice_is_described_by_its_first_pair(variant: str, pair: str, frequencies: str) -> None:
-    path = Path(__file__).parent / "wrong" / f"wrong_slice__{variant}.py"
+    path = HERE / "wrong" / f"wrong_slice__{variant}.py"
     example = runpy.run_path(str(path))
     report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
     assert report.findings[0].says.endswith(pair)
     assert report.found["frequencies"] == frequencies
 
 
-def test_number_of_files_and_bugs() -> None:
-    assert len(FILES) >= 100
-    assert len({bug_of(path) for path in FILES}) >= 50
+def test_number_of_programs_and_bugs() -> None:
+    assert len(PROGRAMS) >= 240
+    assert len({bug_of(name) for name in PROGRAMS}) >= 50
