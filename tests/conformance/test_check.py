@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 import oracle
 from ropewalk import Rope, RopeError, conformance, schemes
 from ropewalk.tools.check.bugs import BUGS
+from wrong_programs import PROGRAMS, written
 
 pytest_plugins = ["ropewalk.integrations.pytest"]
 
@@ -759,10 +760,10 @@ class TestReport:
         assert exact.number < 1e-7
         assert "exact to float32" in exact.says
 
-    def test_the_end_of_a_table_is_named(self) -> None:
-        says = conformance.check(f"{WRONG / 'table_wraps.py'}:Rotary").findings[0].says
+    def test_the_end_of_a_table_is_named(self, tmp_path: Path) -> None:
+        says = conformance.check(f"{written(PROGRAMS['table_wraps'], tmp_path)}:Rotary").findings[0].says
         assert says == "Position 2,049 has the angles of 1: they repeat after 2,048 tokens."
-        rotary = runpy.run_path(str(WRONG / "table_clamps.py"))["Rotary"]
+        rotary = runpy.run_path(str(written(PROGRAMS["table_clamps"], tmp_path)))["Rotary"]
         says = conformance.check(lambda dim, base: rotary(dim, base=base, max_positions=300)).findings[0].says
         assert says == "Position 301 has the angles of 299, the last of a table of 300 rows."
 

@@ -7,7 +7,6 @@ check existed.
 
 from __future__ import annotations
 
-import ast
 import runpy
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,27 +16,7 @@ import pytest
 
 from ropewalk import conformance
 from ropewalk.tools.check.bugs import BUGS
-
-HERE = Path(__file__).parent
-FILES = {path.stem: path.read_text("utf-8") for path in sorted((HERE / "wrong").glob("*.py"))}
-
-
-def replaced(code: str, replacements: Iterable[tuple[str, str]]) -> str:
-    for old, new in replacements:
-        assert code.count(old) == 1, old
-        code = code.replace(old, new)
-    return code
-
-
-def broken() -> dict[str, str]:
-    """Return the wrong programs that are made from right ones."""
-    texts = [path.read_text("utf-8").partition("\nBUGS = ") for path in sorted((HERE / "right").glob("*.py"))]
-    named = [(code, *bug) for code, _, bugs in texts if bugs for bug in ast.literal_eval(bugs).items()]
-    assert len({name for _, name, _ in named} | FILES.keys()) == len(named) + len(FILES)
-    return {name: replaced(code, replacements) for code, name, replacements in named}
-
-
-PROGRAMS = FILES | broken()
+from wrong_programs import FILES, HERE, PROGRAMS, replaced, written
 
 
 def bug_of(name: str) -> str:
@@ -65,16 +44,14 @@ def cases(programs: Iterable[str], waiting: set[str]) -> list[Any]:
     return [pytest.param(name, marks=late if name in waiting else []) for name in sorted(programs)]
 
 
-def checked(code: str, folder: Path) -> conformance.Report:
-    path = folder / "program.py"
-    path.write_text(code, "utf-8")
+def checked(path: Path) -> conformance.Report:
     example = runpy.run_path(str(path))
     return conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
 
 
 @pytest.mark.parametrize("name", cases(PROGRAMS, WAITING))
 def test_the_bug_in_the_name_is_the_only_finding(name: str, tmp_path: Path) -> None:
-    report, bug = checked(PROGRAMS[name], tmp_path), bug_of(name)
+    report, bug = checked(written(PROGRAMS[name], tmp_path)), bug_of(name)
     assert report.counted, str(report)
     assert report.counted[0].code == bug, str(report)
     assert report.verdict == ("wrong" if BUGS[bug].severity == "wrong" else "right")
@@ -87,7 +64,7 @@ def test_the_repaired_file_is_right(name: str, tmp_path: Path) -> None:
     """REPAIR replaces the bug. Nothing may be reported then, but kernels for inference."""
     code, _, given = FILES[name].partition("\nTARGET =")
     repair = runpy.run_path(str(HERE / "wrong" / f"{name}.py"))["REPAIR"]
-    report = checked(f"{replaced(code, repair)}\nTARGET ={given}", tmp_path)
+    report = checked(written(f"{replaced(code, repair)}\nTARGET ={given}", tmp_path))
     codes = {finding.code for finding in report.counted}
     assert codes <= {"no-gradient"} - {bug_of(name)}, str(report)
 

@@ -31,3 +31,19 @@ GIVEN = {
         "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }
 }
+BUGS = {
+    # As in transformers 4.31: the base of the longest sequence so far is never reset.
+    "earlier_calls_matter__dynamic_ntk": [
+        ('= config.rope_scaling["factor"]', '= config.rope_scaling["factor"]\n        self.longest = self.trained'),
+        ("max(int(positions.max()) + 1, self.trained)", "self.longest = max(int(positions.max()) + 1, self.longest)"),
+    ],
+    # The base is computed once, for the longest sequence that the factor allows.
+    "length_ignored__constant": [("max(int(positions.max()) + 1, self.trained)", "self.factor * self.trained")],
+    # The length of the sequence is read from the axis of the heads.
+    "length_ignored__from_the_heads": [
+        (", positions)", ")"),
+        ("int(positions.max()) + 1", "x.shape[1]"),
+        ("positions[..., None, None]", "torch.arange(x.shape[2])[:, None]"),
+        ('"factor": 4.0},\n    }', '"factor": 4.0},\n    },\n    "layout": "bhsd",'),
+    ],
+}

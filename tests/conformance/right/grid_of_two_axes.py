@@ -28,3 +28,14 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"rope": Rope(64, 10000.0, "half", axes=Axes.axial((32, 32)))}
+BUGS = {
+    # The first half of the pairs uses the columns of the grid and the second half the rows.
+    "axes_exchanged__grid": [("(rows, columns)", "(columns, rows)")],
+    # Each axis restarts, but divides the exponents by the whole head, so it lacks the slow half of the frequencies.
+    "axis_frequencies__exponents_of_the_whole_head": [("/ half", "/ pairs")],
+    # One progression runs over rows and columns, but each axis has one of its own.
+    "axis_frequencies__one_progression_for_a_grid": [
+        ("half = pairs // 2", "half = pairs"),
+        ("(rows, columns)", "(rows[..., : pairs // 2], columns[..., pairs // 2 :])"),
+    ],
+}

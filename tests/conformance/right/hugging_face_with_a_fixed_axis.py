@@ -27,3 +27,20 @@ def apply_rotary_pos_emb(q, k, cos, sin):
 
 TARGET = "Rotary,apply_rotary_pos_emb"
 GIVEN = {"pairing": "half"}
+BUGS = {
+    # The tables have an axis for the rows of the batch, but are computed only for the first row of positions.
+    "first_row_positions__one_row_of_tables": [("position_ids[:, :, None]", "position_ids[:1, :, None]")],
+    # The tables have no axis for the rows of the batch, and are computed for the first row of positions.
+    "first_row_positions__tables_without_rows": [("position_ids[:, :, None]", "position_ids[0][:, None]")],
+    # The tables are for half pairing, but the function pairs neighbours: repeat is used instead of repeat_interleave.
+    "mixed_pairings": [
+        ("x.chunk(2, dim=-1)", "x[..., 0::2], x[..., 1::2]"),
+        ("torch.cat((-second, first), dim=-1)", "torch.stack((-second, first), dim=-1).flatten(-2)"),
+        ('GIVEN = {"pairing": "half"}', "GIVEN = {}"),
+    ],
+    # The tables are for interleaved pairing, but the function pairs the halves.
+    "mixed_pairings__interleaved_tables": [
+        ("torch.cat((angles, angles), dim=-1)", "angles.repeat_interleave(2, dim=-1)"),
+        ('GIVEN = {"pairing": "half"}', "GIVEN = {}"),
+    ],
+}

@@ -50,3 +50,21 @@ GIVEN = {
         },
     }
 }
+BUGS = {
+    # The ramp is inverted.
+    "llama3_smooth_inverted": [
+        (
+            "        inv_freq =",
+            "        smooth = torch.where((smooth > 0) & (smooth < 1), 1 - smooth, smooth)\n        inv_freq =",
+        ),
+    ],
+    # low_freq_factor and high_freq_factor are swapped.
+    "llama3_smooth_inverted__factors_swapped": [
+        ('turns - s["low_freq_factor"]', 'turns - s["high_freq_factor"]'),
+        ('s["high_freq_factor"] - s["low_freq_factor"]', 's["low_freq_factor"] - s["high_freq_factor"]'),
+    ],
+    # The frequencies are not scaled.
+    "scaling_ignored": [("None] * inv_freq", "None] * plain")],
+    # The frequencies are scaled twice.
+    "scaling_twice": [("None] * inv_freq", "None] * inv_freq * inv_freq / plain")],
+}

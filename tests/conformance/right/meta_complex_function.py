@@ -13,3 +13,7 @@ def apply_rotary_emb(xq, xk, freqs_cis):
 
 TARGET = "apply_rotary_emb"
 GIVEN = {"pairing": "interleaved"}
+BUGS = {
+    # freqs_cis are conjugated.
+    "rotates_backwards__conjugate": [("freqs_cis[None", "freqs_cis.conj()[None"), ('"pairing": "interleaved"', "")],
+}

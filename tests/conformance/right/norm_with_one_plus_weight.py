@@ -22,3 +22,7 @@ def norm_rope(q, k, q_norm_weight, k_norm_weight, cos, sin, eps=1e-6):
 
 TARGET = "norm_rope"
 GIVEN = {"pairing": "half"}
+BUGS = {
+    # Gemma's norm, ported for the queries only: the keys are multiplied by the weight, and not by 1 + weight.
+    "wrong_norm__one_plus_weight_only_for_queries": [("rms(k, k_norm_weight,", "rms(k, k_norm_weight - 1,")],
+}

@@ -19,3 +19,19 @@ def rope_packed(x, cu_seqlens, cos, sin):
 
 TARGET = "rope_packed"
 GIVEN = {"pairing": "half", "layout": "thd"}
+BUGS = {
+    # The first token of each sequence is counted as the last of the previous one.
+    "segments_ignored__boundary_of_the_previous": [
+        ("right=True) - 1]", "right=False).clamp(min=1) - 1]\n    positions = positions.clamp(max=len(cos) - 1)"),
+    ],
+    # cu_seqlens are accepted, but positions count through all sequences.
+    "segments_ignored__one_count": [
+        ("starts = cu_seqlens.long()", "starts = 0 * cu_seqlens.long()"),
+        ("[positions][:, None], sin[positions]", "[positions % len(cos)][:, None], sin[positions % len(cos)]"),
+    ],
+    # Positions restart at the second sequence, but not at later ones.
+    "segments_ignored__only_the_first_boundary": [
+        ("starts = cu_seqlens.long()", "starts = cu_seqlens.long()[:2]"),
+        ("[positions][:, None], sin[positions]", "[positions % len(cos)][:, None], sin[positions % len(cos)]"),
+    ],
+}

@@ -19,3 +19,12 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache):
 
 TARGET = "rotary_embedding"
 GIVEN = {"pairing": "half"}
+BUGS = {
+    # Flat q and k are reshaped to heads, which copies the parts of a fused qkv, and the copies are rotated in place.
+    "strided_input__reshape_copies": [
+        (
+            "x.as_strided((x.shape[0], x.shape[1] // head_size, head_size), (x.stride(0), head_size, 1))",
+            "x.reshape(-1, head_size).view(len(positions), -1, head_size)",
+        ),
+    ],
+}

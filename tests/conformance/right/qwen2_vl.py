@@ -45,3 +45,9 @@ GIVEN = {
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
     },
 }
+BUGS = {
+    # The sections are doubled instead of repeated, so the two channels of a pair use different axes.
+    "mixed_pairings__sections_doubled": [("2 * list(mrope_section)", "[2 * s for s in mrope_section]")],
+    # The sections are in the order height, time, width.
+    "sections_permuted__height_first": [("part[axis % 3]", "part[(1, 0, 2)[axis % 3]]")],
+}

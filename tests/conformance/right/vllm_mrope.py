@@ -28,3 +28,12 @@ TARGET = "mrope"
 GIVEN = {
     "rope": Rope(64, 10000.0, "interleaved", axes=Axes.sections((8, 12, 12))),
 }
+BUGS = {
+    # vLLM Ascend 5664: in the section of the height, sin is taken from the table of cos.
+    "not_a_rotation__vllm_ascend_5664": [
+        ("    sin = torch", "    sin[1] = cos_sin_cache[positions[1]].chunk(2, dim=-1)[0]\n    sin = torch"),
+        ('"interleaved"', '"half"'),
+    ],
+    # vLLM 49290: the kernel for three axes always rotates halves, also for models of interleaved pairs (GLM-OCR).
+    "wrong_pairing__vllm_49290": [("neox = is_neox", "neox = True")],
+}

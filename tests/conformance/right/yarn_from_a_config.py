@@ -43,3 +43,21 @@ GIVEN = {
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
     }
 }
+BUGS = {
+    # The attention factor is missing.
+    "attention_factor__missing": [("0.1 * math.log(factor) + 1", "1.0")],
+    # The config states an attention factor, and that of the paper is used.
+    "attention_factor__of_the_config_ignored": [('"factor": 8.0', '"factor": 8.0, "attention_factor": 1.0')],
+    # The attention factor multiplies cos and sin, and then also the rotated channels.
+    "attention_factor__twice": [("0.1 * math.log(factor) + 1", "(0.1 * math.log(factor) + 1) ** 2")],
+    # The factor is computed from other lengths than those of the config, although the config states it.
+    "wrong_frequencies__factor_from_the_lengths": [("plain / factor", "plain / 4.0")],
+    # The ramp is computed from max_position_embeddings, the scaled length.
+    "yarn_original_length": [("math.log(length /", "math.log(factor * length /")],
+    # The fast pairs are slowed, and the slow ones left unchanged.
+    "yarn_ramp_swapped": [("plain * (1 - ramp) + plain / factor * ramp", "plain * ramp + plain / factor * (1 - ramp)")],
+    # beta_fast and beta_slow are swapped.
+    "yarn_ramp_swapped__betas": [("(32.0, 1.0)", "(1.0, 32.0)")],
+    # The config has truncate: false, but the ends of the ramp are rounded.
+    "yarn_truncate": [('"factor": 8.0', '"factor": 8.0, "truncate": False')],
+}

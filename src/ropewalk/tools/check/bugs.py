@@ -2,7 +2,7 @@
 
 To add a bug, add it to `BUGS`, and report its code in the step that measures it, one of the files in `measure/`. Search
 there for the code of a similar bug: it may also be in a set of codes that a later step does not judge.
-tests/conformance/wrong/ needs an implementation that has the bug.
+tests/conformance/ needs an implementation that has the bug.
 """
 
 from __future__ import annotations

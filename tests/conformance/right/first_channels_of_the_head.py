@@ -1,4 +1,4 @@
-"""Half of each head is rotated, but the exponents are divided by the size of the whole head."""
+"""GPT-NeoX: the first half of the channels of each head is rotated, with frequencies of its own size."""
 
 import torch
 
@@ -9,12 +9,13 @@ class Rotary(torch.nn.Module):
         self.head_dim, self.dim, self.base = head_dim, head_dim // 2, base
 
     def forward(self, x, positions):
-        inv_freq = self.base ** (-torch.arange(0, self.dim, 2).float() / self.head_dim)
+        inv_freq = self.base ** (-torch.arange(0, self.dim, 2).float() / self.dim)
         angles = positions[:, :, None, None].float() * inv_freq
         x, rest = x[..., : self.dim], x[..., self.dim :]
         x1, x2 = x.float().chunk(2, dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x), rest), dim=-1)
+        x = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+        return torch.cat((x, rest), dim=-1)
 
 
 TARGET = "Rotary"
@@ -28,6 +29,11 @@ GIVEN = {
         "rotary_emb_base": 10000,
     }
 }
-REPAIR = [
-    ("/ self.head_dim)", "/ self.dim)"),
-]
+BUGS = {
+    # The exponents are divided by the size of the whole head.
+    "frequencies_over_head_dim": [("/ self.dim)", "/ self.head_dim)")],
+    # The last channels are rotated.
+    "wrong_slice": [("x, rest =", "rest, x ="), ("cat((x, rest)", "cat((rest, x)")],
+    # The whole head is rotated.
+    "wrong_slice__whole_head": [("head_dim // 2", "head_dim")],
+}
