@@ -149,10 +149,10 @@ def test_code_without_a_package_needs_its_source(tmp_path: Path, capsys: pytest.
 
 
 ENGINES = [f"rules_of_{name}" for name in ("transformers", "vllm", "sglang", "mlx_lm", "exllamav3")]
-TRAINERS = [f"models_of_{name}" for name in ("torchtitan", "torchtune", "maxtext")]
+TRAINERS = [f"models_of_{name}" for name in ("torchtitan", "maxtext")]
 
 
-@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", "torchtitan", *ENGINES, *TRAINERS])
+@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtitan", *ENGINES, *TRAINERS])
 def test_rows_of_a_package_bit_for_bit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     golden = record_golden.GOLDEN[name]
     if files.installed(golden.package) != json.loads((FOLDER / golden.path).read_text())["peer"]["version"]:

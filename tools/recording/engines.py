@@ -28,18 +28,17 @@ It returns cos and sin of all pairs at positions 0 and 1.
 """
 
 
-def record(row: dict[str, Any], probe: Probe, refuses: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+def record(row: dict[str, Any], probe: Probe) -> dict[str, Any]:
     """Record a row again: frequencies and attention factor, or the error of the engine.
 
     Args:
         row: the committed row.
         probe: calls the engine.
-        refuses: exceptions, besides KeyError, TypeError and ValueError, with which the engine rejects a config.
     """
     result = {name: row[name] for name in ("case", "config", "sequence", "setting")}
     try:
         cos, sin = probe(row["config"], row["sequence"], row["setting"])
-    except (KeyError, TypeError, ValueError, *refuses) as error:
+    except (KeyError, TypeError, ValueError) as error:
         return {**result, "refused": f"{type(error).__name__}: {error}"[:160]}
     angles = torch.atan2(sin[1].double(), cos[1].double()).float()
     if angles.dim() != 1:
@@ -214,25 +213,17 @@ def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tens
     return cos[:, :half], sin[:, :half]
 
 
-def transformers_4(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """As `transformers`, which must be version 4."""
-    if not files.installed("transformers").startswith("4."):
-        raise CannotRecordError("it needs transformers 4")
-    return transformers(config, sequence, setting)
-
-
-def _golden(probe: Probe, name: str, *refuses: type[Exception]) -> files.Golden:
+def _golden(probe: Probe, name: str) -> files.Golden:
     return files.Golden(
         f"engine_rules/rules_of_{probe.__name__}.json",
         lambda row: str(row["case"]),
-        lambda row: record(row, probe, refuses),
+        lambda row: record(row, probe),
         package=name,
     )
 
 
 GOLDEN = [
     _golden(transformers, "transformers"),
-    _golden(transformers_4, "transformers", AttributeError),
     _golden(vllm, "vllm"),
     _golden(sglang, "sglang"),
     _golden(mlx_lm, "mlx-lm"),

@@ -25,7 +25,6 @@ from . import (
     mlx_models,
     sglang_models,
     stated_twice,
-    transformers_4_models,
     vllm_models,
 )
 from .model import CannotRecordError
@@ -157,7 +156,6 @@ ENGINES = [
     exllamav3_models.ENGINE,
     megatron_models.ENGINE,
     automodel_models.ENGINE,
-    transformers_4_models.ENGINE,
 ]
 GOLDEN = [
     *(
@@ -167,10 +165,7 @@ GOLDEN = [
     ),
     *_goldens("llama_cpp", "torch", _llama_cpp, source=True),
     *(_remote(each.name, each.package, each) for each in ENGINES[:3]),
-    *(
-        _twice(each.name, each.package, lambda _, each=each: each)  # type: ignore[misc]
-        for each in (*ENGINES[:3], transformers_4_models.ENGINE)
-    ),
+    *(_twice(each.name, each.package, lambda _, each=each: each) for each in ENGINES[:3]),  # type: ignore[misc]
     _twice("llama_cpp", "torch", _llama_cpp, source=True),
     files.Golden(
         "engine_models/override_in_vllm.json",

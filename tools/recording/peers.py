@@ -1,6 +1,6 @@
 """peers/, torchtitan.json and moved_keys.json: known q and k, rotated by other packages.
 
-The packages are torchtitan, torchtune, rotary-embedding-torch, MLX and LMCache. If one is not installed, its file is
+The packages are torchtitan, rotary-embedding-torch, MLX and LMCache. If one is not installed, its file is
 kept.
 """
 
@@ -101,23 +101,6 @@ def rotary_embedding_torch(case: dict[str, Any]) -> dict[str, Any]:
     return record(case, lambda x: module.apply_rotary_emb(angles, x).detach(), rotary.freqs)
 
 
-def torchtune(case: dict[str, Any]) -> dict[str, Any]:
-    """Record a case of torchtune."""
-    name, positions = case["id"].split()[0], torch.tensor(case["positions"])
-    where = {
-        "RotaryPositionalEmbeddings": "modules/position_embeddings.py",
-        "Llama3ScaledRoPE": "models/llama3_1/_position_embeddings.py",
-        "Phi3RotaryPositionalEmbeddings": "models/phi3/_position_embeddings.py",
-    }
-    module = single_file("torchtune", where[name])
-    rotary = getattr(module, name)(**case["params"], max_seq_len=max(case["positions"]) + 1)
-
-    def rotate(x: Tensor) -> Tensor:  # torchtune has the heads after the tokens
-        return rotary(x.transpose(1, 2), input_pos=positions.unsqueeze(0)).transpose(1, 2)  # type: ignore[no-any-return]
-
-    return record(case, rotate, rotary.theta)
-
-
 def torchtitan(case: dict[str, Any]) -> dict[str, Any]:
     """Record a case of torchtitan. The frequencies are the angles in row 1 of the module's table."""
     module = getattr(package("torchtitan.models.common.rope"), case["class"])
@@ -180,7 +163,6 @@ def _golden(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) 
 
 GOLDEN = [
     _golden(rotary_embedding_torch, "rotary-embedding-torch"),
-    _golden(torchtune, "torchtune"),
     _golden(mlx, "mlx"),
     files.Golden("moved_keys.json", lambda case: str(case["id"]), lmcache, package="lmcache", rows="cases"),
     files.Golden("torchtitan.json", lambda case: str(case["id"]), torchtitan, package="torchtitan", rows="cases"),

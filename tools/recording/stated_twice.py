@@ -276,7 +276,7 @@ def record_in(engine: Engine, row: dict[str, Any]) -> dict[str, Any]:
     shrink(config)
     published = _PUBLISHED.get(name, {})
     filled = engine.fill({**config, **published})[0]
-    added = {key: value for key, value in filled.items() if key not in (*config, *FRACTIONS, "_bare")} | published
+    added = {key: value for key, value in filled.items() if key not in (*config, *FRACTIONS)} | published
     cases = {case: _numbers(engine, {**config, **added, **keys}) for case, keys in _keys(name)}
     return {"model_type": name, **({"added": added} if added else {}), "cases": cases}
 

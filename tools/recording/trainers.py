@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -139,44 +138,6 @@ def torchtitan(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"file": f"models/{folder}/__init__.py", **shape}, {"all": rope}
 
 
-def torchtune(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Build a model of torchtune without its weights, and its rotary module again with a table."""
-    folder, _, builder = case.partition(".")
-    with stubs("torchtune", "models", "modules"):
-        module = importlib.import_module(f"torchtune.models.{folder}")
-        with torch.device("meta"):
-            model = getattr(module, builder)()
-        decoder = getattr(model, "decoder", model)
-        attention = [part for part in decoder.modules() if getattr(part, "pos_embeddings", None) is not None]
-        config = attention[0].pos_embeddings
-        arguments = {key: getattr(config, key) for key in inspect.signature(type(config)).parameters}
-        if any(vars_of(part.pos_embeddings) != vars_of(config) for part in attention):
-            raise CannotRecordError("its layers have several ropes")
-        rotary = type(config)(**{**arguments, "max_seq_len": max(POSITIONS) + 1})
-    scaling = None
-    if "scale_factor" in arguments:
-        keys = ("low_freq_factor", "high_freq_factor")
-        scaling = {"rope_type": "llama3", "factor": config.scale_factor, **{key: getattr(config, key) for key in keys}}
-        scaling["original_max_position_embeddings"] = config.old_context_len
-
-    def rotate(x: Tensor) -> Tensor:
-        return rotary(x[None, :, None, :], input_pos=torch.tensor([POSITIONS]))[0, :, 0]
-
-    layers = sum(hasattr(part, "attn") and hasattr(part, "mlp") for part in decoder.modules())
-    tokens = decoder.tok_embeddings
-    vocab_size, hidden_size = tokens.weight.shape if hasattr(tokens, "weight") else tokens.embedding.weight.shape
-    shape = {"hidden_size": hidden_size, "layers": layers, "heads": attention[0].num_heads, "vocab_size": vocab_size}
-    # training/checkpointing/_checkpointer.py: the converters permute q and k, except those of Phi-3 and Qwen 2.
-    permuted = type(rotary).__name__ in ("RotaryPositionalEmbeddings", "Llama3ScaledRoPE")
-    rope = {**_rope(rotary, config.dim, config.base, scaling), "rotate": rotate, "permuted": permuted}
-    return {"file": f"models/{folder}/_model_builders.py", **shape}, {"all": rope}
-
-
-def vars_of(module: Any) -> dict[str, Any]:
-    """Return the numbers of a module, such as the base."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, int | float)}
-
-
 def maxtext(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Build the rotary modules of a model of MaxText from its configs, with the method that builds them there."""
     jnp, yaml = package("jax.numpy"), package("yaml")
@@ -291,4 +252,4 @@ def _golden(read: Callable[[str], tuple[dict[str, Any], dict[str, Any]]]) -> fil
     )
 
 
-GOLDEN = [_golden(read) for read in (torchtitan, torchtune, maxtext)]
+GOLDEN = [_golden(read) for read in (torchtitan, maxtext)]
