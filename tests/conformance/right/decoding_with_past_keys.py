@@ -22,3 +22,19 @@ def attend(q, k, v, past_k=None, past_v=None):
 
 TARGET = "attend"
 GIVEN = {"pairing": "half", "base": 10000.0, "layout": "bshd"}
+BUGS = {
+    # A prompt is right. Each later call counts its tokens from 0 again.
+    "offset_ignored__after_past_keys": [("= past + torch", "= torch")],
+    # A prompt and single tokens are right. Several new tokens all get the position of the last one.
+    "positions_ignored__of_several_new_tokens": [
+        (
+            "= past + torch.arange(q.shape[1])",
+            "= past + torch.arange(q.shape[1]).clamp(min=q.shape[1] - 1 if past else 0)",
+        ),
+    ],
+    # Each call rotates all keys, also those that earlier calls have rotated.
+    "stored_key_unlike_key__past_rotated_again": [
+        ("turn(q, positions), turn(k, positions)", "turn(q, positions), k"),
+        ("return q, k, v", "return q, turn(k, torch.arange(k.shape[1])), v"),
+    ],
+}
