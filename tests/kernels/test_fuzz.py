@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import oracle
+from cache_model import RowRequests
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, check, expected, unchanged
-from random_calls import EPS, Draw, Episode, Guarded, Heads, exact, fit, in_memory, pools
+from random_calls import EPS, Draw, Guarded, Heads, exact, fit, in_memory, pools
 from ropewalk import Axes, QKNorm, Rope, RopeError, Rotation, rotate_and_store
 from ropewalk.kernels import cpu
 from ropewalk.rotation.api import restore
@@ -377,12 +378,13 @@ def norm_gradient(draw: Draw) -> str:
 
 
 def kv_cache(draw: Draw) -> str:
-    """Run a model with a KVCache: padding, positions, at, shift, rollback, reset, reorder, window and sinks."""
+    """Use a KVCache: padding, positions, at, shift, move, rollback, reset, reorder, window and sinks."""
     sizes: list[dict[str, int]] = [{"capacity": 24}, {"window": draw.randint(1, 8)}]
     size = draw.choice([*sizes, {"window": draw.randint(1, 6), "sinks": draw.randint(1, 3)}])
-    episode = Episode(draw, size)
-    episode.run(8)
-    note(*(out for text in episode.texts for out in text.out))
+    requests = RowRequests(draw.randrange(2**32), batch=draw.randint(1, 3), **size)
+    for _ in range(8):
+        requests.request()
+    note(*requests.cache.keys, *requests.cache.values)
     return " and ".join(size)
 
 

@@ -231,10 +231,18 @@ ROUNDING = {None: 0.0, "int8": (1 + 1e-6) / 254, "fp8": (1 + 1e-6) / 16}
 
 
 @torch.no_grad()
-def attend_in_layer(step: CacheStep, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | TwoPass) -> None:
-    """Let random queries attend in a layer, which rotates and stores k and v in one call if it can."""
+def attend_in_layer(
+    step: CacheStep, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | TwoPass
+) -> tuple[Tensor, Tensor]:
+    """Let random queries attend in a layer, which rotates and stores k and v in one call if it can.
+
+    For an even number of tokens, two rotations become one attention. Up to 7 tokens attend in pieces of 3.
+    """
     q = torch.randn(*k.shape[:2], HEADS, k.shape[-1], dtype=k.dtype)
-    step.layer(layer).attend(q, k, v, rotation=rotation, scale=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ropewalk.attention.attend._FEW", 64 * (q.shape[1] % 2))
+        patch.setattr("ropewalk.attention.pairs.PIECE", 3 if q.shape[1] < 8 else 256)
+        return q, step.layer(layer).attend(q, k, v, rotation=rotation, scale=0.5)
 
 
 def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
@@ -243,10 +251,21 @@ def draw_moves(draw: random.Random, tokens: list[Token]) -> dict[int, int]:
     return {place: draw.randint(-40, 40) for place in draw.sample(places, draw.randint(1, len(places)))}
 
 
+ROWS: list[Callable[[list[int], int], Any]] = [
+    lambda rows, batch: rows,
+    lambda rows, batch: tuple(rows),
+    lambda rows, batch: torch.tensor(rows, dtype=torch.int64),
+    lambda rows, batch: torch.tensor(rows, dtype=torch.int32),
+    lambda rows, batch: torch.tensor([row in rows for row in range(batch)]),
+]
+"""The ways to name some rows of a batch."""
+
+
 class RowRequests:
     """A `KVCache`, the expected tokens of each row, and random requests that change both.
 
-    Keys and values are random, in float64. A row of the list also has the tokens that the cache has evicted.
+    Keys and values are random, in float64. A row of the list also has the tokens that the cache has evicted. Queries
+    attend to the tokens, and the outputs are compared with attention that is written out.
     """
 
     def __init__(
@@ -303,20 +322,23 @@ class RowRequests:
                 options["at"] = torch.tensor(self.following)
         places = torch.tensor(self.following)[:, None] + (real.cumsum(1) - 1).clamp(min=0)
         if "sinks" not in self.size and self.draw.random() < 0.2:
-            options["positions"] = places = torch.randint(-9, 9, (batch, seq))
+            options["positions"] = torch.randint(-9, 9, self.draw.choice(((batch, seq), (seq,))))
+            places = options["positions"].expand(batch, seq)
         step = self.cache.step(seq, **options)
         assert torch.equal(step.positions, places)
         k, v = torch.randn(2, LAYERS, batch, seq, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         if layers < LAYERS:
             k, v = k.fill_(torch.nan), v.fill_(torch.nan)
+        if self.draw.random() < 0.5:  # which a mask would not hide, as 0 · NaN is NaN
+            k[:, ~real], v[:, ~real] = torch.nan, torch.nan
         given: Any = v if self.latent is None else [None] * LAYERS
         v = v if self.latent is None else k[..., : self.latent]
         order = [x.tolist() for x in step.key_order]
         rotation = step.rotation(ROPES["YaRN, partial"][0], dtype=torch.float64)
-        attends, keys, values = self.draw.random() < 0.5, k[-1], v[-1]
+        attends, keys, values, attended = self.draw.random() < 0.5, k[-1], v[-1], list[tuple[Tensor, Tensor]]()
         for i in range(layers):
             if attends:
-                attend_in_layer(step, i, k[i], given[i], rotation)
+                attended.append(attend_in_layer(step, i, k[i], given[i], rotation))
             else:
                 keys, values = step.layer(i).append(k[i], given[i])
         if layers < LAYERS:
@@ -329,9 +351,25 @@ class RowRequests:
             self.tokens[row] = self.tokens[row] + new
             if new:
                 self.following[row] = int(places[row, kept].max()) + 1
+            for layer, (q, out) in enumerate(attended if not self.rounding else []):
+                for n, j in enumerate(chosen, count):
+                    wanted = self.attention(row, layer, n, q[row, j])
+                    torch.testing.assert_close(out[row, j], wanted, rtol=0, atol=1e-12)
             seen |= set(range(count, count + len(new)))
             if not attends:
                 self.check_row(row, LAYERS - 1, order[row], keys[row], values[row], seen)
+
+    def attention(self, row: int, layer: int, n: int, q: Tensor) -> Tensor:
+        """Return the attention of q [heads, width], the query of token n of a row, to the tokens up to it."""
+        tokens, window, sinks = self.tokens[row], self.size.get("window", n + 1), self.size.get("sinks", 0)
+        seen = [j for j in range(n + 1) if not sinks <= j <= n - window]
+        # A sink is as far away as its place in the cache is.
+        far = {j: min(n, sinks + window - 1) - j for j in range(sinks)}
+        places = [tokens[j].position + far[j] if j in far else tokens[n].position for j in seen]
+        q = ROPES["YaRN, partial"][1](q.expand(len(seen), -1, -1), torch.tensor(places))
+        k, v = (torch.stack([getattr(tokens[j], x)[layer] for j in seen]) for x in "kv")
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        return ((0.5 * (q * k).sum(-1)).softmax(0)[..., None] * v).sum(0)
 
     def truncate(self, **options: int) -> None:
         self.step(at=[following + self.draw.randint(-8, 2) for following in self.following], **options)
@@ -343,7 +381,7 @@ class RowRequests:
 
     def reset(self, rows: list[int] | None = None) -> None:
         rows = [self.draw.randrange(len(self.tokens))] if rows is None else rows
-        self.cache.reset(rows)
+        self.cache.reset(self.draw.choice(ROWS)(rows, len(self.tokens)))
         for row in rows:
             self.tokens[row], self.following[row] = [], 0
 
@@ -356,7 +394,9 @@ class RowRequests:
     def shift(self) -> None:
         rope, rotary = ROPES["YaRN, partial"]
         deltas = [self.draw.choice([0, 5, -300]) for _ in self.tokens]
-        self.cache.shift(rope, torch.tensor(deltas))
+        alike = self.draw.random() < 0.5
+        deltas = deltas[:1] * len(deltas) if alike else deltas
+        self.cache.shift(rope, deltas[0] if alike else torch.tensor(deltas))
         for row, delta in enumerate(deltas):
             self.following[row] += delta
             self.tokens[row] = [token.moved(rotary, delta, self.rounding) for token in self.tokens[row]]

@@ -1,10 +1,9 @@
-"""Random inputs of rotations, of fused steps and of caches."""
+"""Random inputs of rotations and of fused steps."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 import oracle
-from cache_model import EXACT, HIDDEN, LAYERS, ROPES, cache_of, distances, run, run_whole_row, stopped
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, broadcast, check, expected, shape, unchanged
 from ropewalk import QKNorm, Rotation
 
@@ -172,124 +170,3 @@ def pools(draw: Draw, blocks: int, size: int, heads: int, channels: int, dtype: 
     else:
         k, v = (torch.randn(blocks, size, heads, channels).to(dtype) for _ in range(2))
     return k, v
-
-
-@dataclass
-class Text:
-    """The tokens of one row so far: inputs, outputs when they were computed, and positions after all shifts."""
-
-    x: list[Tensor] = field(default_factory=list)
-    out: list[Tensor] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    next: int = 0
-
-    def first(self, count: int) -> Text:
-        return Text(self.x[:count], self.out[:count], self.positions[:count], self.next)
-
-    def check(self, rotary: Any, size: dict[str, int]) -> None:
-        """Compare all outputs with one pass over the row."""
-        if self.x:
-            places = None if "sinks" in size else torch.tensor(self.positions)
-            wanted = run_whole_row(torch.stack(self.x), rotary, *distances(len(self.x), size, places))
-            torch.testing.assert_close(torch.stack(self.out), wanted, **EXACT)
-
-
-ROWS: dict[str, Callable[[list[int], int], Any]] = {
-    "list": lambda rows, batch: rows,
-    "tuple": lambda rows, batch: tuple(rows),
-    "int64": lambda rows, batch: torch.tensor(rows, dtype=torch.int64),
-    "int32": lambda rows, batch: torch.tensor(rows, dtype=torch.int32),
-    "bool": lambda rows, batch: torch.tensor([row in rows for row in range(batch)]),
-}
-"""The ways to name some rows of a batch."""
-
-
-class Episode:
-    """A `KVCache` and the texts of its rows, changed by random requests. The outputs are compared with one pass."""
-
-    def __init__(self, draw: Draw, size: dict[str, int]) -> None:
-        self.draw, self.size = draw, size
-        self.rope, self.rotary = ROPES[draw.choice(sorted(ROPES))]
-        batch = draw.randint(1, 3)
-        self.cache = cache_of(batch, **size)
-        self.texts = [Text() for _ in range(batch)]
-
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self.draw.choice([self.step] * 5 + [self.stop, self.reset, self.reorder, self.shift])()
-            assert self.cache.length.tolist() == [len(text.x) for text in self.texts]
-            assert self.cache.position.tolist() == [text.next for text in self.texts]
-        for text in self.texts:
-            text.check(self.rotary, self.size)
-
-    def fits(self, seq: int) -> bool:
-        return max(len(text.x) for text in self.texts) + seq <= 24
-
-    def step(self) -> None:
-        """Run some tokens: with padding, at explicit positions, or after dropping the last ones."""
-        options, rows, seq = dict[str, Any](), len(self.texts), self.draw.choice((1, 1, 1, 2, 3, 7))
-        if not self.fits(seq):
-            return
-        if not self.size.get("window") and self.draw.random() < 0.2:
-            options["at"] = self.drop()
-        real = torch.ones(rows, seq, dtype=torch.bool)
-        if self.draw.random() < 0.4:
-            options["attention_mask"] = real = torch.rand(rows, seq) < 0.6
-        starts = torch.tensor([[text.next] for text in self.texts])
-        places = starts + (real.cumsum(1) - 1).clamp(min=0)
-        if "sinks" not in self.size and self.draw.random() < 0.2:
-            options["positions"] = torch.randint(-9, 9, self.draw.choice(((rows, seq), (seq,))))
-            places = options["positions"].expand(rows, seq)
-        x = torch.randn(rows, seq, HIDDEN, dtype=torch.float64)
-        padding = self.draw.choice((0.0, torch.nan))  # which a mask would not hide, as 0 · NaN is NaN
-        x = x.masked_fill(~real[..., None], padding)
-        out = run(self.cache, x, self.rope, **options)
-        assert out.isfinite().all() or padding != 0
-        for i, text in enumerate(self.texts):
-            new = [j for j in range(seq) if real[i, j]]
-            text.x += [x[i, j] for j in new]
-            text.out += [out[i, j] for j in new]
-            text.positions += [int(places[i, j]) for j in new]
-            text.next = int(places[i, new].max()) + 1 if new else text.next
-
-    def drop(self) -> Tensor:
-        """Drop the last tokens of each row, and return the positions at which the rows go on."""
-        for row, text in enumerate(self.texts):
-            text.check(self.rotary, self.size)
-            at = text.next - self.draw.randint(-1, 4)
-            later = [i for i, position in enumerate(text.positions) if position >= at]
-            self.texts[row] = text.first(min(later, default=len(text.x)))
-            self.texts[row].next = at
-        return torch.tensor([text.next for text in self.texts])
-
-    def stop(self) -> None:
-        """Run tokens of NaN that only some layers store, and roll back. Nothing of them may remain."""
-        seq = 1 if "window" in self.size else self.draw.choice((1, 4))
-        if self.rope is not None and self.fits(seq):
-            nan = torch.full((len(self.texts), seq, HIDDEN), torch.nan, dtype=torch.float64)
-            after = self.draw.randint(0, LAYERS)
-            stopped(self.cache, nan, after)
-            if after:
-                self.cache.rollback()
-
-    def shift(self) -> None:
-        by = [self.draw.randint(-300, 300) for _ in self.texts]
-        alike = self.draw.random() < 0.5
-        for text, delta in zip(self.texts, by[:1] * len(by) if alike else by, strict=True):
-            text.check(self.rotary, self.size)
-            text.positions, text.next = [p + delta for p in text.positions], text.next + delta
-        self.cache.shift(self.rope or [None] * LAYERS, by[0] if alike else torch.tensor(by))
-
-    def reset(self) -> None:
-        rows = self.draw.sample(range(len(self.texts)), self.draw.randint(0, len(self.texts)))
-        for row in rows:
-            self.texts[row].check(self.rotary, self.size)
-            self.texts[row] = Text()
-        self.cache.reset(ROWS[self.draw.choice(sorted(ROWS))](rows, len(self.texts)))
-
-    def reorder(self) -> None:
-        rows = [self.draw.randrange(len(self.texts)) for _ in self.texts]
-        for text in self.texts:
-            text.check(self.rotary, self.size)
-        self.cache.reorder(torch.tensor(rows))
-        self.texts = [self.texts[row].first(len(self.texts[row].x)) for row in rows]
