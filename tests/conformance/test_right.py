@@ -39,10 +39,26 @@ LATE = [pytest.mark.xfail(strict=True)]
 )
 def test_forms(path: Path) -> None:
     example = runpy.run_path(str(path))
-    report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
+    is_right(path, example, example["GIVEN"])
+
+
+def is_right(path: Path, example: dict[str, Any], given: dict[str, Any]) -> None:
+    report = conformance.check(f"{path}:{example['TARGET']}", **given)
     assert report.verdict == "right", str(report)
     assert "raises" not in report.codes
-    assert example["GIVEN"].get("ignore") or all(grade.right is not False for grade in report.grades)
+    assert given.get("ignore") or all(grade.right is not False for grade in report.grades)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("flash_attn_apply_rotary_emb", {"pairing": "interleaved", "layout": "thd"}),
+        ("flashinfer_cos_sin_cache_inplace", {"rope": Rope(128, 10000.0, "interleaved", rotary_dim=64)}),
+    ],
+)
+def test_forms_of_one_function(name: str, given: dict[str, Any]) -> None:
+    path = Path(__file__).parent / "right" / f"{name}.py"
+    is_right(path, runpy.run_path(str(path)), given)
 
 
 def test_tables_of_rows_come_before_tables_for_all() -> None:
