@@ -47,3 +47,12 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
 TARGET = "apply_rotary_emb"
 GIVEN = {"pairing": "half"}
+BUGS = {
+    # The backward pass forgets the offsets of the rows. Without them, the gradient is right.
+    "wrong_gradient__of_an_optional_offset": [("kernel(grad, cos, -sin, offsets,", "kernel(grad, cos, -sin, 0,")],
+    # The backward pass always turns the pairs of one pairing, and the function has an option for the other.
+    "wrong_gradient__of_the_other_pairing": [
+        ("-sin, offsets, cu_seqlens, interleaved", "-sin, offsets, cu_seqlens, False"),
+        ('GIVEN = {"pairing": "half"}', 'GIVEN = {"pairing": "interleaved"}'),
+    ],
+}

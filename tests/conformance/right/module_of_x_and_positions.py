@@ -161,4 +161,33 @@ BUGS = {
         ("* inv_freq", "* inv_freq / 4"),
         ("GIVEN = {}", 'GIVEN = {"base": 10000.0}'),
     ],
+    # The tables are in the dtype of the first caller.
+    "earlier_calls_matter__dtype_of_the_first": [
+        (" = dim, base", ", self.dtype = dim, base, None"),
+        ("x1, x2 =", "self.dtype = self.dtype or x.dtype\n        x1, x2 ="),
+        ("angles.cos(), angles.sin()", "(table.to(self.dtype).float() for table in (angles.cos(), angles.sin()))"),
+    ],
+    # A grid over rows and heads is divided by the number of rows, but only for one token, as in a kernel for decoding.
+    "heads_differ__grid_of_one_token": [
+        (
+            "        angles = positions[:, :, None, None]",
+            "        rows, tokens, heads, _ = x.shape\n"
+            "        at = positions[:, :, None].expand(rows, tokens, heads)\n"
+            "        if tokens == 1:\n"
+            "            at = positions[torch.arange(rows * heads) % rows].view(rows, 1, heads)\n"
+            "        angles = at[..., None]",
+        ),
+    ],
+    # The angles are computed by a matrix product in TF32.
+    "low_precision_frequencies__tf32": [
+        (
+            "positions[:, :, None, None].float() * inv_freq",
+            "tf32(positions.float())[:, :, None, None] * tf32(inv_freq)",
+        ),
+        (
+            "class Rotary",
+            "def tf32(t):\n    mantissa, exponent = torch.frexp(t)\n"
+            "    return torch.ldexp(torch.round(mantissa * 2**11) / 2**11, exponent)\n\n\nclass Rotary",
+        ),
+    ],
 }

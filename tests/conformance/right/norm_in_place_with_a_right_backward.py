@@ -33,3 +33,13 @@ def norm_rope_(q, k, q_weight, k_weight, eps, cos, sin):
 
 TARGET = "norm_rope_"
 GIVEN = {"pairing": "half", "layout": "thd"}
+BUGS = {
+    # The backward pass of the norm reads the input where the output is by then.
+    "in_place_gradient__norm_of_the_output": [
+        ("ctx.save_for_backward(normed,", "ctx.tensors = (x.detach(),"),
+        (
+            "normed, scale, weight, cos, sin = ctx.saved_tensors",
+            "x, scale, weight, cos, sin = ctx.tensors\n        normed = x * scale",
+        ),
+    ],
+}

@@ -27,4 +27,6 @@ BUGS = {
             "x.reshape(-1, head_size).view(len(positions), -1, head_size)",
         ),
     ],
+    # The step between tokens is taken to be the width of q or k.
+    "strided_input__step_of_the_rows": [("(x.stride(0), head_size, 1)", "(x.shape[1], head_size, 1)")],
 }

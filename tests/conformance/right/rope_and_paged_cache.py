@@ -26,3 +26,20 @@ def rope_and_paged_cache(query, key, value, positions, cos_sin_cache, key_cache,
 
 TARGET = "rope_and_paged_cache"
 GIVEN = {"pairing": "half"}
+BUGS = {
+    # The blocks of a cache are flattened by `reshape`, which copies a cache that is a part of a larger tensor. Keys and
+    # values then go to a copy that nobody reads.
+    "cache_not_written__reshape_copies": [
+        ("key_cache[slot // block_size, slot % block_size]", "key_cache.reshape(-1, *key_cache.shape[2:])[slot]"),
+        ("value_cache[slot // block_size, slot % block_size]", "value_cache.reshape(-1, *value_cache.shape[2:])[slot]"),
+    ],
+    # The slot is divided by the number of blocks instead of the size of a block.
+    "wrong_slot__block_and_index_swapped": [
+        ("block_size = key_cache.shape[1]", "blocks, block_size = key_cache.shape[:2]"),
+        ("key_cache[slot // block_size, slot % block_size]", "key_cache[slot % blocks, slot // blocks % block_size]"),
+        (
+            "value_cache[slot // block_size, slot % block_size]",
+            "value_cache[slot % blocks, slot // blocks % block_size]",
+        ),
+    ],
+}

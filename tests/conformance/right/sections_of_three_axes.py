@@ -61,4 +61,23 @@ BUGS = {
         ),
         ("Axes.sections((8, 12, 12))", "Axes.interleaved((15, 9, 8))"),
     ],
+    # Of the interleaved pairs, those of the height use the column, and those of the width the row.
+    "axes_exchanged__interleaved": [
+        ("section=(8, 12, 12)", "section=(12, 10, 10)"),
+        ("Axes.sections((8, 12, 12))", "Axes.interleaved((12, 10, 10))"),
+        ("t, h, w =", "t, w, h ="),
+        (
+            "torch.cat((t[..., :first], h[..., first:second], w[..., second:]), dim=-1)",
+            "t.clone()\n        angles[..., 1:30:3], angles[..., 2:30:3] = h[..., 1:30:3], w[..., 2:30:3]",
+        ),
+    ],
+    # The queries use all three axes, and the keys only time, so images are placed differently in q and k.
+    "key_unlike_query__positions_of_time": [
+        ("def forward(self, q, k, positions):", "def rotated(self, x, positions):"),
+        (
+            "return rotated(q), rotated(k)",
+            "return rotated(x)\n\n    def forward(self, q, k, positions):\n"
+            "        return self.rotated(q, positions), self.rotated(k, positions[[0, 0, 0]])",
+        ),
+    ],
 }
