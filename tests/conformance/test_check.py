@@ -783,8 +783,8 @@ class TestAssert:
         with pytest.raises(AssertionError, match="wrong-base: the base is wrong"):
             conformance.assert_right(rotated, config=LLAMA | {"rope_theta": 500000.0})
 
-    def test_a_single_token_of_another_shape_fails(self) -> None:
-        path = WRONG / "wrong_shape__one_token.py"
+    def test_a_single_token_of_another_shape_fails(self, tmp_path: Path) -> None:
+        path = written(PROGRAMS["wrong_shape__one_token"], tmp_path)
         with pytest.raises(AssertionError, match=r"q of shape \(1, 1, 8, 64\) is returned with shape \(1, 8, 64\)"):
             conformance.assert_right(f"{path}:Rotary")
 

@@ -69,8 +69,8 @@ def test_the_repaired_file_is_right(name: str, tmp_path: Path) -> None:
     assert codes <= {"no-gradient"} - {bug_of(name)}, str(report)
 
 
-def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
-    path = HERE / "wrong" / "earlier_calls_matter__tables_cached_by_length.py"
+def test_later_calls_are_not_judged_if_earlier_calls_matter(tmp_path: Path) -> None:
+    path = written(PROGRAMS["earlier_calls_matter__tables_cached_by_length"], tmp_path)
     report = conformance.check(f"{path}:Rotary")
     assert report.codes == ["earlier-calls-matter"]
     assert [grade.name for grade in report.grades if grade.right is False] == ["earlier calls"]

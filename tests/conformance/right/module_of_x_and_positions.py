@@ -190,4 +190,24 @@ BUGS = {
             "    return torch.ldexp(torch.round(mantissa * 2**11) / 2**11, exponent)\n\n\nclass Rotary",
         ),
     ],
+    # Angles are cached by the length alone, so a call with another offset gets the angles of the first call.
+    "earlier_calls_matter__cache_without_offset": [
+        (", positions)", ", offset=0)"),
+        (" = dim, base", ", self.kept = dim, base, {}"),
+        (
+            "positions[:, :, None, None]",
+            "self.kept.setdefault(x.shape[1], offset + torch.arange(x.shape[1]))[:, None, None]",
+        ),
+    ],
+    # The tables of all rows are cached until the number of tokens changes, even if the positions change.
+    "earlier_calls_matter__tables_cached_by_length": [
+        (" = dim, base", ", self.kept = dim, base, torch.empty(0, 0)"),
+        (
+            "        angles = positions",
+            "        self.kept = positions if self.kept.shape[1] != x.shape[1] else self.kept\n"
+            "        angles = self.kept",
+        ),
+    ],
+    # A single token is returned without the axis of the tokens.
+    "wrong_shape__one_token": [("out.type_as(x)", "out.type_as(x)[:, 0] if x.shape[1] == 1 else out.type_as(x)")],
 }

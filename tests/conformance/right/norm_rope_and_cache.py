@@ -30,3 +30,11 @@ TARGET = "qk_norm_rope_cache"
 GIVEN = {
     "rope": Rope(128, 10000.0, "half", rotary_dim=64),
 }
+BUGS = {
+    # The stored key is rotated but not normed.
+    "stored_key_unlike_key__before_the_norm": [
+        ("    q, k =", "    plain = finished(k, None)\n    q, k ="),
+        ("y = torch.nn", "y = x.float() if weight is None else torch.nn"),
+        ("= k[kept]", "= plain[kept]"),
+    ],
+}

@@ -61,4 +61,14 @@ BUGS = {
             "        return torch.cat((turn(x[:, :end], cos[:, :end], sin[:, :end]), x[:, end:]), dim=1)",
         ),
     ],
+    # The number of pairs is rounded down to a power of two, so a head of 96 channels is rotated only in part.
+    "size_dependent__largest_power_of_two": [
+        (
+            "return turn(x, cos, sin)",
+            "half, pairs = cos.shape[-1], 1 << (cos.shape[-1].bit_length() - 1)\n"
+            "        out, at = x.clone(), [*range(pairs), *range(half, half + pairs)]\n"
+            "        out[..., at] = turn(x[..., at], cos[..., :pairs], sin[..., :pairs])\n"
+            "        return out",
+        ),
+    ],
 }
