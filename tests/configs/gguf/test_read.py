@@ -9,7 +9,6 @@ import random
 import struct
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -346,9 +345,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
     [
         ({"rope.freq_base": None}, {}, "qwen2", "qwen2.rope.freq_base must be given, since it is the base"),
         ({"rope.freq_base": "5e5"}, {}, "llama", "llama.rope.freq_base must be a finite number"),
-        ({"rope.freq_base": True}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got (1.0, 2.0)"),
-        ({"rope.freq_base": math.nan}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": 0.5}, {}, "llama", "llama.rope.freq_base must be a finite number greater than 1"),
         (
             {"rope.freq_base_swa": 1e4},
@@ -377,7 +374,6 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({}, {}, "mamba", "llama.cpp rotates nothing in this architecture"),
         ({"rope.dimension_count": 8}, {}, "llama", "must be the whole head of 16 channels for llama, got 8"),
         ({"rope.dimension_count": 7}, {}, "qwen2", "rotary_dim must be even"),
-        ({"rope.dimension_count": 18}, {}, "qwen2", "rotary_dim must be an integer from 2 to 16"),
         ({"embedding_length": None}, {}, "llama", "It is required if llama.attention.key_length is not given"),
         ({"embedding_length": 65}, {}, "llama", " must be a multiple of llama.attention.head_count=4"),
         (
@@ -389,7 +385,6 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"attention.key_length": 2**31}, {}, "llama", "key_length must be an integer from 2 to 65536"),
         ({"block_count": None}, {}, "llama", "llama.block_count must be an integer from 1 to 10000, got None"),
         ({"block_count": 2**31}, {}, "llama", "llama.block_count must be an integer from 1 to 10000"),
-        ({"block_count": True}, {}, "llama", "llama.block_count must be an integer"),
         ({"context_length": 4096.5}, {}, "llama", "llama.context_length must be an integer"),
         ({"rope.frq_base": 1e4}, {}, "llama", "is not known here. Did you mean 'llama.rope.freq_base'?"),
         ({"roep.freq_base": 1e4}, {}, "llama", "'llama.roep.freq_base' is about rotation and must be a key that"),
@@ -443,8 +438,6 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({S + "factor": 4.0}, {FREQS: ONES}, "llama", "rope_freqs.weight must not be combined with scaling 'linear'"),
         ({}, {FREQS: ONES}, "qwen2", "rope_freqs.weight must be a tensor that llama.cpp reads for qwen2"),
         ({}, {FREQS: ONES[:7]}, "llama", "PerPair: factors must have 8 numbers"),
-        ({}, {FREQS: [*ONES[:7], 0.0]}, "llama", "PerPair: factors[7] must be a finite number greater than 0"),
-        ({}, {FREQS: [*ONES[:7], math.nan]}, "llama", "PerPair: factors[7] must be a finite number"),
         (
             {},
             {FREQS: np.ones(8, np.float16)},
@@ -576,7 +569,12 @@ HUGE = 2**63
         (head(struct.pack("<Q", 1) + b"\xff" + bytes(8)), " strings must be UTF-8"),
         (head(entry("a", 9, array(4, HUGE))), "'a': the number of array entries must be at most 2097152"),
         (head(entry("a", 9, array(4, 2**21))), "'a': the file must have 8388608 more bytes"),
+        (head(entry("a", 9, array(8, HUGE))), "'a': the number of array entries must be at most 2097152"),
         (head(entry("a", 9, array(8, 2**21))), "'a': the file must have 16777216 more bytes"),
+        (
+            head(entry("a", 9, array(8, 3, text("a") + struct.pack("<Q", 2**40) + bytes(99)))),
+            "'a': the length of a string must be at most 67108864, got 1099511627776",
+        ),
         (head(entry("a", 9, array(13, 1))), "'a': an array must hold numbers or strings, as in llama.cpp, got type 13"),
         (head(entry("a", 9, array(9, 1, array(4, 0)))), "'a': an array must hold numbers or strings"),
         (head(), "general.architecture must be a string, got None"),
@@ -679,31 +677,6 @@ def test_strings_across_the_edge_of_a_block(path: Path) -> None:
             from_config(path)
 
 
-INFO = struct.pack("<IQIQ", 1, 8, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (lambda: head(entry("t", 9, array(8, 2**22 - 10, bytes(2**25)))), "array entries must be at most 2097152"),
-        (lambda: head(INFO * 10, tensors=1_000_000, keys=0), "number of tensors must be at most 65536, got 1000000"),
-        (lambda: head(bytes(2000), keys=100_000), "the number of keys must be at most 10000, got 100000"),
-        (lambda: head((text("") + INFO) * 2, tensors=2, keys=0), "'': names of tensors must be unique"),
-        (lambda: head((text("w") + INFO) * 2, tensors=2, keys=0), "'w': names of tensors must be unique"),
-        (
-            lambda: head(entry("t", 9, array(8, 3, text("a") + struct.pack("<Q", 2**40) + bytes(99)))),
-            "'t': the length of a string must be at most 67108864, got 1099511627776",
-        ),
-    ],
-    ids=["strings", "tensors", "keys", "tensors without names", "a tensor twice", "a long string"],
-)  # fmt: skip
-def test_counts_are_bounded(path: Path, content: Callable[[], bytes], message: str) -> None:
-    path.write_bytes(content())
-    with pytest.raises(RopeError) as raised:
-        from_config(path)
-    assert message in str(raised.value)
-
-
 def test_a_long_header_is_refused(path: Path) -> None:
     """A sparse file takes no disk space, but parsing it takes time."""
     with path.open("wb") as file:
@@ -756,17 +729,10 @@ def test_long_arrays_are_skipped(path: Path) -> None:
     assert repr(values["llama.long"]) == "an array of 513"
 
 
-def test_too_many_numbers_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entries", [array(4, 300, bytes(1200)), array(8, 300, text("") * 300)])
+def test_too_many_entries_altogether(path: Path, monkeypatch: pytest.MonkeyPatch, entries: bytes) -> None:
     monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
-    path.write_bytes(head(*[entry(f"k{i}", 9, array(4, 300, bytes(1200))) for i in range(4)]))
-    with pytest.raises(RopeError, match="the file must have at most 1000 keys, strings and tensors"):
-        from_config(path)
-
-
-def test_too_many_strings_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
-    rows = [entry(f"k{i}", 9, array(8, 300, text("") * 300)) for i in range(4)]
-    path.write_bytes(head(*rows))
+    path.write_bytes(head(*[entry(f"k{i}", 9, entries) for i in range(4)]))
     with pytest.raises(RopeError, match="the file must have at most 1000 keys, strings and tensors"):
         from_config(path)
 
