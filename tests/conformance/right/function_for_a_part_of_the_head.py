@@ -1,4 +1,4 @@
-"""The backward pass returns zeros for the channels that are passed on."""
+"""A Function that rotates the first channels of each head, and turns their gradients back in memory of its own."""
 
 import torch
 
@@ -21,7 +21,7 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        out = torch.zeros_like(grad)
+        out = grad.clone()
         width = 2 * cos.shape[-1]
         out[..., :width] = turn(grad[..., :width], cos, -sin)
         return out, None, None
@@ -35,6 +35,11 @@ def rope(q, k, cos, sin):
 
 TARGET = "rope"
 GIVEN = {"rope": Rope(64, 10000.0, "half", rotary_dim=32)}
-REPAIR = [
-    ("torch.zeros_like(grad)", "grad.clone()"),
-]
+BUGS = {
+    # The gradient that the backward pass gets is rotated in place, which may also be that of a residual.
+    "gradient_overwritten": [("grad.clone()", "grad")],
+    # The backward pass returns zeros for the channels that are passed on.
+    "wrong_gradient__channels_not_rotated": [("grad.clone()", "torch.zeros_like(grad)")],
+    # The backward pass turns all rows by the tables of the first. Rows at the same positions do not show it.
+    "wrong_gradient__tables_of_the_first_row": [("cos, -sin)", "cos[:1], -sin[:1])")],
+}
