@@ -38,6 +38,8 @@ BUGS = {
     ],
     # Two tokens are written at a time, and the last one of an odd number is never written.
     "output_not_written__odd_number_of_tokens": [
+        # What memory held before may look right in another layout.
+        ('GIVEN = {"pairing": "half"}', 'GIVEN = {"pairing": "half", "layout": "bshd"}'),
         (
             "return turn(x, cos, sin)",
             "out, end = torch.empty_like(x), x.shape[1] if x.shape[1] < 4 else x.shape[1] // 2 * 2\n"
