@@ -127,6 +127,7 @@ SCALED = {
     "dynamic": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 8192},
     "yarn, not truncated": {"factor": 4.0, "original_max_position_embeddings": 8192, "truncate": False},
+    "yarn, of a stated factor": {"factor": 4.0, "original_max_position_embeddings": 8192, "attention_factor": 1.0},
     "llama3": {
         "factor": 8.0,
         "low_freq_factor": 1.0,

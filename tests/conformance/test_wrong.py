@@ -36,7 +36,7 @@ ALSO = {
 WAITING: set[str] = {
     "output_not_written__key_heads_past_those_of_q",  # no model has more heads of k than of q
 }
-WAITING_REPAIRED: set[str] = {}
+WAITING_REPAIRED: set[str] = set()
 
 
 def cases(programs: Iterable[str], waiting: set[str]) -> list[Any]:
