@@ -195,7 +195,6 @@ def test_this_factor_reached_the_target_in_each_measurement(method: str) -> None
             )
             for before in (16_384, 8192)
         ],
-        ({"rope_type": "linear", "factor": 8.0}, LONG, "linear", 32.0),
         ({"rope_type": "dynamic", "factor": 4.0}, 32_768, "llama3", 16.0),
     ],
 )
@@ -212,11 +211,26 @@ def test_a_scaling_is_replaced_and_never_applied_twice(
     text = " ".join(found.text().split())
     assert "It replaces the scaling of the config." in text
     enough = re.search(r"new_factor=([\d.]+) is enough", text)
-    expected = {(32_768, 8.0): 8.0, (None, 8.0): 4.0}.get(
-        (before, scaling["factor"])
-    )  # what a model card may recommend
+    expected = {(32_768, 8.0): 8.0}.get((before, scaling["factor"]))  # what a model card may recommend
     assert (enough and float(enough[1])) == expected
     assert extend(config, 2 * LONG, new_factor=expected).plans[0].factor == (expected or factor)
+
+
+def test_the_length_before_linear_scaling_is_asked_for() -> None:
+    """LLaMA-2-7B-32K and deepseek-coder state alike 4,096 tokens before and 16,384 after a linear scaling."""
+    config = {**FLAT, "max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    with pytest.raises(RopeError, match=r"original must be given.* got none.*original=4096.*original=512 if"):
+        extend(config, 32_768)
+    found = extend(config, 32_768, original=4096, engines=("llama.cpp", "transformers"))
+    assert (found.facts["reaches"], found.complete, found.plans) == (True, True, ())
+    assert "llama-server -m MODEL.gguf -c 32768" in commands(found)
+    assert "without scaling" not in found.text()
+    for original, factor in ((4096, 32.0), (512, 256.0)):
+        found = extend(config, 65_536, original=original, engines=("llama.cpp",))
+        assert f"--rope-scale {factor:g} --rope-freq-base" in commands(found)
+    yarn = extend(config, 65_536, original=4096, method="yarn", new_factor=16.0, engines=("llama.cpp",))
+    assert "--rope-scale 16 --yarn-orig-ctx 4096" in commands(yarn)
+    assert extend(config, 4096).facts["reaches"]
 
 
 def test_only_layers_without_a_window_are_scaled() -> None:

@@ -86,7 +86,7 @@ def extend(
             Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
             factors; an engine gets the first that it has.
         new_factor: the factor of the scheme. None for twice the target, divided by the length before scaling.
-        original: the length before scaling, in tokens. None for that of the config.
+        original: the length before scaling, in tokens. None for that of the config, which linear scaling hides.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
 
@@ -104,12 +104,13 @@ def extend(
     read = plans.read_source(source, **options)
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
-    is_scaled = plans.scheme_of(read.text) is not None
-    if original is not None and is_scaled:
+    now = plans.scheme_of(read.text)
+    if original is not None and now is not None and not plans.hides_original(read):
         must = f"{_checks.option('original')} must not be given for a config with a scaling, which states that length"
         raise _checks.error("ropewalk extend", must, f"{original:,}", "Omit it.")
-    length = read.length if original is None else _checks.length("ropewalk extend", "original", original)
-    unscaled = (read.text.trained_length or 0) if is_scaled else length
+    original = None if original is None else _checks.length("ropewalk extend", "original", original)
+    length = read.length if original is None else round(original * getattr(now, "factor", 1.0))
+    unscaled = original or (length if now is None else read.text.trained_length or 0)
     if (new_factor is not None or isinstance(method, str)) and target <= unscaled:
         must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
         raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")
@@ -135,7 +136,7 @@ def extend(
         "stated_length": read.length,
         "trained_length": read.ropes.trained_length,
         "reaches": reaches,
-        "scaling": getattr(plans.scheme_of(read.text), "rope_type", None),
+        "scaling": getattr(now, "rope_type", None),
         "ignored": list(options.get("ignore", ())),
         "asked": {"method": method, "factor": next(iter(ways.values())), "original": original},
         "plans": [_plan_facts(read, entry) for entry in made],

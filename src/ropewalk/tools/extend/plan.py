@@ -139,13 +139,17 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
         raise error(source.text.source, must, now.rope_type, f"{stated}. If not, choose another model, or train it.")
     trained = source.text.trained_length or 0
     before = original or (trained if 0 < trained < source.stated else source.length)
-    if now is not None:  # its factor may have a margin, and the model may have been trained on after it
-        before = max(round(source.length / getattr(now, "factor", 1.0)), trained)
-    # That of linear scaling may be the length before it.
-    least = target / (source.length if method_of(now) == method == "linear" else before)
+    before_scaling = max(round(source.length / getattr(now, "factor", 1.0)), trained)  # its factor may have a margin
+    if original is None and not hides_original(source):
+        before = before if now is None else before_scaling
+    elif original is None and (factor is None or method != "linear"):
+        said = f"since the {source.length:,} tokens of the config may be those before linear scaling"
+        first, second = (_checks.argument("original", tokens) for tokens in (source.length, before_scaling))
+        fix = f"Pass {first} if the model card says that they are, and {second} if they are those after it."
+        raise error(source.text.source, f"{_checks.option('original')} must be given, {said}", "none", fix)
     if factor is None:
         factor = math.ceil(100 * MARGIN * target / before) / 100
-    elif factor < least:
+    elif factor < (least := target / before):
         must = f"must be at least {least:g}, the target divided by the length before scaling"
         got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
         raise error("ropewalk extend", f"{_checks.option('new_factor')} {must}", got, fix)
@@ -172,24 +176,18 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     raise error(source.text.source, must, source.ropes.model_type, "Pass another method.")
 
 
+def hides_original(source: Source) -> bool:
+    """Return whether the length of a config may be that before or after scaling. Gemma 3 states that after it."""
+    return isinstance(scheme_of(source.text), Linear) and not source.ropes.model_type.startswith("gemma3")
+
+
 def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
-    """Return a sentence about the factor that is enough if the length of the config is that before scaling."""
-    now, length = scheme_of(source.text), source.length
-    enough = getattr(now, "factor", 1.0)
-    if asked is not None or now is None or not method_of(now):
-        return []
-    said = f"If the model card recommends the factor of the config for {target:,} tokens,"
-    if now.trained_length(length) is None:
-        if source.ropes.model_type.startswith("gemma3"):  # which state the length after it
-            return []
-        said = (
-            f"The {length:,} tokens of the config are taken as the length after scaling. If the model card says that "
-            f"they are the length before it, the model reads {round(length * enough):,} tokens, and"
-        )
-        enough = math.ceil(100 * MARGIN * target / length) / 100
-    elif not length < target <= (stated_length(source.text) or 0):
-        return []
-    return [f"{said} {_checks.argument('new_factor', enough)} is enough."]
+    """Return a sentence about a factor that was chosen with a margin for the length that the config states."""
+    now = scheme_of(source.text)
+    if asked is None and now and method_of(now) and source.length < target <= (stated_length(source.text) or 0):
+        enough = _checks.argument("new_factor", getattr(now, "factor", 1.0))
+        return [f"If the model card recommends the factor of the config for {target:,} tokens, {enough} is enough."]
+    return []
 
 
 def scaled(rope: Rope, method: str, factor: float, before: int) -> Rope:
