@@ -219,6 +219,27 @@ def test_text_model_inside_another() -> None:
     assert not set(WRAPPERS) & set(ARCHITECTURES)
 
 
+def test_names_that_the_classes_of_transformers_replace() -> None:
+    """The files of Granite 4 and EXAONE 4.5 have the names on the left (`configuration_utils.py` of transformers)."""
+    from transformers import AutoConfig
+
+    names = {"attention": "full_attention", "mamba": "linear_attention"}
+    granite = {"model_type": "granitemoehybrid", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    granite |= {"position_embedding_type": "rope", "rope_theta": 1e7, "layer_types": list(names)}
+    granite |= {"mamba_n_heads": 4, "mamba_d_head": 32}
+    assert AutoConfig.for_model(**granite).layer_types == list(names.values())
+    ropes = from_config({**granite, "max_position_embeddings": 2048}).layers
+    assert (
+        ropes == from_config({**granite, "layer_types": list(names.values())}).layers == (Rope(16, 1e7, "half"), None)
+    )
+    indexed = {"model_type": "glm_moe_dsa", "layer_types": ["deepseek_sparse_attention"]}
+    assert AutoConfig.for_model(**indexed, num_hidden_layers=1).layer_types == ["indexed_attention"]
+    exaone = {"model_type": "exaone4_5_text", "num_hidden_layers": 4, "head_dim": 8, "rope_theta": 1e6}
+    whole = {"model_type": "exaone4_5", "text_config": {**exaone, "sliding_window": 16, "sliding_window_pattern": 4}}
+    assert AutoConfig.for_model(**whole).text_config.model_type == "exaone4"
+    assert from_config(whole, text_only=True).layers == (*[Rope(8, 1e6, "half")] * 3, None)
+
+
 def test_several_parts() -> None:
     """The sizes are those of transformers' defaults, which nested configs omit. None is the model if all could be."""
     small = {"model_type": "blt_local_decoder", "num_hidden_layers": 9}

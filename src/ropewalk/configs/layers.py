@@ -86,10 +86,8 @@ class Every:
     def kinds(self, c: Fields, count: int) -> list[str]:
         has_key = bool(self.key) and c.has(self.key)
         n = c.size(self.key) if has_key else self.n
-        which, does = (
-            "first" if self.first else "last",
-            "does not rotate" if self.kind == NO_ROPE else f"is {self.kind}",
-        )
+        which = "first" if self.first else "last"
+        does = "does not rotate" if self.kind == NO_ROPE else f"is {self.kind}"
         c.origins["layer_types"] = f"{c.full(self.key) if has_key else 'implied'}: the {which} of every {n} {does}"
         return [self.kind if i % n == (0 if self.first else n - 1) else self.rest for i in range(count)]
 
@@ -112,9 +110,7 @@ class LayerFlags:
     overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
-        return {self.key} | (
-            set() if self.otherwise is None or isinstance(self.otherwise, str) else self.otherwise.keys()
-        )
+        return {self.key, *(() if isinstance(self.otherwise, str | None) else self.otherwise.keys())}
 
     def kinds(self, c: Fields, count: int) -> list[str] | None:
         interval_key = self.otherwise.key if isinstance(self.otherwise, Every) else ""
@@ -183,19 +179,23 @@ class LayerCodes:
         codes = c.layer_list(self.key, count) or []
         for code in codes:
             if type(code) is not int or code not in self.names:
-                known = ", ".join(str(code) for code in self.names)
-                must = f"must contain only {known}"
+                must = f"must contain only {', '.join(map(str, self.names))}"
                 raise c.error(self.key, must, shown(code), "ropewalk knows no other kind of layer.")
         c.origins["layer_types"] = self.key
         return [self.names[code] for code in codes]
 
 
+_NEW_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_NEW_NAMES |= dict.fromkeys(("deepseek_sparse_attention", "qwen_sparse_attention"), "indexed_attention")
+
+
 def check_kinds(c: Fields, key: str, names: Sequence[object], known: Collection[str]) -> list[str]:
-    """Return the names as a list of kinds, and record their key in `origins`.
+    """Return the names as a list of kinds, in place of old names, and record their key in `origins`.
 
     Raises:
         RopeError: a name is not in `known`.
     """
+    names = [_NEW_NAMES.get(kind, kind) if isinstance(kind, str) and kind not in known else kind for kind in names]
     for kind in names:
         if not isinstance(kind, str) or kind not in known:
             must = f"must contain only {', '.join(known)}"

@@ -111,6 +111,7 @@ MISSING_MODEL_TYPES = {
 TEXT_AS = {
     "bailing_moe_v3_vl": ("bailing_moe_v3_vl_text", ("mrope_section",)),
     "deepseek_v41": ("deepseek_v41_text", ()),
+    "exaone4_5": ("exaone4", ()),
     "isaac": ("isaac_text", ()),
 }
 # Model_types of two models: maps them to the `architectures` of the other one, and to the model_type to read it as.
