@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +81,18 @@ def test_windows_are_those_of_the_masks(name: str, changes: dict[str, Any]) -> N
             windows = from_config(kept).windows
             wanted = {i: distance + 1 for i, distance in distances.items()}
             assert {i: min(windows[i] or TOKENS, TOKENS) for i in distances} == wanted
+
+
+def test_a_mistral_with_kinds_of_layers(tmp_path: Path) -> None:
+    """transformers loads such a file as a Ministral, of which only some layers have the window."""
+    from transformers import AutoConfig
+
+    config = tiny_models.config("mistral", sliding_window=8, head_dim=16).to_dict()
+    config |= {"layer_types": ["full_attention", "sliding_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    distances = largest_distances(AutoConfig.from_pretrained(tmp_path))
+    assert [None if distances[i] == TOKENS - 1 else distances[i] + 1 for i in range(2)] == [None, 8]
+    assert from_config(tmp_path).windows == (None, 8)
 
 
 def test_a_window_bounds_what_is_said_about_a_length() -> None:

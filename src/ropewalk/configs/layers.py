@@ -229,7 +229,7 @@ def windows(config: Mapping[str, Any], model_type: str, kinds: Sequence[str]) ->
     """
     switch = config.get("use_sliding_window", None if model_type.startswith("qwen") else True)
     types, first = config.get("layer_types"), config.get("max_window_layers")
-    if model_type in _EVERY_LAYER:
+    if model_type in _EVERY_LAYER and not (model_type == "mistral" and types is not None):  # loaded as ministral
         kinds = ["sliding_attention"] * len(kinds)
     elif isinstance(types, list) and len(types) == len(kinds):
         kinds = [kind if isinstance(kind, str) else "" for kind in types]
