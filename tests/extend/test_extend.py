@@ -412,6 +412,8 @@ def test_longrope_within_its_length() -> None:
     found = extend(phi, 16_384)
     assert of(found, "vLLM")["commands"][0] == "vllm serve MODEL --max-model-len 16384"
     assert of(found, "llama.cpp")["commands"] == ["llama-server -m MODEL.gguf -c 16384"]
+    with pytest.raises(RopeError, match="more than its 32,768 tokens, write that as max_position_embeddings into the"):
+        extend(phi, 65_536)
     for name in ("vLLM", "llama.cpp"):
         [note, *_] = of(found, name)["notes"]
         assert note.startswith("Short texts are rotated otherwise: layers 0-3 of 4: for 4,096 tokens, 64 pairs differ")
@@ -449,7 +451,7 @@ def test_refusals() -> None:
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}
     with pytest.raises(
-        RopeError, match=r"got longrope\. If the model card states more than the 32,768 tokens of the co"
+        RopeError, match=r"got longrope\. If the model card states more than its 32,768 tokens, write that"
     ):
         extend(phi, LONG)
     with pytest.raises(

@@ -134,9 +134,9 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     """
     now = scheme_of(source.text)
     if now is not None and not method_of(now):
-        must = "the scaling of the config must be one that another factor extends (yarn, llama3, linear or dynamic)"
-        stated = f"If the model card states more than the {source.length:,} tokens of the config, correct the config"
-        raise error(source.text.source, must, now.rope_type, f"{stated}. If not, choose another model, or train it.")
+        key = next(iter(_lengths(find_text(source.whole)[1], target)))
+        fix = f"If the model card states more than its {source.length:,} tokens, write that as {key} into the config."
+        raise error(source.text.source, "the scaling must be one that another factor extends", now.rope_type, fix)
     trained = source.text.trained_length or 0
     before = original or (trained if 0 < trained < source.stated else source.length)
     before_scaling = max(round(source.length / getattr(now, "factor", 1.0)), trained)  # its factor may have a margin
