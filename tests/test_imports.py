@@ -300,7 +300,7 @@ BUDGET = {
     "cache": 2000,
     "configs": 6573,
     "configs/tables": 2145,
-    "engines": 2900,
+    "engines": 2898,
     "integrations": 2450,
     "kernels": 1899,
     "parallel": 600,

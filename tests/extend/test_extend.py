@@ -355,6 +355,13 @@ def test_tokens_with_several_positions() -> None:
     found = extend({**text, "model_type": "qwen2_5_vl"}, LONG)
     assert [plan.method for plan in found.plans] == ["yarn"]
     assert found.config()["rope_parameters"]["mrope_section"] == [16, 24, 24]
+    # get_rope of vLLM and SGLang passes mrope_section only to the classes without scaling and of YaRN.
+    assert of(found, "vLLM")["why_not"][1] == "It can with method ntk"
+    for method in ("linear", "llama3"):
+        whole = {**text, "model_type": "qwen2_5_vl"}
+        other = extend(whole, LONG, method=method, engines=("vllm", "sglang", "transformers"))
+        assert [bool(entry["commands"]) for entry in other.facts["engines"]] == [False, False, True]
+        assert "takes one position for each token" in of(other, "SGLang")["why_not"][0]
     assert of(found, "transformers")["commands"]
     assert of(found, "vLLM")["commands"] == []
     assert len(of(found, "vLLM")["why_not"]) == 2  # with another method it computes no other ramp

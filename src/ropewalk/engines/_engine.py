@@ -354,10 +354,8 @@ def with_mscales(scaling: YaRN) -> YaRN:
 def yarn_inside_of_pairs(config: ConfigRope, scaling: YaRN, attention: float, notes: tuple[str, ...]) -> Answer:
     """Return the rope of YaRN as gpt-oss computes it: the ramp is not rounded, and must lie inside of the pairs."""
     rope, half = config.rope, config.rope.rotary_dim / 2
-    turns = [
-        scaling.original_max_position_embeddings / (2 * math.pi * b) for b in (scaling.beta_fast, scaling.beta_slow)
-    ]
-    low, high = (half * math.log(turn) / math.log(rope.base) for turn in turns)
+    turns = scaling.original_max_position_embeddings / (2 * math.pi)
+    low, high = (half * math.log(turns / b) / math.log(rope.base) for b in (scaling.beta_fast, scaling.beta_slow))
     if not 0 < low < high < half - 1:
         return Answer(None, refusal="the ramp of YaRN must lie inside of the pairs (AssertionError)")
     scheme = replace(scaling, truncate=False, mscale=None, mscale_all_dim=None)

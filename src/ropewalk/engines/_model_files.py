@@ -162,9 +162,8 @@ def read(table: str, config: ConfigRope) -> Reading:
         said = f"What it reads for {name}, if it has such a model, was not recorded. This is its general rule."
         return Reading(config, notes=(said,))
     if file.as_transformers:
-        return Reading(
-            config, file, (f"It runs this model with {file.file}, the code of transformers.",) * bool(file.file)
-        )
+        said = f"It runs this model with {file.file}, the code of transformers."
+        return Reading(config, file, (said,) * bool(file.file))
     if missing := [key for key in file.needs if _get(config.whole, key) is None]:
         return Reading(None, file, stop=f"it needs the keys {', '.join(missing)}", why="refused")
     if file.every is not None and file.every[2] and _every(file.every, config) > config.layers:
@@ -204,12 +203,8 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
         base = f"it needs the keys {', '.join(missing)} (TypeError: missing positional arguments)"
     for found in (base, scaling, rotary_dim):
         if found == _OTHER:
-            return Reading(
-                None,
-                file,
-                stop="it does not apply this scheme, and what it does instead was not recorded",
-                why="unknown",
-            )
+            stop = "it does not apply this scheme, and what it does instead was not recorded"
+            return Reading(None, file, stop=stop, why="unknown")
         if isinstance(found, str):
             return Reading(None, file, stop=found, why="refused")
     if base is None:

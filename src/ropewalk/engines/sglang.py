@@ -20,7 +20,7 @@ from ropewalk.engines._engine import (
 )
 from ropewalk.engines._override import Override, call, shell
 from ropewalk.engines.transformers import TRANSFORMERS
-from ropewalk.engines.vllm import divided, linear, proportional
+from ropewalk.engines.vllm import divided, linear, one_position, proportional
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, YaRN
 
 _FOLDER = "srt/layers/rotary_embedding"
@@ -138,7 +138,7 @@ SGLANG = Engine(
             frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
             rounding=_IN_DTYPE_OF_Q,
         ),
-        "llama3": Rule(f"{_FOLDER}/rope_variant.py"),
+        "llama3": Rule(f"{_FOLDER}/rope_variant.py", one_position),
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", proportional, frozenset()),
     },
     files="sglang",

@@ -20,7 +20,7 @@ from ropewalk.engines._engine import (
 )
 from ropewalk.engines._override import Override, call, shell
 from ropewalk.engines.transformers import TRANSFORMERS
-from ropewalk.schemes import NTK, DynamicNTK, Linear, Proportional, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, Linear, Proportional, Scaling, YaRN
 
 if TYPE_CHECKING:
     from ropewalk.schemes import TeleChat3
@@ -43,14 +43,19 @@ def linear(config: ConfigRope, scaling: Linear) -> Answer:
     """Apply the rule of linear scaling in vLLM and SGLang, where the factor must be a float in the config."""
     if type(config.section.get("factor")) is int:
         return Answer(None, refusal=f"{_INTEGER}. Write {config.section['factor']}.0")
+    return one_position(config, scaling)
+
+
+def one_position(config: ConfigRope, scaling: Scaling) -> Answer:
+    """Apply the rule of schemes whose classes in vLLM and SGLang do not divide the pairs among axes."""
+    if config.several_axes:
+        return Answer(None, refusal="its class for this scheme takes one position for each token, not several")
     return Answer(config.rope)
 
 
 def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     """Apply the rule of proportional scaling in vLLM and SGLang, which ignore the factor."""
-    if scaling.factor != 1.0:
-        return Answer(config.with_scaling(replace(scaling, factor=1.0)))
-    return Answer(config.rope)
+    return Answer(config.with_scaling(replace(scaling, factor=1.0)))
 
 
 def _telechat3(config: ConfigRope, scaling: TeleChat3) -> Answer:
@@ -139,7 +144,7 @@ VLLM = Engine(
             _longrope,
             frozenset({"short_factor", "long_factor", "short_mscale", "long_mscale"}),
         ),
-        "llama3": Rule(f"{_FOLDER}/llama3_rope.py"),
+        "llama3": Rule(f"{_FOLDER}/llama3_rope.py", one_position),
         "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", proportional, frozenset()),
     },
     files="vllm",
