@@ -13,7 +13,7 @@ import yaml
 
 import oracle
 from gguf_files import write
-from ropewalk import RopeError, diff, from_config
+from ropewalk import Rope, RopeError, diff, from_config
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 
 CLASSES = {
@@ -149,6 +149,22 @@ def test_the_params_json_of_mistral(tmp_path: Path, config: dict[str, Any], mode
     assert from_config(magnitude).rope.attention_factor == pytest.approx(0.1 * np.log(48) + 1)
 
 
+@pytest.mark.parametrize("apply", [False, True])
+def test_latent_attention_in_the_params_json_of_mistral(apply: bool) -> None:
+    """As vLLM runs it, in DeepSeek's class. apply_scale is about the softmax scale there, not about cos and sin."""
+    sizes = {**SCALED, "head_dim": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "kv_lora_rank": 8}
+    config = {**sizes, "yarn": {**SCALED["yarn"], "apply_scale": apply}}
+    ropes = from_config(config)
+    assert (ropes.model_type, ropes.rope.pairing, ropes.rope.attention_factor) == ("mistral4", "interleaved", 1.0)
+    np.testing.assert_allclose(ropes.rope.inv_freq, np.array(oracle.yarn(1e8, 8, 48.0, 8192), float), rtol=1e-12)
+    assert ropes.softmax_factor == pytest.approx((0.1 * np.log(48) + 1) ** 2 if apply else 1.0)
+    assert ropes.query_scale is not None
+    engines = diff.engines(config, names=("vllm", "mlx-lm")).facts["ropes"][0]["engines"]
+    assert [engine["refused"] for engine in engines] == [None, None]
+    unscaled = {key: value for key, value in sizes.items() if key not in ("yarn", "llama_4_scaling")}
+    np.testing.assert_allclose(from_config(unscaled).rope.inv_freq, Rope(8, 1e8, "half").inv_freq, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -157,7 +173,6 @@ def test_the_params_json_of_mistral(tmp_path: Path, config: dict[str, Any], mode
         ({"yarn": 4}, "yarn must be an object, got 4"),
         ({"llama_4_scaling": {"original_max_position_embeddings": 1, "beta": 0.1}}, "must be that of yarn"),
         ({"rope_theta": None}, "rope_theta"),
-        ({"qk_rope_head_dim": 64}, "belongs to latent attention"),
     ],
 )
 def test_what_a_params_json_of_mistral_does_not_say(keys: dict[str, Any], message: str) -> None:

@@ -53,7 +53,7 @@ def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
         other = other_formats.read(values, name, asked)
         inside = mistral.has_encoder(values)
         try:
-            values = other.to_hf_config(version=4)  # which more engines read
+            values = other.to_hf_config(version=5 if other.query_scale else 4)  # more engines read 4, which lacks it
         except RopeError:  # it cannot express ropes of several kinds
             values = other.to_hf_config(version=5)
         values = {"model_type": "mistral3", "text_config": values} if inside else values

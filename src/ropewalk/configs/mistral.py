@@ -24,10 +24,8 @@ _SIZES = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
     "n_layers": "num_hidden_layers",
-    "head_dim": "head_dim",
-    "rope_theta": "rope_theta",
-    "max_position_embeddings": "max_position_embeddings",
 }
+_SAME = ("head_dim", "rope_theta", "max_position_embeddings", "qk_rope_head_dim", "qk_nope_head_dim")
 _YARN = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -40,8 +38,7 @@ _SCALE = ("beta", "original_max_position_embeddings")
 def matches(config: Mapping[str, Any]) -> bool:
     """Whether a params.json has keys that Mistral's files have and Meta's do not have."""
     has = {key for key, value in config.items() if value is not None}
-    text = {"head_dim", "hidden_dim"} <= has and not has.intersection(_META)
-    return "qk_rope_head_dim" not in has and (text or not has.isdisjoint(_OWN))
+    return ({"head_dim", "hidden_dim"} <= has and not has.intersection(_META)) or not has.isdisjoint(_OWN)
 
 
 def has_encoder(config: Mapping[str, Any]) -> bool:
@@ -55,7 +52,8 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None) -> Model
     Raises:
         RopeError: a key is missing or invalid, or has no counterpart in a config.json.
     """
-    values = {new: config[key] for key, new in _SIZES.items() if config.get(key) is not None}
+    values = {_SIZES.get(key, key): config[key] for key in (*_SIZES, *_SAME) if config.get(key) is not None}
+    latent = "qk_rope_head_dim" in values
     if config.get("max_seq_len") is not None:
         values.setdefault("max_position_embeddings", config["max_seq_len"])
     if type(config.get("sliding_window")) is int:
@@ -66,21 +64,21 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None) -> Model
         must = f"the keys of yarn and llama_4_scaling must be {', '.join([*_YARN, 'apply_scale', 'beta'])}"
         raise error(source, must, shown(unknown[0]), "Read the config.json of the model instead.")
     rope = {new: yarn[key] for key, new in _YARN.items() if yarn.get(key) is not None}
-    if yarn:
-        rope |= {"rope_type": "yarn"}
-        if _SCALE[1] not in rope:  # transformers, which takes max_position_embeddings, does not read this file
-            raise error(source, f"{FORMAT} must state {_SCALE[1]} of yarn", "none", "Add it.")
+    rope["rope_type"] = "yarn" if yarn else "default"
+    if yarn and _SCALE[1] not in rope:  # transformers, which takes max_position_embeddings, does not read this file
+        raise error(source, f"{FORMAT} must state {_SCALE[1]} of yarn", "none", "Add it.")
     if yarn.get("apply_scale") is False:
         rope["attention_factor"] = 1.0
+    elif yarn and latent:  # vLLM runs latent attention in DeepSeek's class, in which mscale is 1 if absent
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     if scale:
         length = yarn.get(_SCALE[1])
         if scale.get(_SCALE[1]) != length:
             must = "original_max_position_embeddings of llama_4_scaling must be that of yarn, as in a config.json"
             raise error(source, must, shown(scale.get(_SCALE[1])), "Read the config.json of the model instead.")
         rope["llama_4_scaling_beta"] = scale.get("beta")
-    values["model_type"] = "ministral3" if scale else "mistral"
-    if rope:
-        values["rope_parameters"] = {**rope, "rope_theta": values.pop("rope_theta", None)}
+    values["model_type"] = "mistral4" if latent else "ministral3" if scale else "mistral"
+    values["rope_parameters"] = {**rope, "rope_theta": values.pop("rope_theta", None)}
     try:
         ropes = hf.read(values, source, Request(base=base))
     except RopeError as e:
