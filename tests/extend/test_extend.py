@@ -233,6 +233,19 @@ def test_the_length_before_linear_scaling_is_asked_for() -> None:
     assert extend(config, 4096).facts["reaches"]
 
 
+def test_a_config_without_scaling_that_states_more_than_the_model_was_trained_for() -> None:
+    """nomic-embed-text-v1.5 was trained for 2,048 tokens and states 8,192, for which its card adds a scaling."""
+    nomic = {"model_type": "nomic_bert", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": 3072,
+             "n_positions": 8192, "max_trained_positions": 2048, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+             "activation_function": "swiglu"}  # fmt: skip
+    said = " ".join(extend(nomic, 8192, engines=("vllm",)).text().split())
+    assert "it was trained for 2,048 and is without scaling. No scaling is added, since" in said
+    assert "method adds one" in said
+    assert "It reaches the length" in " ".join(extend(nomic, 2048, engines=("vllm",)).text().split())
+    scaled = extend(nomic, 8192, engines=("vllm",), method="yarn").facts["plans"][0]["config"]["rope_parameters"]
+    assert (scaled["factor"], scaled["original_max_position_embeddings"]) == (8.0, 2048)
+
+
 def test_only_layers_without_a_window_are_scaled() -> None:
     found = extend(GEMMA, LONG, engines=("vllm", "transformers", "llama.cpp"))
     parameters = found.config()["rope_parameters"]

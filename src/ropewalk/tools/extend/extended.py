@@ -110,7 +110,7 @@ def extend(
         raise _checks.error("ropewalk extend", must, f"{original:,}", "Omit it.")
     original = None if original is None else _checks.length("ropewalk extend", "original", original)
     length = read.length if original is None else round(original * getattr(now, "factor", 1.0))
-    unscaled = original or (length if now is None else read.text.trained_length or 0)
+    unscaled = original or read.text.trained_length or (length if now is None else 0)
     if (new_factor is not None or isinstance(method, str)) and target <= unscaled:
         must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
         raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import printable
+from ropewalk._checks import option, printable
 from ropewalk.tools.diff.text import bullets, layers, left_out, section, wrap
 from ropewalk.tools.extend.plan import MARGIN
 
@@ -22,8 +22,7 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         instead = f", in place of {' and '.join(facts['replaces'])}" if facts["replaces"] else ""
         lines += ["", f"the config{instead}", *config]
     for row in facts["engines"]:
-        used = [] if row["plan"] is None else [facts["plans"][row["plan"]]]
-        how = "".join(f" ({plan['method']}, factor {plan['factor']:g})" for plan in used)
+        how = "" if row["plan"] is None else " ({method}, factor {factor:g})".format_map(facts["plans"][row["plan"]])
         lines += ["", f"{row['name']} {row['version']}{how}"]
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
@@ -43,10 +42,11 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
     """Return what the config states about lengths, as sentences."""
     length, trained = f"{facts['stated_length']:,}", facts["trained_length"]
     scheme = f"scaled by {facts['scaling']}" if facts["scaling"] else "without scaling"
-    said = [f"The config states {length} tokens, {scheme}."]
-    if trained is not None and trained != facts["stated_length"] and facts["scaling"]:
-        said = [f"The config states {length} tokens: it was trained for {trained:,} and is {scheme}."]
-    if facts["reaches"]:
+    before = "," if trained in (None, facts["stated_length"]) else f": it was trained for {trained:,} and is"
+    said = [f"The config states {length} tokens{before} {scheme}."]
+    if facts["reaches"] and not facts["scaling"] and trained is not None and trained < facts["target"]:
+        said.append(f"No scaling is added, since it states none; {option('method')} adds one.")
+    elif facts["reaches"]:
         said.append("It reaches the length as it is, so no scaling is added.")
     return said
 
