@@ -397,6 +397,18 @@ def test_olmo_3_in_sglang() -> None:
     assert diff.engines(newer, names=("transformers", "sglang")).facts["states"]["SGLang"] == "unknown"
 
 
+@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "youtu"])
+def test_llama_cpp_pairs_adjacent_channels_of_latent_attention(model: str) -> None:
+    """Its converter neither reads rope_interleave nor permutes these weights (`configs/tables/gguf.py`)."""
+    config = {"model_type": model, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64,
+              "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+              "index_head_dim": 16, "rope_theta": 1e4, "max_position_embeddings": 128}  # fmt: skip
+    wanted = ("differs", ["It rotates with the pairing interleaved and not half."])
+    assert state({**config, "rope_interleave": False}, "llama.cpp") == wanted
+    if model != "hy_v4":  # which is always half
+        assert state(config, "llama.cpp")[0] == "same"
+
+
 def test_nomic_needs_the_keys_of_its_own_code() -> None:
     """vLLM's NomicBertModelConfig and llama.cpp's converter read names of GPT-2, and transformers its own names."""
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "max_position_embeddings": 2048}

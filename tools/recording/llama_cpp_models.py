@@ -1,12 +1,14 @@
 """The ropes of llama.cpp's models, from the keys that its converter writes for a config.
 
 The keys are used as `llama_cpp.py` describes. The base and the scale of layers with a sliding window are looked up in
-the source of the architecture's loader. The pairing is not recorded, because the converter permutes some weights.
+the source of the architecture's loader. The pairing is only recorded for latent attention, whose weights the converter
+does not permute.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,9 @@ def layers(source: Path, config: dict[str, Any], tokens: int = TOKENS) -> list[R
     kinds = text.get("layer_types") or []
     windows = "attention.sliding_window" in keys and "swa_pattern" in loader(source, name)
     sliding = [windows and kind == "sliding_attention" for kind in kinds] if len(kinds) == count else [False] * count
-    ropes = {each: _rope(table(source, written, sizes[each], tokens, sliding=each), head) for each in {*sliding}}
+    pairing = _pairing(source, name) if "attention.kv_lora_rank" in keys else ""
+    tables = {each: table(source, written, sizes[each], tokens, sliding=each) for each in {*sliding}}
+    ropes = {each: {**_rope(found, head), "pairing": pairing} for each, found in tables.items()}
     return [ropes[each] for each in sliding]
 
 
@@ -62,7 +66,15 @@ def _rope(found: Any, head: int) -> Rope:
         (i, i + 1, angle, length)
         for i, (angle, length) in enumerate(zip(sin[1].atan2(cos[1]).tolist(), cos[0].tolist(), strict=True))
     ]
-    return {**rope_of(pairs, max(head, 2 * len(pairs))), "pairing": ""}
+    return rope_of(pairs, max(head, 2 * len(pairs)))
+
+
+def _pairing(source: Path, name: str) -> str:
+    """Return the pairing with which an architecture rotates."""
+    [case] = re.findall(rf'{{ (LLM_ARCH_\w+), *"{name}" *}}', (source / "src" / "llama-arch.cpp").read_text())
+    cases = (source / "src" / "llama-model.cpp").read_text().partition("llama_model_rope_type(const")[2]
+    found = re.search(rf"case {case}:.*?return LLAMA_ROPE_TYPE_(\w+)", cases, re.DOTALL)
+    return {"NORM": "interleaved", "NEOX": "half"}.get(found[1] if found else "", "")
 
 
 def engine(source: Path) -> Engine:
