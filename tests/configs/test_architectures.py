@@ -466,6 +466,7 @@ class TestSingleModels:
         assert ropes.extra_ropes == {"indexer": indexer}
         assert ropes.rotates_values
         assert "the attention's output is rotated back" in ropes.explain()
+        assert ropes.origins["rotary_dim"] == "qk_rope_head_dim, the last of the head"
         with pytest.raises(RopeError, match=r"compress_ratios must contain only 0, 4, 128, got 3"):
             from_config({**config, "compress_ratios": [0, 0, 4, 128, 3]})
         with pytest.raises(RopeError, match="compress_ratios must be a list with an entry for each of the 5 layers"):

@@ -59,7 +59,7 @@ class DeepSeekV4(Architecture):
         self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue], scheme: Scaling | None
     ) -> tuple[int, int, int]:
         head_dim, rotary_dim, _ = super().shape(c, name, kind, rope_keys, scheme)
-        c.origins["rotary_dim"] += ", the last of the head"
+        c.origins["rotary_dim"] = f"{c.origins['rotary_dim'].partition(',')[0]}, the last of the head"  # of each kind
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
