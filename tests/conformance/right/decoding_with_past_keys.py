@@ -26,7 +26,7 @@ BUGS = {
     # A prompt is right. Each later call counts its tokens from 0 again.
     "offset_ignored__after_past_keys": [("= past + torch", "= torch")],
     # A prompt and single tokens are right. Several new tokens all get the position of the last one.
-    "positions_ignored__of_several_new_tokens": [
+    "one_position__of_several_new_tokens": [
         (
             "= past + torch.arange(q.shape[1])",
             "= past + torch.arange(q.shape[1]).clamp(min=q.shape[1] - 1 if past else 0)",

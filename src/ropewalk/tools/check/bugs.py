@@ -97,8 +97,8 @@ BUGS: dict[str, Bug] = {
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
     "sections-permuted": Bug("the sections are in another order"),
     "section-layout": Bug(
-        "the sections are contiguous where they should be interleaved, or the reverse",
-        "Read from the config whether the sections are interleaved.",
+        "the pairs are divided among the axes in another way",
+        "Read from the config the sizes of the sections, and whether they are interleaved.",
     ),
     "axis-frequencies": Bug(
         "the pairs of an axis have the frequencies of others",
@@ -154,6 +154,7 @@ BUGS: dict[str, Bug] = {
         "rows of the batch get the positions of other rows",
         "If batch and seq are flattened, flatten positions in the same order.",
     ),
+    "one-position": Bug("all tokens of a call get the position of one", "Use that of each token."),
     "one-token-wrong": Bug("a single token is rotated by the wrong angle", "Use its position when decoding as well."),
     "batch-ignored": Bug("a batch of several rows is wrong"),
     "positions-restart": Bug("positions restart at some token", "Continue the count from chunk to chunk."),
@@ -162,7 +163,7 @@ BUGS: dict[str, Bug] = {
     "unrotated-past-table": Bug("tokens past the end of the table are not rotated", "Make the table longer, or raise."),
     "zeros-past-table": Bug("tokens past the end of the table become zero", "Make the table longer, or raise."),
     "not-finite": Bug("the result is not finite", "Compute the angles in float32."),
-    "wrong-far-positions": Bug("tokens at large positions have wrong angles"),
+    "wrong-far-positions": Bug("tokens at some positions have wrong angles"),
     "size-dependent": Bug(
         "right at the usual sizes, wrong at others",
         "Look for a size that is rounded up to a power of two, divided by a block, assumed, or that of another tensor.",

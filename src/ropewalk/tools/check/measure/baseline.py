@@ -19,7 +19,7 @@ from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
 
-POSITIONS_IGNORED = {"positions-ignored", "offset-ignored", "segments-ignored"}
+POSITIONS_IGNORED = {"positions-ignored", "offset-ignored", "segments-ignored", "one-position"}
 """The findings with which only calls from position 0 on are judged."""
 SMALL = torch.arange(KNOWN)  # the positions of the plain call
 

@@ -69,7 +69,7 @@ def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[T
         if accepting is None:
             break
         moved = [] if accepting.way.positions == "packed" else [positions + 1, positions - 1]
-        shifted = [("positions-off-by-one", other) for other in moved]
+        shifted = [("positions-off-by-one", other) for other in moved] + _one_position(positions)
         try:
             is_wrong = replace(baseline, subject=accepting).judge(positions, otherwise, *shifted)
         except CallError:
@@ -82,6 +82,10 @@ def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[T
     if not tried and not kinds and subject.way.positions == "shared":
         return "not judged: only positions shared by all rows of the batch can be passed"
     return tried
+
+
+def _one_position(positions: Tensor) -> list[tuple[str, Tensor]]:
+    return [("one-position", positions[:, i : i + 1].expand_as(positions)) for i in (0, positions.shape[1] - 1)]
 
 
 def _check_left_padding(baseline: Baseline) -> bool:
@@ -140,11 +144,8 @@ def _check_decoding(baseline: Baseline) -> bool:
             baseline.report.add("stored-key-unlike-key", says, str(case))
             return True
         otherwise = "one-token-wrong" if tokens == 1 else "wrong-far-positions"
-        explanations = (
-            ("offset-ignored", positions - start),
-            ("positions-off-by-one", positions + 1),
-            ("positions-ignored", positions[:, -1:].expand_as(positions)),
-        )
+        shifted = ("offset-ignored", positions - start), ("positions-off-by-one", positions + 1)
+        explanations = (*shifted, *_one_position(positions))
         for name, x, out in (("q", q, results.q), ("k", k, keys[:, start:])):
             if (found := baseline.fault(name, x, out, positions, otherwise, *explanations)) is not None:
                 baseline.report.add(found[0], f"After {start} tokens, {found[1]}", str(case))

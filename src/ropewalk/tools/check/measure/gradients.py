@@ -28,7 +28,6 @@ def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) 
     """Report the first case of any call with a wrong gradient, as the smallest. Return whether gradients are judged.
 
     Args:
-        baseline: the first measurement.
         of: the numbers of rows, of tokens, of heads of q and of heads of k to try.
 
     Raises:

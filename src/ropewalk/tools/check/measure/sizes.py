@@ -26,7 +26,6 @@ def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> bo
     """Report the first case that is wrong, as the smallest case that is wrong in the same way.
 
     Args:
-        baseline: the first measurement, with which calls of other sizes are compared.
         sure: the codes of findings in it. Nothing is tried if later steps have found that results are wrong.
         few: whether to try three cases instead of all.
     """

@@ -28,7 +28,6 @@ def judge(baseline: Baseline, sure: Collection[str]) -> None:
     """Compare the angles of new and used objects.
 
     Args:
-        baseline: the first measurement.
         sure: the codes of findings from the first calls, which no earlier call can have caused.
     """
     far = max(FAR, 2 * (baseline.subject.expected.length or 0))  # beyond the length up to which the expected rope holds

@@ -72,7 +72,7 @@ def run(subject: Subject, report: Report) -> None:
         fused.judge(baseline)
         conditions.judge(baseline)
         report.test("several axes", partial(axes.judge_calls, baseline))
-    if subject.way.given is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
+    if subject.way.given is None and not {"positions-ignored", "offset-ignored", "one-position"} & {*report.codes}:
         report.test("far positions", partial(positions.judge_far, baseline))
         report.test("long sequence", partial(positions.judge_length, baseline), may_raise=True)
     if is_comparable:
@@ -411,7 +411,7 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
         return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
         return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
-    return "not a geometric progression"
+    return f"no base fits: {measured.inv_freq[0]:.3g} to {measured.inv_freq[-1]:.3g} radians per token"
 
 
 def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: Law, report: Report) -> Tensor:
