@@ -368,6 +368,24 @@ class TestExpected:
         assert report.findings[0].says.startswith(says)
         assert report.findings[0].says == says or too
 
+    @pytest.mark.parametrize(
+        ("exponents", "says"),
+        [
+            (-(torch.arange(0, 64, 2) + 1) / 64, "The exponents are (2i+1)/64 instead of 2i/64."),
+            (-(torch.arange(0, 64, 2) + 2) / 64, "The exponents are (2i+2)/64 instead of 2i/64."),
+            (torch.arange(0, 64, 2).double() / 64, "The exponents have no minus sign."),
+        ],
+    )
+    def test_other_exponents_are_named(self, exponents: Tensor, says: str) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            return turned(x, positions[..., None, None] * 10_000.0**exponents)
+
+        code = "wrong-exponent" if "sign" in says else "wrong-frequencies"
+        report = conformance.check(f, base=10_000.0)
+        assert [(finding.code, finding.says) for finding in report.findings] == [(code, says)]
+        alone = conformance.check(f)  # without a base, only what no rope has is wrong
+        assert alone.codes == [code] * ("sign" in says)
+
     def test_pairing(self) -> None:
         report = conformance.check(rotated, pairing="interleaved")
         assert report.findings[0].says == "The pairing is half, but interleaved is expected."

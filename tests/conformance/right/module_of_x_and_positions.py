@@ -150,7 +150,7 @@ BUGS = {
     # The angles are in degrees, but cos expects radians.
     "wrong_frequencies__degrees": [("* inv_freq", "* torch.rad2deg(inv_freq)")],
     # The frequencies are base ** (2i / dim), without the minus sign in the exponent.
-    "wrong_frequencies__exponent_sign": [("(-torch", "(torch")],
+    "wrong_exponent__no_minus_sign": [("(-torch", "(torch")],
     # The frequency of the first pair is 1 and two roundings, and not 1, so that it is off by 1.5e-5 at position 63.
     "wrong_frequencies__fastest_pair": [
         (" / self.dim)", " / self.dim)\n        inv_freq[0] += 2.4e-7"),

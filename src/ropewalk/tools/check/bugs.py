@@ -129,8 +129,8 @@ BUGS: dict[str, Bug] = {
         "Divide by rotary_dim: base ** (-2i / rotary_dim).",
     ),
     "wrong-exponent": Bug(
-        "the exponents are divided by another size than the number of rotated channels",
-        "Use base ** (-2i / dim) with i from 0 to dim/2 - 1.",
+        "the exponents of the frequencies are wrong",
+        "Use base ** (-2i / dim), dim being the number of rotated channels, with i from 0 to dim/2 - 1.",
     ),
     "wrong-base": Bug("the base is wrong", "Pass the base: rope_theta, inside rope_parameters since transformers 5."),
     "length-ignored": Bug(

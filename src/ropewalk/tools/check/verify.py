@@ -298,9 +298,7 @@ def _judge(tables: list[_Table] | str | None, ropes: ModelRopes, layers: tuple[i
         says = f" {fits[0][1].says}" if fits[0][1].code else ""
         return Held((), "right", f"the rope of the config, {what}.{says}", None, which)
     if part or not laws:
-        return Held(
-            (), "not judged", "It is of another part of the model, or of a rope that the config does not state."
-        )
+        return Held((), "not judged", "It is of another part of the model, or of a rope that is not in the config.")
     # Of several ropes that the table might have had, the one whose difference has a name.
     rope, law = min(laws, key=lambda each: (each[1].code == "wrong-frequencies", each[0].rotary_dim))
     which = tuple(i for i in layers if ropes.layers[i] == rope)

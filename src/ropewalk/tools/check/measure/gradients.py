@@ -18,8 +18,6 @@ from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_
 from ropewalk.tools.check.measure.fused import norm_weights, normed
 
 _TIMES = 4
-
-
 _USUAL = ((1, TOKENS, HEADS, HEADS),)  # rows, tokens, heads of q, heads of k
 ODD = ((1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
 
@@ -102,10 +100,7 @@ def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         says = f"The gradient of {name} is not the output gradient rotated by minus the angle{where(wrong)}."
         return "wrong-gradient", says
     if overwritten:
-        return (
-            "gradient-overwritten",
-            "After the backward pass, the gradient with respect to the result is another one.",
-        )
+        return "gradient-overwritten", "After the backward pass, the gradient of the result is another one."
     return None
 
 

@@ -272,6 +272,10 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
             says = says if rope.axes is None else "The exponents are twice as large as they should be."
             as_base = f"This equals base {rope.base ** (dim / size):.6g}."
             yield "wrong-exponent", f"{says} {as_base}", turn * plain ** (dim / size)
+    for k in (-2, 1, 2) if scaling is None and rope.axes is None else ():
+        says = f"The exponents are (2i{k:+})/{dim} instead of 2i/{dim}."
+        yield "wrong-frequencies", says, plain * rope.base ** (-k / dim)
+    yield "wrong-exponent", "The exponents have no minus sign.", turn / plain
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:

@@ -393,6 +393,8 @@ def _fitting_rope(
             base = fitted[0]
         elif (loose := law.fit_base(inv_freq, structure.rotary_dim, tolerance=0.1)) is not None:
             base = float(f"{loose[0]:.2g}")  # that of frequencies that are rounded to 16 bits
+        elif len(inv_freq) > 1 and abs(inv_freq[0] - 1) < 1e-5 and inv_freq[1] > 1.001:  # exponents without minus
+            base = law.round_digits(float(inv_freq[1]) ** (structure.rotary_dim / 2))
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None or base is None or base <= 1:
         return None
