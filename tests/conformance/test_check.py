@@ -745,6 +745,35 @@ class TestReport:
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
 
+    def test_a_cast_of_the_module_is_left_to_verify(self) -> None:
+        """It rounds every buffer, also those of transformers, so it is no finding. It is said that it was not tried."""
+
+        class Rotary(torch.nn.Module):
+            inv_freq: Tensor
+
+            def __init__(self, dim: int) -> None:
+                super().__init__()
+                self.register_buffer("inv_freq", 10_000.0 ** (-torch.arange(0, dim, 2) / dim), persistent=False)
+
+            def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+                angles = positions[..., None].float() * self.inv_freq.float()
+                return angles.cos(), angles.sin()
+
+        def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            a, b = x.chunk(2, dim=-1)
+            cos, sin = cos[:, :, None], sin[:, :, None]
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+        report = conformance.check((Rotary, apply))
+        assert report.codes == []
+        says = "what .bfloat16() or .half() does to inv_freq, which conformance.verify reads in a loaded model"
+        assert report.found["not tried"] == says
+        assert "not tried" not in conformance.check(rotated).found
+        config = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+        config |= {"rope_theta": 10_000.0, "max_position_embeddings": 4096}
+        held = conformance.verify(Rotary(64).half(), config).held
+        assert [each.code for each in held] == ["low-precision-frequencies"]
+
     def test_the_smallest_case(self) -> None:
         report = conformance.Report("mine")
         report.add("size-dependent", "The last head is not rotated.", "3 heads of 80 channels, 1 token")

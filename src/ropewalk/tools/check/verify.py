@@ -359,6 +359,5 @@ def _softmax(path: str, module: torch.nn.Module, ropes: ModelRopes) -> Held | No
     found, name = scale * math.sqrt(width), (f"{path}.scaling",)
     if abs(found / wanted - 1) < 1e-6:
         return Held(name, "right", f"The softmax scale includes the factor {wanted:.6g}.")
-    return Held(
-        name, "wrong", f"The factor of the softmax scale is {found:.6g} instead of {wanted:.6g}.", "softmax-scale"
-    )
+    says = f"The factor of the softmax scale is {found:.6g} instead of {wanted:.6g}."
+    return Held(name, "wrong", says, "softmax-scale")

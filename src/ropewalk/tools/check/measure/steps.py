@@ -43,6 +43,10 @@ def run(subject: Subject, report: Report) -> None:
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
+    buffers = () if subject.module is None else subject.module.named_buffers()
+    if rounded := [name for name, buffer in buffers if buffer.is_floating_point()]:
+        says = f"what .bfloat16() or .half() does to {', '.join(rounded)}"
+        report.found["not tried"] = f"{says}, which conformance.verify reads in a loaded model"
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
