@@ -53,6 +53,12 @@ BUGS = {
         ("positions[:, :, None, None]", "torch.arange(x.shape[2])[None, None, :, None]"),
         ("GIVEN = {}", 'GIVEN = {"layout": "bshd"}'),
     ],
+    # raygun 10: the code is for [seq, batch, heads, dim], so the angles are applied along the rows.
+    "heads_taken_for_tokens__rows": [
+        (", positions)", ")"),
+        ("positions[:, :, None, None]", "torch.arange(x.shape[0])[:, None, None, None]"),
+        ("GIVEN = {}", 'GIVEN = {"layout": "bshd"}'),
+    ],
     # The angles are a matrix product, which torch.autocast computes in bfloat16.
     "lost_by_autocast": [
         ("[:, :, None, None].float() * inv_freq", "[:, :, None].float() @ inv_freq[None, None, :]"),

@@ -47,7 +47,7 @@ BUGS: dict[str, Bug] = {
     ),
     "not-rotated": Bug("nothing is rotated"),
     "heads-taken-for-tokens": Bug(
-        "the angles vary along the heads instead of along the tokens",
+        "the angles vary along another axis than that of the tokens",
         "Read the number of tokens from the other axis of x.",
     ),
     "wrong-shape": Bug("a call returns something else than one tensor of the shape of each input"),

@@ -100,9 +100,8 @@ def read(
     allowed = {"head_dim", "base", "pairing"} if config is None else {"config", "layer", *reading}
     if not {*stated} <= (allowed if rope is None else {"rope"}):
         must = "the expected rope must be stated by rope alone, by config, or by base, pairing and head_dim"
-        raise _checks.error(
-            "check", must, " and ".join(stated), "Drop the others. layer and factor belong to a config."
-        )
+        fix = "Drop the others. layer and factor belong to a config."
+        raise _checks.error("check", must, " and ".join(stated), fix)
     base, pairing = reading.get("base"), reading.get("pairing")
     if config is None and rope is None:
         if pairing is not None:

@@ -254,9 +254,7 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 report.add("heads-taken-for-tokens", says)
                 return True
             if len(wrong) == heads != TOKENS and torch.equal(out, out[:, :, :1].expand_as(out)):
-                says = (
-                    f"All of {heads} heads of {name} get other angles than {HEADS} heads, as by the width of all heads."
-                )
+                says = f"All of {heads} heads of {name} get other angles than {HEADS} heads, as by their total width."
                 report.add("size-dependent", f"{says} No more was judged.", str(usual(subject, heads=heads)))
                 return True
             if wrong and heads != TOKENS:
@@ -272,10 +270,15 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         return
     x = subject.equal_heads(TOKENS, HEADS)
     out, _ = subject(x, x, SMALL[None, :TOKENS])
+    code, says = "not-a-rotation", "The channels do not change in pairs."
     if torch.equal(out, x):
-        report.add("not-rotated", "The output equals the input.")
-    else:
-        report.add("not-a-rotation", "The channels do not change in pairs.")
+        code, says = "not-rotated", "The output equals the input."
+        with contextlib.suppress(CallError):  # a single row is the first token
+            x = subject.equal_heads(TOKENS, HEADS, 3)
+            if not torch.equal(subject(x, x, SMALL[:TOKENS].expand(3, -1))[0], x):
+                says = f"In layout {subject.layout}, the angle depends on the row instead of the token."
+                code = "heads-taken-for-tokens"
+    report.add(code, says)
 
 
 def _report_crossed(subject: Subject, report: Report) -> bool:

@@ -140,10 +140,8 @@ def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
 
 def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos + i·sin of each 2×2 block twice: read from its first row, and read from its second row."""
-    return (
-        torch.complex(blocks[..., 0, 0], -blocks[..., 0, 1]),
-        torch.complex(blocks[..., 1, 1], blocks[..., 1, 0]),
-    )
+    first = torch.complex(blocks[..., 0, 0], -blocks[..., 0, 1])
+    return first, torch.complex(blocks[..., 1, 1], blocks[..., 1, 0])
 
 
 def _is_rotation(blocks: Tensor) -> bool:
