@@ -658,6 +658,17 @@ class TestFoundAlone:
         says = ["The result for q is computed from k. The result for k is computed from q."]
         assert (report.codes, [finding.says for finding in report.findings]) == (["query-and-key-crossed"], says)
 
+    def test_a_slice_that_is_moved_to_the_end_of_a_table(self) -> None:
+        """As by dynamic_slice of JAX: equinox 799."""
+
+        def f(x: Tensor, offset: int) -> Tensor:
+            return rotated(x, min(offset, 300 - x.shape[1]) + torch.arange(x.shape[1]))
+
+        report = conformance.check(f, layout="bshd")
+        assert [(finding.code, finding.says) for finding in report.findings] == [
+            ("wrong-far-positions", "Position 301 has the angles of 297.")
+        ]
+
     @pytest.mark.parametrize(
         ("of", "code"),
         [

@@ -55,10 +55,6 @@ def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) 
 def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of one call, and a description, or None.
 
-    Args:
-        baseline: the first measurement.
-        case: the sizes of the call.
-
     Raises:
         CallError: the call fails.
     """

@@ -188,6 +188,9 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if p % n < p and law.explains(z, torch.tensor(p % n)):
                 code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
+    for other in range(p - 1, max(p - 64, 0), -1):
+        if law.explains(z, torch.tensor(other)):
+            return "wrong-far-positions", f"Position {p:,} has the angles of {other:,}."
     return "wrong-far-positions", law.describe_error(z, positions[token])
 
 
