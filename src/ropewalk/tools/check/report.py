@@ -139,18 +139,7 @@ class Report:
             "verdict": self.verdict,
             "untried": self.untried,
             "found": self.found,
-            "findings": [
-                {
-                    "code": f.code,
-                    "severity": f.severity,
-                    "ignored": f.code in self.ignored,
-                    "title": f.bug.title,
-                    "says": f.says,
-                    "case": f.case,
-                    "fix": f.bug.fix,
-                }
-                for f in self.findings
-            ],
+            "findings": [asdict(f) | asdict(f.bug) | {"ignored": f.code in self.ignored} for f in self.findings],
             "grades": [asdict(grade) for grade in self.grades],
         }
 

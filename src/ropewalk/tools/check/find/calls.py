@@ -31,7 +31,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -43,7 +42,7 @@ from torch.autograd.function import FunctionCtx
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import adapter, memory, tables, words
-from ropewalk.tools.check.find.construct import Arguments, chosen, construct, is_constructor, takes_sizes
+from ropewalk.tools.check.find.construct import Arguments, construct, is_constructor, takes_sizes
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
@@ -232,8 +231,9 @@ class _Finder:
         if isinstance(second, Method):
             same = isinstance(target, Method) and target.owner is second.owner
             second = getattr(first.__self__, second.name) if same else construct(second, expected)[0]
-        if second is not None and not isinstance(first, TableSet):
-            first = _with_sizes(first, expected)
+        of_first = {} if second is None or not takes_sizes(first) else words.read_call(first).parameter_of
+        if tokens := of_first.get("positions") or of_first.get("seq_len"):  # and sizes, as of a method
+            first, _ = construct(first, expected, tokens)
         function = first if second is None else second
         nones = () if arguments is None else arguments.unknown
         self.unknown |= dict.fromkeys(nones)
@@ -303,15 +303,6 @@ class _Finder:
                         arguments=arguments,
                         axes=count,
                     )
-
-
-def _with_sizes(first: Any, expected: Expected) -> Any:
-    """Return code that computes tables with the sizes that it requires, such as those of a head, and the base."""
-    of_tokens = {words.read_call(first).parameter_of.get(role) for role in ("positions", "seq_len", "x", "layer_type")}
-    known = words.parameters(first) or {}
-    required = {name for name, p in known.items() if p.default is p.empty} - of_tokens
-    sizes = {name: value for name, value in chosen(first, expected).items() if name in required and value is not None}
-    return partial(first, **sizes) if sizes else first
 
 
 def _renamed(call: Call, role: str, other: str) -> Call:

@@ -267,15 +267,10 @@ class Form:
         if not self.has_k:
             found["q"] = found["x"]
         results = {role: (found[role], like) for role, like in (("q", q), ("k", k), ("v", v)) if role in found}
-        return {
-            role: x.reshape(like.shape) if self.packing == "flat" or _is_squeezed(x, like) else x
-            for role, (x, like) in results.items()
-        }
-
-
-def _is_squeezed(x: Any, like: Tensor) -> bool:
-    """Return whether a result lacks the axis of the batch, which has one row."""
-    return (1, *getattr(x, "shape", ())) == like.shape
+        for role, (x, like) in results.items():
+            if self.packing == "flat" or (1, *getattr(x, "shape", ())) == like.shape:  # without the axis of one row
+                results[role] = x.reshape(like.shape), like
+        return {role: x for role, (x, _) in results.items()}
 
 
 @compute_once
