@@ -281,7 +281,7 @@ class TestCall:
 
     def test_tables_that_do_not_fit_the_parameters(self) -> None:
         def make(positions: Tensor) -> Tensor:
-            return positions[..., None].float()
+            return positions[..., None].cfloat()
 
         def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             return x * cos + x * sin

@@ -268,7 +268,8 @@ class Form:
             found["q"] = found["x"]
         results = {role: (found[role], like) for role, like in (("q", q), ("k", k), ("v", v)) if role in found}
         for role, (x, like) in results.items():
-            if self.packing == "flat" or (1, *getattr(x, "shape", ())) == like.shape:  # without the axis of one row
+            is_one_row = self.layout[0] == "b" and (self.layout[1] != "s" or like.shape[1] > 1)  # and not one token
+            if self.packing == "flat" or (is_one_row and (1, *getattr(x, "shape", ())) == like.shape):
                 results[role] = x.reshape(like.shape), like
         return {role: x for role, (x, _) in results.items()}
 
