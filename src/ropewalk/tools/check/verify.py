@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ropewalk import ModelRopes, Rope, _checks, formats, from_config
-from ropewalk.configs.explain import ranges
 from ropewalk.tools.check.bugs import BUGS
 from ropewalk.tools.check.measure.law import NAMES, Law, find_rounding, identify
 
@@ -82,11 +81,18 @@ class Verified:
         marks = {"right": "ok", "wrong": "WRONG", "not judged": "-"}
         for held in self.held:
             more = f" and {len(held.names) - 1} more" if len(held.names) > 1 else ""
-            of = f" of layers {ranges(held.layers)}" if held.layers else ""
+            of = f" of layers {_ranges(held.layers)}" if held.layers else ""
             lines += [f"  {marks[held.verdict]:<5}  {held.names[0]}{more}{of}: {held.says}"]
         if self.unseen:
-            lines += [f"  -      No module holds a table for layers {ranges(self.unseen)}. A kernel may compute them."]
+            lines += [f"  -      No module holds a table for layers {_ranges(self.unseen)}. A kernel may compute them."]
         return "\n".join([*lines, *(f"  Note: {warning}" for warning in self.warnings)])
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """Write indices of layers as "0-4, 6"."""
+    starts = [i for i in layers if i - 1 not in layers]
+    ends = [i for i in layers if i + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 class _Table(NamedTuple):

@@ -6,12 +6,12 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from ropewalk import Rope, _checks
-from ropewalk.configs.explain import ranges
 from ropewalk.tools.plots.distance import bound_and_score, distances
 from ropewalk.tools.plots.interactive.curves import WHO, Curve
 
@@ -161,7 +161,7 @@ def _compare_with_training(trained: np.ndarray, turns: np.ndarray, length: int) 
     unseen = np.flatnonzero((trained < 1) & (turns > trained * (1 + 1e-9))).tolist()
     words = "every angle was seen in training"
     if unseen:
-        listed = f"pair{'s' if len(unseen) > 1 else ''} {ranges(unseen).replace('-', '–')}"
+        listed = f"pair{'s' if len(unseen) > 1 else ''} {_ranges(unseen)}"
         words = f"{len(unseen)} of {len(turns)} pairs reach angles that were not seen in training: {listed}"
     return {"part": _parts(turns), "unseen": unseen, "words": f"At {length:,} tokens, {words}."}
 
@@ -174,6 +174,12 @@ def _turns(speed: np.ndarray, tokens: int) -> np.ndarray:
 def _parts(turns: np.ndarray) -> list[float]:
     """Convert turns to the part of the circle that is passed, at most 1."""
     return [_short(turn) for turn in np.minimum(turns, 1.0).tolist()]
+
+
+def _ranges(pairs: list[int]) -> str:
+    runs = groupby(enumerate(pairs), lambda pair: pair[1] - pair[0])
+    spans = [[pair for _, pair in run] for _, run in runs]
+    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans)
 
 
 def _short(number: float) -> float:
