@@ -557,6 +557,12 @@ def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, T
     return turn(q, *tables), turn(k, *tables)
 
 
+def of_a_period(x: Tensor, offset: int, max_period: float) -> Tensor:
+    """As in Moshi."""
+    assert max_period == 10_000.0
+    return along_an_axis(x, 1, offset)
+
+
 class OnlyForward:
     """A class without __call__."""
 
@@ -729,6 +735,7 @@ class Random(torch.nn.Module):
         ((OneHeadTables, as_passed), "layout", "thd"),
         ((OneMethod, turn), "frequencies", "base 100"),
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
+        (of_a_period, "call", "f(x, offset, max_period)"),
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
         (OnlyForward, "rotated channels", "0 to 63 of 64"),
         (along_an_axis, "not passed", "position_ids"),

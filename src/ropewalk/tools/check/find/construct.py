@@ -34,7 +34,7 @@ _NAMES = {
     "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
     "rotary_dim": "rot_dim rotary_ndims rope_dim qk_rope_head_dim",
     "rotary_share": SPELLINGS["rotary_share"],
-    "base": "theta rope_theta rope_base rotary_emb_base rotary_base max_period temperature",
+    "base": "theta rope_theta rope_base rotary_emb_base rotary_base max_period",
     "length": "end max_positions max_position_embeddings max_seq_len max_len seq_len max_seq_length context_length "
     "context_len seqlen max_length block_size n_positions",
     "config": "args cfg conf params model_args model_config hps hparams",
@@ -49,7 +49,7 @@ _NAMES = {
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
-_DIM = r"^(?!n_|num_|pos).*(dim|width|feature)|^d_"
+_DIM = r"^(?!n_|num_|position_dim).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {

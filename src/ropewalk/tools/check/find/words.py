@@ -63,7 +63,7 @@ SPELLINGS = {
     "is_neox": "is_neox_style neox_style",
     "inplace": "in_place",
     "conjugate": "conj inverse",
-    "base": "theta rope_theta max_period temperature",
+    "base": "theta rope_theta max_period",
     "scale": "rope_scale scaling_factor",  # that positions are divided or multiplied by
     "inv_freq": "",
     "rotary_dim": "rope_dim rot_dim dims",
