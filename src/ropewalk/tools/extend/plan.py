@@ -178,7 +178,7 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
 
 def hides_original(source: Source) -> bool:
     """Return whether the length of a config may be that before or after scaling. Gemma 3 states that after it."""
-    return isinstance(scheme_of(source.text), Linear) and not source.ropes.model_type.startswith("gemma3")
+    return method_of(scheme_of(source.text)) == "linear" and not source.ropes.model_type.startswith("gemma3")
 
 
 def length_notes(source: Source, target: int, asked: float | None) -> list[str]:
