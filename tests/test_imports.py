@@ -298,8 +298,8 @@ BUDGET = {
     "angles": 550,
     "attention": 1500,
     "cache": 2000,
-    "configs": 6573,
-    "configs/tables": 2145,
+    "configs": 6571,
+    "configs/tables": 2143,
     "engines": 2898,
     "integrations": 2450,
     "kernels": 1899,
@@ -314,7 +314,7 @@ BUDGET = {
     "tools/convert": 1950,
     "tools/diff": 1500,
     "tools/extend": 1253,
-    "tools/plots": 1110,
+    "tools/plots": 1104,
 }
 
 
