@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import conformance
+from ropewalk.tools.check.measure.case import unwritten
 
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def test_a_size_that_is_refused_is_no_finding() -> None:
     assert report.codes == []
     (sizes,) = [grade for grade in report.grades if grade.name == "sizes"]
     assert sizes.right is None
-    assert "ValueError: heads must be even (test_sizes.py, line 87) (1 head of 64 channels, 1 token)" in sizes.says
+    assert "ValueError: heads must be even (test_sizes.py, line 89) (1 head of 64 channels, 1 token)" in sizes.says
 
 
 class TestNotWritten:
@@ -119,6 +121,12 @@ class TestNotWritten:
         (finding,) = conformance.check(f).findings
         assert (finding.code, finding.case) == ("output-not-written", "5 heads of 64 channels, 1 token")
         assert finding.says == "q is never written in head 4 (counted from 0)."
+
+    @pytest.mark.parametrize(("again", "is_missing"), [(0.0, True), (math.nan, False)])
+    def test_new_memory_may_hold_nan_of_earlier_calls(self, again: float, is_missing: bool) -> None:
+        results = iter([math.nan, again, math.nan])
+        (missing,) = unwritten(lambda: [torch.full((3,), next(results))])
+        assert missing.tolist() == [is_missing] * 3
 
     def test_a_result_that_is_computed_from_nan_is_written(self) -> None:
         report = conformance.check(lambda x, positions: x * torch.nan)

@@ -72,11 +72,6 @@ class Subject:
         """Whether the target rotates q and k together. Otherwise it rotates one tensor."""
         return self.form.has_k
 
-    @property
-    def has_one_row(self) -> bool:
-        """Whether a call takes one row, whose tokens may be those of several documents."""
-        return self.layout in ONE_ROW or self.way.positions in ("packed", "runs")
-
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
         return to_layout(self.layout, x)

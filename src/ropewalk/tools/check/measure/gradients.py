@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_ROW
 from ropewalk.tools.check.measure import sizes
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
 from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
@@ -36,10 +37,8 @@ def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) 
         return False  # the gradient of a wrong result is wrong, too
     for call in (plain, *plain.others):
         there, name = replace(baseline, subject=call), "" if call is plain else f"In the call {call.signature}: "
-        cases = [
-            usual(call, rows=1 if call.has_one_row else rows, tokens=tokens, heads=q, k_heads=k)
-            for rows, tokens, q, k in of
-        ]
+        one = call.layout in ONE_ROW or call.way.positions in ("packed", "runs")  # whose tokens may be of several
+        cases = [usual(call, rows=1 if one else n, tokens=tokens, heads=q, k_heads=k) for n, tokens, q, k in of]
         found, raised = first_fault(cases, partial(_find_fault, there))
         if found is None and "weights" in call.form.takes:
             found, _ = first_fault(cases, partial(_find_fault_of_weights, there))
