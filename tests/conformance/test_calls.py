@@ -557,6 +557,11 @@ def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, T
     return turn(q, *tables), turn(k, *tables)
 
 
+def of_sines_first(q: Tensor, k: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    sin, cos = rope
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
 def of_a_period(x: Tensor, offset: int, max_period: float) -> Tensor:
     """As in Moshi."""
     assert max_period == 10_000.0
@@ -735,6 +740,7 @@ class Random(torch.nn.Module):
         ((OneHeadTables, as_passed), "layout", "thd"),
         ((OneMethod, turn), "frequencies", "base 100"),
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
+        (of_sines_first, "call", "f(q, k, rope), tables: (sin, cos) half"),
         (of_a_period, "call", "f(x, offset, max_period)"),
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
         (OnlyForward, "rotated channels", "0 to 63 of 64"),

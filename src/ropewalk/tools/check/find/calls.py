@@ -259,7 +259,7 @@ class _Finder:
                 axes, dim = expected.axes or Axes.sections(sizes), 2 * sum(sizes)
                 given = replace(GIVEN, head_dim=max(expected.channels, dim), rotary_dim=dim, axes=axes)
             if count is None or given.axes is not None:
-                sources = tables.exact(call.parameter_of, given)
+                sources = tables.exact(call.parameter_of, given, words.names_sin_first(function))
                 if "positions" in roles - call.optional and "cos_sin_cache" not in roles:
                     sources += [replace(source, is_final=True) for source in sources]
                 calls.append((call, sources))

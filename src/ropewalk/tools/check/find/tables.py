@@ -140,14 +140,15 @@ _LIKELY = {
 }
 
 
-def exact(roles: Mapping[str, str], given: Rope) -> list[Source]:
-    """Return a source of exact tables in each format that a function with these parameters may take."""
+def exact(roles: Mapping[str, str], given: Rope, sin_first: bool = False) -> list[Source]:
+    """Return a source of exact tables in each format, of which one with sin first may be a tuple, as in DINOv3."""
     if "cos" in roles:
         return [_exact(name, given) for name in _WIDTHS]
     if "cos_sin_cache" in roles:
         return [_exact("cos, sin half", given)]
     likely = [kind for names, kind in _LIKELY.items() if roles["freqs_cis"] in names.split()]
-    names = [*_IN_ONE, *(["sin, cos each"] if roles["freqs_cis"] == "emb" else [])]  # the latter as in timm
+    names = [*_IN_ONE, *(f"(sin, cos) {width}" for width in _WIDTHS if sin_first)]
+    names += ["sin, cos each"] * (roles["freqs_cis"] == "emb")  # as in timm
     return [_exact(name, given) for name in sorted(names, key=lambda name: not name.startswith((*likely, "(none)")))]
 
 

@@ -99,9 +99,8 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
             axes = [role for role in call.parameter_of if role.startswith("positions") or role == "k_positions"]
             forms = [f"{count}bs", f"{count}s"]
             if not any(role.startswith("positions_") for role in axes):
-                forms = (
-                    [call.axes] if call.axes else [f"{count}bs", f"bs{count}", f"{count}s", f"s{count}", f"b{count}s"]
-                )
+                usual = [form.replace("a", str(count)) for form in ("abs", "bsa", "as", "sa", "bas")]
+                forms = [call.axes] if call.axes else usual
             return [_on_axes(call, axes, form) for form in forms]
         names = {"s": ("shared",), "bs": ("rows",)}.get(call.axes, ("rows", "shared"))
     elif count is not None and not tables:

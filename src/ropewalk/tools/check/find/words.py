@@ -204,6 +204,12 @@ def _reads(called: Callable[..., Any], name: str) -> bool:
     )
 
 
+def names_sin_first(function: Callable[..., Any]) -> bool:
+    """Return whether a function assigns sin before cos, or the name of a parameter begins with it."""
+    code = getattr(inspect.unwrap(code_of(function)), "__code__", None)
+    return [name[:3] for name in getattr(code, "co_varnames", ()) if name in ("sin", "cos", "sin_cos")][:1] == ["sin"]
+
+
 def _axes_of(parameter: inspect.Parameter) -> str:
     """Return the axes that an annotation such as "3bs" or Annotated[Tensor, "3bs"] states, or ""."""
     annotation = parameter.annotation
