@@ -363,9 +363,8 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
     many = many + 7 * subject.accepts(many + 7)  # beyond the rows of tables that have one for each token
-    x_of_many = subject.equal_heads(_MANY, _HEADS)
     is_given = subject.way.given is not None and subject.accepts(many)
-    if is_given and not _runs(subject, x_of_many, x_of_many, many, errors):
+    if is_given and not _runs(subject, *2 * (subject.equal_heads(_MANY, _HEADS),), many, errors):
         if "positions" in subject.way.roles:  # which must index all of them
             return None
         score -= _PERFECT - _ROTATES + 1  # tables of fewer tokens than channels also fit other axes

@@ -223,8 +223,8 @@ class Form:
     def _tensors(self, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
         """Return what is passed for each word that is a tensor of tokens."""
         axis = self.layout.index("h") if "h" in self.layout else 0
-        hidden = from_layout(self.layout, q).flatten(2)  # that q and k were projected from
-        words = {"q": q, "k": k, "v": v, "x": hidden if "q" in self.call.parameter_of else q}
+        is_hidden = {"q", "x"} <= {*self.call.parameter_of}  # the states that q and k were projected from
+        words = {"q": q, "k": k, "v": v, "x": from_layout(self.layout, q).flatten(2) if is_hidden else q}
         joined = {"qkv": (q, k, v), "kv": (q, v)} if {"qkv", "kv"} & {*self.call.parameter_of} else {}
         words |= {role: torch.cat(parts, dim=axis) for role, parts in joined.items()}
         if self.packing == "flat":
