@@ -36,4 +36,6 @@ BUGS = {
     "wrong_slice": [("x, rest =", "rest, x ="), ("cat((x, rest)", "cat((rest, x)")],
     # The whole head is rotated.
     "wrong_slice__whole_head": [("head_dim // 2", "head_dim")],
+    # The rotated channels are appended in place of the rest.
+    "rest_not_passed__from_another_place": [("x[..., self.dim :]", "x[..., : self.dim]")],
 }

@@ -74,7 +74,10 @@ def infer(matrices: Tensor) -> Structure | None:
     Returns:
         The pairs and their flaw, or None if no two channels form a pair.
     """
+    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     depends = (matrices.abs() > 0).any(0)
+    is_copy = (matrices == matrices[:1]).all(0).all(1) & ((matrices[0] == 1).sum(1) == 1) & (depends.sum(1) == 1)
+    depends &= ~(is_copy & (eye.diagonal() != matrices[0].diagonal()))[:, None]  # of a channel in another place
     groups = _groups(depends)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
     irregular = [(i, o) for i, o in groups if not len(i) == len(o) == 2 and len(i) + len(o) > 2]
@@ -82,7 +85,6 @@ def infer(matrices: Tensor) -> Structure | None:
         return None
     ins, outs = torch.tensor([i for i, _ in pairs]), torch.tensor([o for _, o in pairs])
     paired = {*ins.flatten().tolist()}
-    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     lost = tuple(
         c
         for c in range(matrices.shape[-1])
