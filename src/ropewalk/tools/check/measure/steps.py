@@ -30,7 +30,7 @@ _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incre
 
 def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
-    if subject.expected.channels < subject.expected.head_dim:
+    if subject.expected.is_slice:
         report.found["head"] = "only the rotated channels, which the caller slices out"
     tables = f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     report.found["call"] = subject.signature + tables
@@ -393,19 +393,21 @@ def _fitting_rope(
 
     Its base is the one that is passed, of the user or the constructor, else one that fits the measured frequencies.
     """
+    dim, offset = structure.rotary_dim, structure.rotary_offset
+    if 2 * structure.pairs < dim and of_axes is None:  # the others rest, as in one column of a grid
+        dim, offset = 2 * structure.pairs, 0
     if base is None:
         inv_freq = law.measure_frequencies(multipliers, SMALL)
-        fitted = law.fit_base(inv_freq, structure.rotary_dim, axes=of_axes)
+        fitted = law.fit_base(inv_freq, dim, axes=of_axes)
         if fitted is not None and abs(fitted[1] - 1) < 1e-4:
             base = fitted[0]
-        elif (loose := law.fit_base(inv_freq, structure.rotary_dim, tolerance=0.1)) is not None:
+        elif (loose := law.fit_base(inv_freq, dim, tolerance=0.1)) is not None:
             base = float(f"{loose[0]:.2g}")  # that of frequencies that are rounded to 16 bits
         elif len(inv_freq) > 1 and abs(inv_freq[0] - 1) < 1e-5 and inv_freq[1] > 1.001:  # exponents without minus
-            base = law.round_digits(float(inv_freq[1]) ** (structure.rotary_dim / 2))
+            base = law.round_digits(float(inv_freq[1]) ** (dim / 2))
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None or base is None or base <= 1:
         return None
-    dim, offset = structure.rotary_dim, structure.rotary_offset
     return Rope(subject.channels, base, pairing, rotary_dim=dim, rotary_offset=offset, axes=of_axes)
 
 
