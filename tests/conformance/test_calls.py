@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ropewalk import Rope, RopeError, conformance
-from ropewalk.schemes import Linear
+from ropewalk import Axes, Rope, RopeError, conformance
+from ropewalk.schemes import Linear, YaRN
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import adapter, calls
 from ropewalk.tools.check.find import target as targets
@@ -40,6 +40,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight).type_as(x)
+
+
+def cos_sin_cache(rotary_dim: int, length: int, base: float = 100.0) -> Tensor:
+    angles = torch.arange(length)[:, None] * base ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()
 
 
 def at_positions(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -727,6 +732,40 @@ class Random(torch.nn.Module):
         return turn(x, angles.cos(), angles.sin())
 
 
+class Rotary:
+    def __init__(self, dim: int, base: float = 10_000.0) -> None:
+        self.inv_freq = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+
+def with_tables_of(x: Tensor, rope: Rotary) -> Tensor:
+    return turn(x, *rope(torch.arange(x.shape[1])[None]))
+
+
+def on_axes_of_a_table(x: Tensor, cos_sin_cache: Tensor, positions: Tensor) -> Tensor:
+    """positions: `[2, batch, seq]`, of which each turns half of the pairs."""
+    rows = cos_sin_cache[positions].unflatten(-1, (2, 2, 16))  # type: ignore[no-untyped-call]
+    return turn(x, *torch.stack((rows[0, ..., 0, :], rows[1, ..., 1, :]), dim=-2).flatten(-2).unbind(2))
+
+
+def from_places_of_both(q: Tensor, k: Tensor, q_pos_start: int, k_pos_start: int) -> tuple[Tensor, Tensor]:
+    return from_a_shift(q, q_pos_start), from_a_shift(k, k_pos_start)
+
+
+def up_to_a_length(x: Tensor, positions: Tensor, max_seq_len: int) -> Tensor:
+    return turn(x, *at_positions(cos_sin_cache(64, max_seq_len), positions))
+
+
+def a_column(seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Of a grid: half of the pairs turn by the row, and the others by the column, which is 0."""
+    angles = torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(0, dim, 4) / dim)
+    angles = torch.cat((angles, torch.zeros_like(angles)), dim=-1)
+    return angles.cos(), angles.sin()
+
+
 @pytest.mark.parametrize(
     ("target", "row", "value"),
     [
@@ -755,6 +794,11 @@ class Random(torch.nn.Module):
         (tuple(targets.Method(Attention, name) for name in ("tables", "apply_tables")), "frequencies", "base 100"),
         ((OfALength, turn), "positions", "separate for each row of the batch"),
         ((Angles, turn_by_wide), "frequencies", "base 100"),
+        ((Rotary, with_tables_of), "call", "f(x)"),
+        ((cos_sin_cache, on_axes_of_a_table), "axes", "pairs 0 to 15 height, 16 to 31 width"),
+        (from_places_of_both, "positions", "counted from an offset"),
+        (up_to_a_length, "call", "f(x, positions, max_seq_len)"),
+        ((a_column, turn), "frequencies", "base 10000 and exponents 2i/64"),
     ],
 )
 def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
@@ -767,6 +811,70 @@ def test_a_base_beside_a_config_that_states_it() -> None:
     config = {"model_type": "llama", "head_dim": 64, "hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500.0}
     report = conformance.check((OfALength, turn), config=config | {"num_hidden_layers": 1})
     assert report.codes == [], str(report)
+
+
+def test_code_for_text_with_a_config_of_several_axes() -> None:
+    rope = Rope(64, 100.0, "half", axes=Axes.sections((8, 12, 12)))
+
+    def of_rows(x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, *at_positions(cos_sin_cache(64, 1 << 13), positions))
+
+    report = conformance.check(of_rows, rope=rope)
+    assert (report.codes, report.found["axes"][:10]) == ([], "not judged"), str(report)
+
+
+class OfAHead(torch.nn.Module):
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        self.inv_freq = base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None] * self.inv_freq
+        return turn(x, angles.cos(), angles.sin())
+
+
+def test_the_head_of_mla_is_its_slice() -> None:
+    report = conformance.check(OfAHead, rope=Rope(192, 100.0, "half", rotary_dim=64, rotary_offset=128))
+    assert report.found["head"] == "only the rotated channels, which the caller slices out", str(report)
+    report = conformance.check(OfAHead, rope=Rope(192, 100.0, "half", rotary_dim=64))
+    assert report.codes == ["wrong-slice"], str(report)
+
+
+def test_a_length_beside_a_factor_is_the_original_one() -> None:
+    scaling = YaRN(4.0, original_max_position_embeddings=1024)
+
+    class Scaled(OfAHead):
+        def __init__(self, head_dim: int, base: float, max_position_embeddings: int, scaling_factor: float) -> None:
+            assert (max_position_embeddings, scaling_factor) == (1024, 4.0)
+            super().__init__(head_dim, base)
+
+    class Stated(Scaled):
+        def __init__(self, original_context: int, max_len: int, scale: float, head_dim: int, base: float) -> None:
+            assert (original_context, max_len) == (1024, 4096)
+            super().__init__(head_dim, base, original_context, scale)
+
+    for target in (Scaled, Stated):
+        report = conformance.check(target, rope=Rope(64, 100.0, "half", scaling=scaling))
+        assert report.codes == ["attention-factor", "scaling-ignored"], str(report)
+
+
+def test_code_that_does_more_than_to_rotate_is_refused() -> None:
+    class Attend(torch.nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(dim, 3 * dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return turn(self.qkv(x)[..., :64], *at_positions(cos_sin_cache(64, 128), torch.arange(x.shape[1])))
+
+    with pytest.raises(RopeError, match=r"Attend must only rotate, got code with layers qkv"):
+        conformance.check(Attend)
+
+    def made(x: Tensor, positions: Tensor) -> tuple[Tensor, Any]:
+        return x, functools.partial(turn, x)
+
+    with pytest.raises(RopeError, match="it returns x unchanged, and functools"):
+        conformance.check(made)
 
 
 def test_a_layout_of_another_kind_must_be_stated() -> None:
@@ -829,13 +937,13 @@ class TestAdapter:
         assert str(e.value).endswith("query=q, key=k, spin=..., position_ids=positions)\n")
         assert "def rotate(q, k, positions):\n" in str(e.value)
 
-    @pytest.mark.parametrize("name", ["Listed.forward", "in_two", "fixed_tables,apply_tables", "Fixed,apply_tables"])
+    @pytest.mark.parametrize("name", ["Listed.forward", "Fixed,apply_tables"])
     def test_runs_with_only_the_dots_replaced(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "theirs.py").write_text(UNKNOWN)
         with pytest.raises(RopeError) as e:
             conformance.check(f"{tmp_path / 'theirs.py'}:{name}")
         code = str(e.value).partition("\n\n")[2]
-        for argument, text in (("spin", "1.0"), ("both", "[q, k]"), ("one", "q"), ("two", "k"), ("setup", "64")):
+        for argument, text in (("spin", "1.0"), ("both", "[q, k]"), ("setup", "64")):
             code = code.replace(f"{argument}=...", f"{argument}={text}")
         (tmp_path / "mine.py").write_text(code)
         names = "tables,apply_tables" if "def tables(" in code else "rotate"
@@ -923,15 +1031,6 @@ class TestAdapter:
             conformance.check(lambda x, positions: True)
 
 
-class Rotary:
-    def __init__(self, dim: int, base: float = 10_000.0) -> None:
-        self.inv_freq = base ** (-torch.arange(0, dim, 2).double() / dim)
-
-    def __call__(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None] * self.inv_freq
-        return angles.cos(), angles.sin()
-
-
 def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     return turn(query, cosines, sines), turn(key, cosines, sines)
 
@@ -993,11 +1092,8 @@ class Listed(Scaled):
     def forward(self, positions, both):
         return [turn(x, positions, *self.given) for x in both]
 
-def in_two(one, two, positions):
-    return turn(one, positions), turn(two, positions)
-
-def fixed_tables(setup):
-    angles = torch.arange(512)[:, None] * 10_000.0 ** (-torch.arange(0, setup, 2).double() / setup)
+def fixed_tables(dim):
+    angles = torch.arange(512)[:, None] * 10_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
     return angles.cos(), angles.sin()
 
 class Fixed:
@@ -1111,8 +1207,3 @@ class TestSubject:
         subject = found(Rotary)
         assert subject.resize is not None
         assert subject.resize(48, 48) is None
-
-
-def cos_sin_cache(rotary_dim: int, length: int, base: float = 100.0) -> Tensor:
-    angles = torch.arange(length)[:, None] * base ** (-torch.arange(0, rotary_dim, 2).double() / rotary_dim)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).float()

@@ -32,6 +32,7 @@ class Expected:
             for it. None if all layers are alike.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
+        is_slice: whether the target gets only the rotated channels, which its caller slices out.
     """
 
     rope: Rope | None = None
@@ -48,6 +49,7 @@ class Expected:
     layer_type: str | None = None
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
+    is_slice: bool = False
 
     @property
     def axes(self) -> Axes | None:
@@ -184,7 +186,9 @@ def for_slice(expected: Expected) -> Expected | None:
     rope = expected.rope
     if rope is None or rope.rotary_dim == rope.head_dim:
         return None
-    return replace(expected, rope=replace(rope, head_dim=rope.rotary_dim, rotary_offset=0))
+    head_dim = rope.rotary_dim if rope.rotary_offset else expected.head_dim  # in MLA, the slice counts as the head
+    rope = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
+    return replace(expected, rope=rope, head_dim=head_dim, is_slice=True)
 
 
 def _of_rope(rope: Rope, trained: int) -> Expected:

@@ -13,7 +13,7 @@ import torch
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import words
-from ropewalk.tools.check.find.construct import CONFIGS, chosen, is_constructor
+from ropewalk.tools.check.find.construct import chosen, configs, is_constructor
 from ropewalk.tools.check.find.target import Method, Target, function_of, name_of
 from ropewalk.tools.check.find.words import Call
 
@@ -61,7 +61,9 @@ def written(
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
     }
-    required |= {"seq_len": f"{q}.shape[{tokens_axis} - len(layout)]"} if _counts_tokens(call) else {}
+    required["seq_len"] = str(expected.table_length or 4096)
+    if _counts_tokens(call):
+        required["seq_len"] = f"{q}.shape[{tokens_axis} - len(layout)]"
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "x1": halves[0],
@@ -261,7 +263,8 @@ def _object(obj: Any) -> str:
 def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
     known, sides = words.parameters(owner) or {}, iter(("tokens", "1", "1"))
-    values = {n: "..." if value is None or n in CONFIGS else repr(value) for n, value in chosen(obj, expected).items()}
+    unstated = configs(owner)
+    values = {n: "..." if value is None or n in unstated else repr(value) for n, value in chosen(obj, expected).items()}
     for name in (name for name in known if values.get(name) == "..."):
         is_side = re.search(words.GRID_AXIS, name)
         values[name] = _grid(known[name]) if re.search(words.GRID, name) else next(sides) if is_side else "..."

@@ -22,6 +22,8 @@ one head of k (MLA)                    vLLM, SGLang                             
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
+any name, known by its use             code of one's own in Python                          uses 270
+an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """
@@ -66,7 +68,11 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
     try:
-        return _Finder(target, expected).find(layout)
+        found = _Finder(target, expected).find(layout)
+        if expected.rope is not None and expected.rope.rotary_offset > 0 and _rotates_all(found):
+            with contextlib.suppress(_checks.RopeError):  # as in MLA, whose callers pass a slice
+                return find(target, for_slice(expected) or expected, layout)
+        return found
     except _checks.RopeError as e:
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
@@ -92,7 +98,7 @@ class _Finder:
             self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
         self.found: dict[str, Any] = {}  # attributes of the form of every further call
         self.errors: list[str] = []
-        self.unknown: dict[str, None] = {}  # the required parameters whose names are unknown, which get None
+        self.unknown: dict[str, None] = {}  # the required parameters whose names are unknown
         self.scored = 0  # calls
 
     def find(self, layout: str | None) -> Subject:
@@ -100,9 +106,11 @@ class _Finder:
         stated = count_of(self.axes) or (self.expected.axes and self.expected.axes.count)
         best = self.search(stated, layout) if stated else None
         failure = None
-        if count_of(self.axes) is None and (best is None or best[0] < _PERFECT):
+        if count_of(self.axes) is None and (best is None or best[0] < _PERFECT or not _all_axes_matter(best[1])):
             try:
-                best = _better(best, self.search(None, layout))
+                of_text = self.search(None, layout)
+                is_of_rows = of_text is not None and _takes_rows(of_text[1])  # which look like axes
+                best = _better(of_text, best) if is_of_rows else _better(best, of_text)
             except _checks.RopeError as e:
                 failure = e
         if not stated and (best is not None or for_slice(self.expected) is None):
@@ -117,6 +125,9 @@ class _Finder:
         if best is None or (self.unknown and best[0] < _ROTATES):
             raise failure or self._no_call()
         chosen = best[1]
+        layers = [name for name, part in _parts_of(chosen) if isinstance(part, torch.nn.Linear)]
+        if layers and best[0] < _IN_PAIRS:
+            raise words.no_call(f"{self.target.name} must only rotate", f"code with layers {', '.join(layers)}")
         if "weights" in chosen.form.takes:
             self.found["added"] = _added_to_weights(chosen)
         if _writes_into_its_input(chosen):
@@ -231,6 +242,8 @@ class _Finder:
         if isinstance(second, Method):
             same = isinstance(target, Method) and target.owner is second.owner
             second = getattr(first.__self__, second.name) if same else construct(second, expected)[0]
+        if second is not None and (taking := words.with_object(second, target, first)) is not None:
+            first, second = taking, None
         of_first = {} if second is None or not takes_sizes(first) else words.read_call(first).parameter_of
         if tokens := of_first.get("positions") or of_first.get("seq_len"):  # and sizes, as of a method
             first, _ = construct(first, expected, tokens)
@@ -243,6 +256,7 @@ class _Finder:
             call = words.take_tables(second, call)
         else:
             _require_tensors(first)
+        self.unknown |= dict.fromkeys(call.guessed)
         roles = {*call.parameter_of}
         objects = (first, getattr(first, "__self__", None))
         module = next((obj for obj in objects if isinstance(obj, torch.nn.Module)), None)
@@ -492,6 +506,12 @@ def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
     return ""
 
 
+def _rotates_all(subject: Subject) -> bool:
+    """Return whether each channel of a head is rotated."""
+    found = structure.infer(subject.linear_maps(torch.arange(_TOKENS)[None]))
+    return found is not None and 2 * found.pairs == subject.channels
+
+
 def _all_axes_matter(subject: Subject) -> bool:
     """Return whether a position on every axis changes the result."""
     x, at_0 = subject.equal_heads(2, 1), torch.zeros(subject.axes or 0, 1, 2, dtype=torch.int64)
@@ -501,6 +521,22 @@ def _all_axes_matter(subject: Subject) -> bool:
         return not any(torch.equal(subject(x, x, positions)[0], right) for positions in moved)
     except CallError:
         return False
+
+
+def _takes_rows(subject: Subject) -> bool:
+    """Return whether each row of the batch is turned by its own positions."""
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    x = subject.equal_heads(3, 1, 2)
+    try:
+        return subject.accepts(positions) and torch.allclose(
+            subject(x, x, positions)[0][1:], subject(x[1:], x[1:], positions[1:])[0], atol=1e-5
+        )
+    except CallError:
+        return False
+
+
+def _parts_of(subject: Subject) -> Iterable[tuple[str, torch.nn.Module]]:
+    return () if subject.module is None else subject.module.named_modules()
 
 
 def _better(*found: Found | None) -> Found | None:

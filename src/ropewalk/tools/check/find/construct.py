@@ -16,7 +16,7 @@ import torch
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find import memory, uses
 from ropewalk.tools.check.find.target import Method, function_of, name_of
 from ropewalk.tools.check.find.words import (
     GRID,
@@ -44,17 +44,18 @@ _NAMES = {
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
     "axes_dim": "axes_dims",
-    "width": "n_embd hidden_size d_model embed_dim",
+    "embed_dim": "n_embd hidden_size d_model",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
 _DIM = r"^(?!n_|num_|position_dim).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
+_ORIGINAL = "original_max_position_embeddings"
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
     "factor": "scaling_factor scale_factor rope_factor linear_scale",
-    "original_max_position_embeddings": "initial_context_length original_context_length original_max_seq_len "
+    _ORIGINAL: "initial_context_length original_context_length original_max_seq_len "
     "old_context_len orig_max_position original_seq_len orig_ctx seq_len_train original_max_len",
     "rope_type": "",
     "beta_fast": "ntk_beta",
@@ -64,7 +65,8 @@ _SCALING = {
 }
 
 _SIDE = 256  # of a grid
-CONFIGS = {"config", *_NAMES["config"].split()}
+_EMPTY = inspect.Parameter.empty
+_CONFIGS = {"config", *_NAMES["config"].split()}
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
 
@@ -95,8 +97,8 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     """Return the values, by name, of those parameters of a constructor whose names say what they are."""
     owner = getattr(constructor, "owner", constructor)
     known = parameters(owner) or {}
-    values = _by_name(known, expected)
-    for name in CONFIGS & {*known}:
+    values = _by_name(known, expected, uses.roles(owner))
+    for name in configs(owner):
         values[name] = _config_object(owner, known[name].annotation, expected)
     if is_constructor(constructor) and "positions" in read_call(function_of(constructor)).parameter_of:
         required = [name for name, p in known.items() if p.default is p.empty]
@@ -105,8 +107,17 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     return values | filled(owner, values)
 
 
-def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[str, Any]:
-    parameter_of = match(known, _NAMES, _PARTS)
+def configs(owner: Any) -> set[str]:
+    """Return the parameters that are for a config."""
+    known = parameters(owner) or {}
+    read = {name for name, role in uses.roles(owner).items() if role == "config" and known[name].default is _EMPTY}
+    return (_CONFIGS & {*known}) | read
+
+
+def _by_name(
+    known: dict[str, inspect.Parameter], expected: Expected, used: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    parameter_of = match(known, _NAMES, _PARTS, used)
     values: dict[str, Any] = {}
     scaling = getattr(expected.unresolved or expected.rope, "scaling", None)
     for role, name in parameter_of.items():
@@ -120,7 +131,7 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
         elif role == "base":
             values[name] = expected.base or default or 10_000.0
         elif role == "length":
-            values[name] = expected.table_length or default or 4096
+            values[name] = _original_length(scaling, known) or expected.table_length or default or 4096
         elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "mixed" and expected.axes is not None:
@@ -139,12 +150,14 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
             values[name] = expected.layer_type
         elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
             values[name] = torch.float32
-        elif role in ("width", "heads") and {"width", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
-            values[name] = 4 * expected.head_dim if role == "width" else 4
-        elif role == "width" and "dim" not in parameter_of:
+        elif role in ("embed_dim", "heads") and {"embed_dim", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
+            values[name] = 4 * expected.head_dim if role == "embed_dim" else 4
+        elif role == "embed_dim" and "dim" not in parameter_of:
             values[name] = expected.head_dim
     values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
     parts = {
+        "orig|train": getattr(scaling, _ORIGINAL, None),
+        "scal": getattr(scaling, "factor", None),
         _DIM: expected.head_dim,
         "heads": 4,
         "len|ctx|context|(max|num|n)_(pos|seq|tok)": expected.table_length or 4096,
@@ -152,9 +165,15 @@ def _by_name(known: dict[str, inspect.Parameter], expected: Expected) -> dict[st
     }
     for part, size in parts.items():
         for name, p in known.items():
-            if p.default is p.empty and re.search(part, name) and "orig" not in name:
+            if p.default is p.empty and size is not None and re.search(part, name):
                 values.setdefault(name, size)
     return values
+
+
+def _original_length(scaling: Any, known: Mapping[str, Any]) -> int | None:
+    """Return the original length of a scheme if parameters state its factor and not that length, as in vLLM."""
+    stated = {key for key in ("factor", _ORIGINAL) if {key, *_SCALING[key].split()} & {*known}}
+    return getattr(scaling, _ORIGINAL, None) if stated == {"factor"} else None
 
 
 def _of_scaling(scaling: Any) -> dict[str, Any]:
@@ -172,8 +191,9 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         RopeError: the constructor raises.
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
+    values.pop(free, None)
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
-    parameter_of = match(known, _NAMES, _PARTS)
+    parameter_of = match(known, _NAMES, _PARTS, uses.roles(owner))
     missing = tuple(name for name in known if name in values and values[name] is None)
     others = (name for name in known if name not in (*values, "device", "dtype"))
     options = [name for name in others if isinstance(known[name].default, int | float | str | None)]
@@ -196,7 +216,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
     is_grid = any(v in (_SIDE, (_SIDE, _SIDE)) and re.search(f"{GRID}|{GRID_AXIS}", n) for n, v in values.items())
     length = _SIDE if is_grid else length
-    base = None if CONFIGS & {*values} and expected.config is not None else base  # the config states it, too
+    base = None if configs(owner) and expected.config is not None else base  # the config states it, too
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
     if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
         sizes |= {"rotary_dim"}
@@ -213,17 +233,33 @@ def takes_sizes(function: Any) -> bool:
     """Return whether a function makes an object or tables: it takes the size of a head, or a config, or nothing."""
     known = parameters(function) or {}
     is_empty = inspect.isfunction(function) and not inspect.signature(function).parameters
-    return is_empty or any(re.search(_DIM, name) for name in known) or bool({"dim", "config"} & {*match(known, _NAMES)})
+    return (
+        is_empty
+        or any(re.search(_DIM, name) for name in known)
+        or bool({"dim", "config"} & {*match(known, _NAMES, used=uses.roles(function))})
+    )
+
+
+# Keys that no config of Hugging Face has, of which a project's own config class has some.
+_OWN_KEYS = {"rotary_dim", "rope_dim", "rot_dim", "base", "theta", "rope_base", "d_head", "dim_head", "max_seq_len"}
 
 
 class _Config(SimpleNamespace):
     """A config whose keys are attributes, like the config objects of transformers: that of the text model alone."""
+
+    __slots__ = ("expected",)
+
+    def __init__(self, expected: Expected, keys: Mapping[str, Any]) -> None:
+        super().__init__(**keys)
+        self.expected = expected
 
     def __getattr__(self, name: str) -> Any:
         if name == "text_config":
             return self
         if name == "head_dim":  # as config classes derive it
             return getattr(self, "qk_rope_head_dim", None) or self.hidden_size // self.num_attention_heads
+        if name in _OWN_KEYS and name in (values := _of_keys([name], self.expected)):
+            return values[name]
         raise AttributeError(f"the config has no {name}")
 
     def __getitem__(self, name: str) -> Any:
@@ -238,14 +274,14 @@ class _NamedConfig(_Config):
     """The config of code for which none is stated. Each key has the value that its name means when it is read."""
 
     def __getattr__(self, name: str) -> Any:
-        expected = self.__dict__["expected"]
-        return values[name] if name in (values := _of_keys([name], expected)) else super().__getattr__(name)
+        values = {} if name in self.__slots__ else _of_keys([name], self.expected)
+        return values[name] if name in values else super().__getattr__(name)
 
 
 def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
     """Return the values of those keys of a config whose names say what they are. A `dim` is that of the model."""
     fixed: dict[str, Any] = dict.fromkeys(
-        ("dim", "emb_dim", "model_dim", *_NAMES["width"].split()), 4 * expected.head_dim
+        ("dim", "emb_dim", "model_dim", "embed_dim", *_NAMES["embed_dim"].split()), 4 * expected.head_dim
     )
     fixed |= dict.fromkeys(_NAMES["heads"].split(), 4) | {"device": memory.current().device}
     if expected.config is None:
@@ -286,7 +322,7 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
                 | _of_keys(known, expected)
                 | {name: keys[name] for name in known if name in keys}
             )
-    return _NamedConfig(expected=expected) if config is None else _Config(**config)
+    return _NamedConfig(expected, {}) if config is None else _Config(expected, config)
 
 
 _SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")  # of a config of transformers

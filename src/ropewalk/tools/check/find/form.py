@@ -252,6 +252,9 @@ class Form:
             values = [*returned] if isinstance(returned, (list, tuple)) else [returned]
             if not values or not isinstance(values[0], Tensor):
                 raise CallError("wrong-shape", f"it returns {_checks.shown(returned)}")
+            objects = [each for each in values if not isinstance(each, Tensor | None)]
+            if objects and "x" in roles and torch.equal(values[0], passed["x"]):
+                raise CallError("wrong-shape", f"it returns x unchanged, and {_checks.shown(objects[0])}")
             joined = [role for role in ("qkv", "kv") if role in roles and found[role].shape == values[0].shape]
             if self.has_k and len(values) < 2 and not joined:
                 raise CallError("wrong-shape", "it returns one tensor for q and k")

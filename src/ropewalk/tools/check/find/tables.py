@@ -192,7 +192,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
 
     if isinstance(first, TableSet):
         rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
-        return [rows] if count is None else []
+        return [rows] if count is None or is_passed_positions else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
 

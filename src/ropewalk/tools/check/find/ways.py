@@ -33,8 +33,8 @@ ONE_ROW = ("thd", "td", *ONE_TOKEN)
 _ROLES = {
     "rows": ("positions", "k_positions"),
     "shared": ("positions", "k_positions"),
-    "offset": ("offset", "offsets"),
-    "offsets": ("offset", "offsets"),
+    "offset": ("offset", "offsets", "k_offset"),
+    "offsets": ("offset", "offsets", "k_offset"),
     "packed": ("cu_seqlens", "max_seqlen"),
     "runs": ("cu_seqlens", "max_seqlen", "offset", "offsets"),
 }
@@ -120,7 +120,7 @@ def _arguments(parameter_of: Roles, name: str, positions: Tensor, q: Tensor) -> 
         "cu_seqlens": ends.int(),
         "max_seqlen": int(ends.diff().max()),
     } | dict.fromkeys(("offset", "offsets"), first.get(name))
-    values["k_positions"] = values["positions"]
+    values |= {"k_positions": values["positions"], "k_offset": values["offset"]}
     return {parameter_of[role]: values[role] for role in _ROLES.get(name, ()) if role in parameter_of}
 
 

@@ -13,13 +13,14 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
 
 from ropewalk import _checks
-from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find import memory, uses
 from ropewalk.tools.check.find.target import code_of, name_of
 
 # Word → the other names that a parameter for it has in public code.
@@ -79,6 +80,7 @@ SPELLINGS = {
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
     "k_positions": "key_positions positions_k pos_k k_pos",
+    "k_offset": "k_pos_start k_start k_start_pos offset_k key_offset start_k",
     "sections": "mrope_section mrope_sections section",
 }
 _NAMES = WORDS | SPELLINGS
@@ -101,6 +103,7 @@ _PARTS = {
     "grid": GRID,
     "x": r"^(vec|vector|features?|feats?|tensor|x_.*|(?!num_|n_|max_|total_).*_tokens)$",
 }
+_OTHER = {"cos": "sin", "sin": "cos", "k": "q"}  # role → the role of the only other parameter
 FUSED = {"qkv", "kv", "x1", "v", "cos_sin_cache", "q_weight", "key_cache"}
 """The roles of calls that do more than to take q and k, and tables or positions, and to return q and k."""
 _PLACES = {"positions", "offset", "offsets", "cos", "freqs_cis", "cos_sin_cache"}
@@ -137,12 +140,14 @@ class Call:
         optional: the roles of parameters with a default.
         axes: the axes of the positions that their annotation states: "s", "bs", "3bs", "s3", "b3s" and so on, or "".
         results: the roles of the first two results, if the function takes q and k.
+        guessed: the parameters whose roles only their use says.
     """
 
     parameter_of: Roles
     optional: frozenset[str] = frozenset()
     axes: str = ""
     results: tuple[str, str] = ("q", "k")
+    guessed: frozenset[str] = frozenset()
 
     def without(self, roles: set[str]) -> Call:
         """Return the call that omits the parameters with these roles."""
@@ -167,7 +172,8 @@ def _of_schema(schema: Any) -> dict[str, inspect.Parameter]:
 def read_call(called: Callable[..., Any]) -> Call:
     """Return the roles of the parameters of a function that rotates or computes tables."""
     known = parameters(called) or {}
-    roles = match(known, _NAMES, _PARTS)
+    roles = match(known, _NAMES, _PARTS, uses.roles(code_of(called)))
+    guessed = {*roles.values()} - {*match(known, _NAMES, _PARTS).values()}
     alone = "q" if "q" in roles else "v"
     if not {"k", "x", "qkv", "kv"} & {*roles}:  # q or v alone, as a function for one tensor may call it, is x
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
@@ -190,7 +196,7 @@ def read_call(called: Callable[..., Any]) -> Call:
         roles.pop("v")
     count = sum(role in axes for role in roles)
     stated = str(count) if count > 1 else _axes_of(known[roles["positions"]]) if "positions" in roles else ""
-    return Call(roles, frozenset(optional), stated)
+    return Call(roles, frozenset(optional), stated, guessed=frozenset(guessed))
 
 
 def _reads(called: Callable[..., Any], name: str) -> bool:
@@ -227,9 +233,15 @@ def filled(called: Callable[..., Any], taken: Collection[str]) -> dict[str, Any]
 
 
 def match(
-    known: dict[str, inspect.Parameter], names: Mapping[str, str], parts: Mapping[str, str] | None = None
+    known: dict[str, inspect.Parameter],
+    names: Mapping[str, str],
+    parts: Mapping[str, str] | None = None,
+    used: Mapping[str, str] | None = None,
 ) -> Roles:
-    """Return the roles of parameters whose names are keys of `names`, or among the names of a key, or have its part."""
+    """Return the roles of parameters whose names are keys of `names`, or among the names of a key, or have its part.
+
+    Required parameters with other names have the roles that `used` says, as `uses.roles` finds them.
+    """
     # Without axes, as in x_BTHD.
     plain = {name: re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name for name in known}
     found: Roles = {}
@@ -238,6 +250,18 @@ def match(
             if plain[name] in (role, *spellings.split()) and role not in found:
                 found[role] = name
                 break
+    for name, use in (used or {}).items():
+        if use == "tokens" and {"x", "qkv", "kv", "x1"} & {*found}:
+            use = "table" if not _PLACES & {*found} else "like"
+        of_pair = {"cos", "sin"} if use == "table" and {"cos", "sin"} & {*found} else uses.ROLES[use]
+        free = (role for role in of_pair if role in names and role not in found)
+        is_open = name in known and name not in found.values() and known[name].default is inspect.Parameter.empty
+        if is_open and (role := next(free, "")):
+            found[role] = name
+    open_names = [n for n, p in known.items() if n not in found.values() and p.default is inspect.Parameter.empty]
+    last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")
+    if used is not None and len(open_names) == 1 and last:
+        found[last] = open_names[0]
     for role, part in (parts or {}).items():
         free = (name for name in known if name not in found.values() and re.search(part, plain[name]))
         if role not in found and (first := next(free, None)) is not None:
@@ -264,6 +288,17 @@ def take_tables(function: Any, call: Call) -> Call:
         must = f"{name_of(function)} must have parameters for the tables: cos and sin, or one for both"
         raise no_call(must, named(function))
     return replace(call, parameter_of=roles | dict(zip(missing, free, strict=True)))
+
+
+def with_object(function: Any, target: Any, built: Any) -> Any:
+    """Return a function with the object that it takes of a class, as an annotation says, or None if it takes none."""
+    owner, known = getattr(target, "owner", target), parameters(function) or {}
+    names = [n for n, p in known.items() if p.annotation in (owner, getattr(owner, "__name__", owner))]
+    if not names:
+        return None
+    taking: Any = partial(function, **{names[0]: getattr(built, "__self__", built)})
+    taking.__signature__ = inspect.Signature([p for n, p in known.items() if n != names[0]])
+    return taking
 
 
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
