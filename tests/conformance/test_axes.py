@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from code_of_transformers import code_of
 from ropewalk import Axes, Rope, conformance
 
 T, H, W = 0, 1, 2
@@ -322,7 +323,8 @@ TRANSFORMERS = {
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_transformers(model: str) -> None:
-    report = conformance.check(f"transformers:{model}", config=GLM if model == "glm4v_text" else None)
+    code, config = code_of(model)
+    report = conformance.check(code, config=GLM if model == "glm4v_text" else config)
     assert report.codes == [], str(report)
     assert report.found["axes"] == TRANSFORMERS[model]
     assert "note on the config" not in report.found

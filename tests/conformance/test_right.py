@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import RoFormerConfig
 
+from code_of_transformers import code_of
 from ropewalk import Rope, RopeError, RotaryEmbedding, conformance
 
 FILES = sorted((Path(__file__).parent / "right").glob("*.py"))
@@ -77,7 +79,8 @@ def test_tables_of_rows_come_before_tables_for_all() -> None:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_transformers(model: str) -> None:
     name, _, layer = model.partition(", layer ")
-    report = conformance.check(f"transformers:{name}", layer=int(layer) if layer else None)
+    code, config = code_of(name)
+    report = conformance.check(code, config=config, layer=int(layer) if layer else None)
     assert report.codes == [], str(report)
 
 
@@ -85,36 +88,36 @@ def test_transformers_with_tables_of_sin_and_cos() -> None:
     """The class of GPT-J returns sin first, as its function takes them, for the positions of the config."""
     if not hasattr(pytest.importorskip("transformers.models.gptj.modeling_gptj"), "GPTJRotaryEmbedding"):
         pytest.skip("before transformers 5.24, the attention of GPT-J computes its tables")
-    report = conformance.check("transformers:gptj")
+    code, config = code_of("gptj")
+    report = conformance.check(code, config=config)
     assert (report.verdict, report.codes) == ("right", [])
     assert report.found["frequencies"] == "base 10000"
 
 
-@pytest.mark.parametrize("model", ["roformer", "bamba"])
-def test_transformers_whose_tables_are_not_judged(model: str) -> None:
-    """The tables are computed in other code, or the default config does not rotate, so only the function is judged."""
-    report = conformance.check(f"transformers:{model}")
+@pytest.mark.parametrize(
+    ("function", "config"),
+    [
+        ("roformer.modeling_roformer:RoFormerSelfAttention.apply_rotary_position_embeddings", RoFormerConfig()),
+        ("bamba.modeling_bamba:apply_rotary_pos_emb", None),
+    ],
+)
+def test_transformers_function_alone(function: str, config: Any) -> None:
+    report = conformance.check(f"transformers.models.{function}", config=config)
     assert (report.verdict, report.codes) == ("right", [])
     assert report.found["frequencies"] == "not judged: check passes the tables"
-    assert ("Only its function is judged" in report.found.get("note on the config", "")) == (model == "bamba")
 
 
 def test_transformers_with_several_kinds_of_layers() -> None:
+    code, config = code_of("gemma3_text")
     with pytest.raises(RopeError, match="layers rotate in 2 ways") as e:
-        conformance.check("transformers:gemma3_text")
+        conformance.check(code, config=config)
     assert "Pass one layer of each kind, each in its own check: 0 (base 10000), 5 (base 1000000)." in str(e.value)
-
-
-def test_transformers_with_a_default_config_that_is_unusable() -> None:
-    with pytest.raises(RopeError, match="default config of transformers:xcodec2 cannot be used") as e:
-        conformance.check("transformers:xcodec2")
-    function = "transformers.models.xcodec2.modeling_xcodec2:apply_rotary_pos_emb"
-    assert str(e.value).endswith(f"Or check the function alone: {function}.")
 
 
 def test_transformers_in_the_opposite_direction() -> None:
     """The config states the direction by its model_type. A function alone states none."""
-    report = conformance.check("transformers:nanochat")
+    code, config = code_of("nanochat")
+    report = conformance.check(code, config=config)
     assert (report.verdict, report.found["direction"]) == ("right", "backwards")
     function = "transformers.models.nanochat.modeling_nanochat:apply_rotary_pos_emb"
     assert conformance.check(function).codes == ["rotates-backwards"]
@@ -147,7 +150,8 @@ SCALED = {
 def test_transformers_scaled(name: str) -> None:
     scaling = {"rope_type": name.split(",")[0], "rope_theta": 500000.0, **SCALED[name]}
     config = LLAMA | {"max_position_embeddings": 32768, "rope_parameters": scaling}
-    report = conformance.check("transformers:llama", config=config)
+    modeling = "transformers.models.llama.modeling_llama"
+    report = conformance.check(f"{modeling}:LlamaRotaryEmbedding,apply_rotary_pos_emb", config=config)
     assert report.verdict == "right", str(report)
     says = {grade.name: (grade.right, grade.says) for grade in report.grades}
     assert says["earlier calls"] == (True, "as expected")

@@ -45,7 +45,7 @@ def check(
 
     Args:
         target: a function or a class; or a tuple of two, of which the first computes cos and sin and the second applies
-            them. A string names them: "module:name", "file.py:name", "file.py:make,apply" or "transformers:llama".
+            them. A string names them: "module:name", "file.py:name" or "file.py:make,apply".
         config: the config that the code should implement, as for `from_config`. Pass `layer` as well if its layers
             differ.
         rope: the `Rope` that the code should implement, instead of a config.
@@ -86,7 +86,7 @@ def check(
                 raise _checks.error("check", "the default device must be the CPU", str(default), fix)
             reading: dict[str, Any] = {"pairing": pairing, "base": base, "factor": factor}
             reading |= {"ignore": keys or None, "download": download or None}
-            loaded, expectation = expected.read(loaded, config, rope, reading, head_dim=head_dim, layer=layer)
+            expectation = expected.read(loaded, config, rope, reading, head_dim=head_dim, layer=layer)
             report = Report(loaded.name, ignored=frozenset(codes))
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)

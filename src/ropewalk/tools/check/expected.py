@@ -83,19 +83,15 @@ def read(
     *,
     head_dim: int | None,
     layer: int | None,
-) -> tuple[Target, Expected]:
-    """Return the target and what to expect from it.
+) -> Expected:
+    """Return what to expect from the target.
 
-    The arguments are those of `check`. `reading` contains those that `from_config` has too. If config and rope are
-    None, the default config of the target is used. If that describes no rope, only the function of the target, which
-    takes tables, is judged.
+    The arguments are those of `check`. `reading` contains those that `from_config` has too.
 
     Raises:
         RopeError: the config cannot be read, its layers differ and no layer is chosen, the chosen layer does not
             rotate, or the arguments are invalid or state what is expected in two ways.
     """
-    is_given = config is not None
-    config = target.config if config is None and rope is None else config
     reading = {name: value for name, value in reading.items() if value is not None}
     options = {"config": config, "rope": rope, "head_dim": head_dim, "layer": layer, **reading}
     stated = [name for name, value in options.items() if value is not None]
@@ -112,27 +108,17 @@ def read(
         if dim % 2:
             fix = f"Pass {dim + 1}, or the config of the model."
             raise _checks.error("check", "head_dim must be even", str(dim), fix)
-        return target, Expected(pairing=pairing, base=base, head_dim=dim, states_head_dim=head_dim is not None)
+        return Expected(pairing=pairing, base=base, head_dim=dim, states_head_dim=head_dim is not None)
     if rope is not None:
         expected = _of_rope(rope, 2048)
-        return target, replace(expected, table_length=expected.length)
-    try:
-        ropes = _read(config, reading)
-    except _checks.RopeError as e:
-        if is_given:
-            raise
-        function = f"{target.objects[-1].__module__}:{target.objects[-1].__qualname__}"
-        fix = f"Pass the config of a model: {_checks.argument('config')}. Or check the function alone: {function}."
-        raise _checks.error_from(f"check: the default config of {target.name} cannot be used", e, fix) from e
-    if not is_given and layer is None and not any(ropes.layers) and ropes.vision is None:
-        note = "By default this model does not rotate. Only its function is judged. Pass a config for more."
-        return replace(target, objects=target.objects[-1:]), Expected(notes=(note,))
+        return replace(expected, table_length=expected.length)
+    ropes = _read(config, reading)
     tower = ropes.vision
     if tower is not None and (not ropes.layers or "vision" in name_of(target.objects[0]).lower()):
         if len(tower.ropes) != 1:
             fix = "Check each rope alone: pass it as rope."
             raise _checks.error("check", "the tower must have one rope", f"{len(tower.ropes)}", fix)
-        return target, replace(
+        return replace(
             _of_rope(tower.ropes[0], 2048),
             model_type=tower.model_type,
             config=getattr(config, "vision_config", config) if hasattr(config, "to_dict") else tower.config,
@@ -141,7 +127,7 @@ def read(
         )
     layer, layer_rope = _choose_layer(ropes.layers, layer)
     longest = ropes.max_position_embeddings
-    return target, replace(
+    return replace(
         _of_rope(layer_rope, ropes.trained_length or 2048),
         output_order=ropes.output_order,
         model_type=ropes.model_type,

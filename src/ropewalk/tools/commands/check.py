@@ -30,7 +30,6 @@ Examples:
   ropewalk check my_model.py:Rotary --config config.json
   ropewalk check my_model.py:Rotary --pairing half --base 500000
   ropewalk check my_model.py:Rotary,apply_rotary_pos_emb --config config.json
-  ropewalk check transformers:llama
 """,
 )
 @click.argument("target")
@@ -94,8 +93,7 @@ def check(
     """Measure what the rotary embedding TARGET computes, and name its bug.
 
     TARGET is a function or a class, given as module:name or file.py:name. Give two names, as in file.py:make,apply, if
-    the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for
-    a model type.
+    the first computes cos and sin for the second.
 
     TARGET is imported and called, so check only code that you would run. What it prints appears on stderr.
 

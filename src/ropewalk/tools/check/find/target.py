@@ -1,4 +1,4 @@
-"""Load the target of a check from `module:name`, `file.py:name`, `transformers:model`, or the object itself."""
+"""Load the target of a check from `module:name`, `file.py:name`, or the object itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.find import memory
 
 _WHO = "check"
-_FORMS = (
-    "Pass module:name, file.py:name or transformers:MODEL. If one function computes cos and sin for another, pass "
-    "file.py:make,apply."
-)
+_FORMS = "Pass module:name or file.py:name. If one function computes cos and sin for another, pass file.py:make,apply."
 
 
 @dataclass(frozen=True)
@@ -31,19 +28,15 @@ class Target:
     Args:
         name: the name that the user passed, or the qualified name of the object.
         objects: one callable, or two: the first computes cos and sin, the second applies them.
-        config: the default config of a model of transformers, or None.
     """
 
     name: str
     objects: tuple[Any, ...]
-    config: dict[str, Any] | None = None
 
 
 def says_what_runs(target: str) -> str:
     """Return one line that warns which code `check` is about to execute."""
     where, _, _ = target.rpartition(":")
-    if where == "transformers":
-        return f"This imports transformers and runs its code for {target.rpartition(':')[2]}."
     return f"This runs the code of {where or target} with your permissions. Check only code that you would run."
 
 
@@ -61,8 +54,6 @@ def load(target: Any) -> Target:
     where, colon, names = target.rpartition(":")
     if not colon or not where or not names:
         raise _checks.error(_WHO, "TARGET must name a module and something in it", _checks.shown(target), _FORMS)
-    if where == "transformers":
-        return _from_transformers(target, names)
     module = _load_module(where)
     attributes = [name.strip() for name in names.split(",")]
     if len(attributes) > 2:
@@ -177,54 +168,3 @@ def code_of(obj: Any) -> Any:
 def _called(cls: type) -> str:
     calls = next((each for each in cls.__mro__ if "__call__" in vars(each)), None)
     return "forward" if hasattr(cls, "forward") and calls in (None, torch.nn.Module) else "__call__"
-
-
-def _from_transformers(target: str, model: str) -> Target:
-    """Return the rotary class and the function that the attention of a model of transformers calls.
-
-    The class is missing if the model computes its tables in other code. The config is the default of the model.
-    """
-    try:
-        known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
-    except ImportError as e:
-        fix = "Install transformers (pip install transformers)."
-        raise _checks.error_from(f"{_WHO}: {target} cannot be loaded", e, fix) from e
-    if model not in known:
-        fix = f"Pass a model type such as transformers:llama.{_checks.nearest(model, known.keys())}"
-        raise _checks.error(_WHO, "TARGET must name a model type of transformers", _checks.shown(model), fix)
-    try:
-        default = importlib.import_module("transformers").AutoConfig.for_model(model)
-        modeling = importlib.import_module(type(default).__module__.replace(".configuration_", ".modeling_"))
-        config = default.to_dict()
-    except Exception as e:
-        raise _checks.error_from(
-            f"{_WHO}: {target} cannot be loaded",
-            e,
-            "Pass the classes themselves: module:Rotary,apply_rotary_pos_emb.",
-        ) from e
-    is_tower = "vision" in type(default).__name__.lower()
-    own = {
-        n: v for n, v in vars(modeling).items() if is_tower or not any(part in n.lower() for part in _OF_OTHER_PARTS)
-    }
-    classes = [v for v in own.values() if isinstance(v, type) and v.__module__ == modeling.__name__]
-    methods = [inspect.unwrap(method) for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
-    called = {name for method in methods for name in method.__code__.co_names}
-    statics = {n: v.__func__ for cls in classes for n, v in vars(cls).items() if isinstance(v, staticmethod)}
-    functions = [n for n, v in {**own, **statics}.items() if n in called and "rotary" in n and inspect.isfunction(v)]
-    if not functions:
-        raise _checks.error(
-            _WHO,
-            "the model's file must have a function that rotates, which its attention calls",
-            target,
-            "Pass the code by name: module:Class,function.",
-        )
-    interleaves = bool(config.get("rope_interleave"))
-    functions.sort(key=lambda n: (("vision" in n) != is_tower, ("interleave" in n) != interleaves))
-    tables = [cls for cls in classes if cls.__name__.endswith("RotaryEmbedding")]
-    tables = sorted(tables, key=lambda cls: ("Vision" in cls.__name__) != is_tower)[:1]
-    function = {**own, **statics}[functions[0]]
-    return Target(target, (*tables, function), config)
-
-
-# Parts of a model other than its text attention, which may rotate in another way, by words in the names of their code.
-_OF_OTHER_PARTS = ("vision", "audio", "2d", "indexer")
