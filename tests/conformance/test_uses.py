@@ -83,6 +83,7 @@ class Frequencies:
         (Frequencies(1.0, 2, SimpleNamespace(rope_theta=1)), {"b": "positions", "like": "like"}),
         (lambda a, b: a.chunk(b), {"a": "tokens"}),
         ((lambda a: a.chunk(2), lambda a: a + 1)[0], {}),  # a line does not say which of two it is
+        (lambda a, n: a.astype(float)[..., 2:] + torch.arange(end=n), {"a": "tokens"}),
         (math.sqrt, {}),
     ],
 )

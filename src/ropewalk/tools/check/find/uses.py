@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 # Methods whose result stands for what they are called of, and functions whose result stands for what they are passed.
@@ -191,7 +192,7 @@ class _Uses(ast.NodeVisitor):
         self.generic_visit(node)
         if node.attr in ("device", "dtype", "shape"):
             self._is("like", node.value)
-        elif not hasattr(torch.Tensor, node.attr):
+        elif not any(hasattr(array, node.attr) for array in (torch.Tensor, np.ndarray)):
             self._is("config", node.value)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -211,7 +212,7 @@ class _Uses(ast.NodeVisitor):
         self.calls.add(name)
         inner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         first = inner if inner and self._of(inner[0]) else arguments[:1]
-        if name in ("arange", "range"):
+        if name in ("arange", "range") and arguments:
             self._counted(arguments)
         elif name in ("pow", "power") and arguments:
             base, exponent = ([*inner, *arguments] if len(arguments) == 1 else arguments)[:2]
