@@ -123,7 +123,7 @@ def _by_name(
     for role, name in parameter_of.items():
         default = None if known[name].default is inspect.Parameter.empty else known[name].default
         if role == "dim":
-            values[name] = expected.head_dim if name in _OF_A_HEAD else expected.rotary_dim
+            values[name] = expected.head_dim if _is_of_head(name, used) else expected.rotary_dim
         elif role == "rotary_dim":
             values[name] = expected.rotary_dim
         elif role == "rotary_share":
@@ -168,6 +168,11 @@ def _by_name(
             if p.default is p.empty and size is not None and re.search(part, name):
                 values.setdefault(name, size)
     return values
+
+
+def _is_of_head(name: str, used: Mapping[str, str] | None) -> bool:
+    """Return whether a number of channels is that of a head, and not of its rotated part."""
+    return name in _OF_A_HEAD or (used or {}).get(name) == "head_size"
 
 
 def _original_length(scaling: Any, known: Mapping[str, Any]) -> int | None:
@@ -218,7 +223,7 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     length = _SIDE if is_grid else length
     base = None if configs(owner) and expected.config is not None else base  # the config states it, too
     sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
-    if parameter_of.get("dim", "head_dim") not in _OF_A_HEAD:  # it may be that of the rotated channels
+    if not _is_of_head(parameter_of.get("dim", "head_dim"), uses.roles(owner)):  # it may be of the rotated channels
         sizes |= {"rotary_dim"}
     adapter = fix if options and "config" not in parameter_of else ""
     return built, Arguments(base, length, sizes, adapter, missing)

@@ -23,9 +23,9 @@ _SIDES = ("frames", "height", "width")
 ROLES = {
     "config": ("config",),
     "base": ("base",),
-    "dim": ("dim", "rotary_dim", "channels"),
     "head_size": ("head_size", "dim"),
     "num_heads": ("num_heads", "heads"),
+    "dim": ("dim", "rotary_dim", "channels"),
     "angles": ("freqs_cis",),
     "positions": ("positions",),
     "offset": ("offset",),
@@ -226,6 +226,8 @@ class _Uses(ast.NodeVisitor):
         elif name in ("outer", "einsum", "index_select", "embedding", "gather", "take"):
             self._is("positions", *arguments)
         elif name in ("view", "reshape") and len(arguments) > 2:  # such as x.view(batch, -1, heads, channels)
+            if ast.unparse(arguments[-2]) == "1":  # of tables
+                return
             self._is("head_size", arguments[-1])
             self._is("num_heads", arguments[-2])
         elif name in _OF_TOKENS:
