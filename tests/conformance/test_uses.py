@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,20 @@ class Frequencies:
         return (b[:, None] * self.i ** (-torch.arange(self.half) / self.half)).to(like.dtype)
 
 
+@dataclass
+class Unhashable:
+    """Of so many channels and heads. As a dataclass, it cannot be hashed, and has an `__init__` without a source."""
+
+    m: int
+    n: int
+
+    def __post_init__(self) -> None:
+        self.width = self.m // self.n
+
+    def __call__(self, a: Tensor) -> Tensor:
+        return a.chunk(self.width)[0]
+
+
 @pytest.mark.parametrize(
     ("code", "roles"),
     [
@@ -80,6 +95,8 @@ class Frequencies:
         (of_two, {"one": "tokens", "other": "tokens", "b": "positions"}),
         (of_tokens_and_heads, {"a": "like", "n": "num_heads", "m": "head_size"}),
         (Frequencies, {"i": "base", "m": "dim", "c": "config"}),
+        (Unhashable, {"m": "embed_dim", "n": "num_heads"}),
+        (Unhashable(8, 2), {"a": "tokens"}),
         (Frequencies(1.0, 2, SimpleNamespace(rope_theta=1)), {"b": "positions", "like": "like"}),
         (lambda a, b: a.chunk(b), {"a": "tokens"}),
         ((lambda a: a.chunk(2), lambda a: a + 1)[0], {}),  # a line does not say which of two it is

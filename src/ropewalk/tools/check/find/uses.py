@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +27,7 @@ ROLES = {
     "base": ("base",),
     "head_size": ("head_size", "dim"),
     "num_heads": ("num_heads", "heads"),
+    "embed_dim": ("embed_dim",),
     "dim": ("dim", "rotary_dim", "channels"),
     "angles": ("freqs_cis",),
     "positions": ("positions",),
@@ -40,31 +43,35 @@ ROLES = {
 }
 
 
-@cache
 def roles(called: Any) -> Mapping[str, str]:
     """Return the roles, keys of `ROLES`, of those parameters of a function or class whose use in its code says it."""
     owner = inspect.unwrap(called.func if isinstance(called, partial) else called)
     if not inspect.isclass(owner) and not inspect.isfunction(owner):
         owner = getattr(owner, "__func__", type(owner).__call__)
+    return _read(owner)
+
+
+@cache
+def _read(owner: Any) -> Mapping[str, str]:
     of_class = [getattr(f, "__func__", f) for f in vars(owner).values()] if inspect.isclass(owner) else [owner]
     functions = sorted(filter(inspect.isfunction, of_class), key=lambda f: f.__name__ != "__init__")
-    attributes: dict[str, tuple[str, ...]] = {}
-    use = _Uses(attributes, {})
     try:
         known = [name for name in inspect.signature(owner).parameters if name not in ("self", "ctx")]
-        for function in functions:
+    except (TypeError, ValueError):
+        return {}
+    attributes: dict[str, tuple[str, ...]] = {f"self.{name}": (name,) for name in known if is_dataclass(owner)}
+    use = _Uses(attributes, {})
+    for function in functions:
+        with contextlib.suppress(OSError, TypeError, ValueError, SyntaxError, RecursionError):  # it cannot be read
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
             kind = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
             node, *others = (part for part in ast.walk(tree) if isinstance(part, kind))
-            if others and kind is ast.Lambda:
-                return {}
             is_init = function is owner or function.__name__ == "__init__"
             use.stands_for = {**attributes, **({name: (name,) for name in known} if is_init else {})}
             use.scope = function.__globals__
-            use.generic_visit(node)
+            if not others or kind is ast.FunctionDef:  # and not one of several in a line
+                use.generic_visit(node)
             attributes |= {name: of for name, of in use.stands_for.items() if name.startswith("self.")}
-    except (OSError, TypeError, ValueError, SyntaxError, RecursionError):  # without code that can be read
-        return {}
     return use.said(known)
 
 
@@ -181,6 +188,9 @@ class _Uses(ast.NodeVisitor):
                 self.factors += [(name, self._sources(other)) for name in sources if len(sources) == 1]
             elif isinstance(node.op, ast.FloorDiv) and one is left and isinstance(right, ast.Constant):
                 self._is("half", left)
+            elif isinstance(node.op, ast.FloorDiv) and one is left and self._of(right):
+                self._is("embed_dim", left)
+                self._is("num_heads", right)
 
     def _power(self, base: ast.AST, exponent: ast.AST) -> None:
         self._is("base", base.right if isinstance(base, ast.BinOp) and isinstance(base.op, ast.Div) else base)
@@ -233,7 +243,7 @@ class _Uses(ast.NodeVisitor):
         elif name in _OF_TOKENS:
             self._is("tokens", *first)
         else:
-            names, known = self.inner.get(name) or _read(self._called(node))
+            names, known = self.inner.get(name) or _of_function(self._called(node))
             passed = dict(zip(names, arguments, strict=False)) | {k.arg: k.value for k in node.keywords if k.arg}
             for parameter, role in known.items():
                 if parameter in passed:
@@ -261,11 +271,11 @@ class _Uses(ast.NodeVisitor):
                 self.found.setdefault(name.removesuffix("/2"), set()).add("dim" if "/" in name else "length")
 
 
-def _read(function: Any) -> tuple[list[str], Mapping[str, str]]:
+def _of_function(function: Any) -> tuple[list[str], Mapping[str, str]]:
     """Return the parameters of a function, and their roles."""
     if not inspect.isfunction(function):
         return [], {}
-    return [name for name in inspect.signature(function).parameters if name != "ctx"], roles(function)
+    return [name for name in inspect.signature(function).parameters if name != "ctx"], _read(function)
 
 
 def _parts(node: ast.Subscript) -> list[ast.expr]:
