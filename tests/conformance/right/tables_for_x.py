@@ -24,3 +24,14 @@ def apply_rotary_emb(x, cos, sin):
 
 TARGET = "Rotary,apply_rotary_emb"
 GIVEN = {"layout": "bshd"}
+
+BUGS = {
+    # The cache is real, so that the sines of complex tables are lost after the first call.
+    "earlier_calls_matter__sines_are_lost": [
+        (
+            "        return tuple(",
+            "        kept, self.kept = self.kept, (self.kept[0], 0 * self.kept[1])\n        return tuple(",
+        ),
+        ("in self.kept)", "in kept)"),
+    ],
+}

@@ -112,6 +112,11 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
     structure = infer(maps)
+    if (structure is None or structure.flaw is not None) and _rotates_once(subject):
+        report.add(
+            "earlier-calls-matter", "The first call of a new object rotates by angles, and a later one does not."
+        )
+        return None
     if structure is None:
         _report_no_pairs(subject, report)
         return None
@@ -141,6 +146,14 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     measured = _judge_law(subject, structure, multipliers, report, on_axes)
     k_multipliers = _judge_k(subject, structure, multipliers, measured, report)
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
+
+
+def _rotates_once(subject: Subject) -> bool:
+    """Return whether the first call of a new object rotates pairs, each by an angle."""
+    with contextlib.suppress(CallError):
+        first = None if subject.rebuild is None else infer(subject.rebuild().linear_maps(SMALL[None, :16]))
+        return first is not None and first.flaw is None
+    return False
 
 
 def _depends_on_length(subject: Subject) -> bool:
