@@ -48,7 +48,7 @@ def roles(called: Any) -> Mapping[str, str]:
     owner = inspect.unwrap(called.func if isinstance(called, partial) else called)
     if not inspect.isclass(owner) and not inspect.isfunction(owner):
         owner = getattr(owner, "__func__", type(owner).__call__)
-    return _read(owner)
+    return _read(owner) if inspect.isclass(owner) or inspect.isfunction(owner) else {}
 
 
 @cache
@@ -89,10 +89,10 @@ class _Uses(ast.NodeVisitor):
 
     def said(self, known: list[str]) -> dict[str, str]:
         """Return the roles of these parameters."""
-        tokens = {name for name, of in self.found.items() if of - _WEAK == {"tokens"}}
+        sizes = {name for name, of in self.found.items() if of - _WEAK - {"tokens"}}
         for name, others in self.factors:
             if self.found.get(name, set()) <= _WEAK:
-                self.found[name] = {"table" if others & tokens else "positions"}
+                self.found[name] = {"table" if others - sizes - {name} else "positions"}
         roles = {name: min(self.found[name], key=[*ROLES].index) for name in known if name in self.found}
         if (lengths := [name for name, role in roles.items() if role == "length"])[1:] or "meshgrid" in self.calls:
             roles |= zip(lengths[-3:], _SIDES[-len(lengths) :], strict=False)

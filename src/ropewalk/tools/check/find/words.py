@@ -250,18 +250,17 @@ def match(
             if plain[name] in (role, *spellings.split()) and role not in found:
                 found[role] = name
                 break
+    required = [name for name, p in known.items() if p.default is inspect.Parameter.empty]
     for name, use in (used or {}).items():
         if use == "tokens" and {"x", "qkv", "kv", "x1"} & {*found}:
             use = "table" if not _PLACES & {*found} else "like"
-        of_pair = {"cos", "sin"} if use == "table" and {"cos", "sin"} & {*found} else uses.ROLES[use]
-        free = (role for role in of_pair if role in names and role not in found)
-        is_open = name in known and name not in found.values() and known[name].default is inspect.Parameter.empty
-        if is_open and (role := next(free, "")):
+        free = (role for role in uses.ROLES[use] if role in names and role not in found and use != "table")
+        if name in required and name not in found.values() and (role := next(free, "")):
             found[role] = name
-    open_names = [n for n, p in known.items() if n not in found.values() and p.default is inspect.Parameter.empty]
     last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")
-    if used is not None and len(open_names) == 1 and last:
-        found[last] = open_names[0]
+    if len(rest := [name for name in required if name not in found.values()]) == 1 and used is not None:
+        role = last or ("freqs_cis" if used.get(rest[0]) in ("table", "tokens") and not _PLACES & {*found} else "")
+        found |= {role: rest[0]} if role in names else {}
     for role, part in (parts or {}).items():
         free = (name for name in known if name not in found.values() and re.search(part, plain[name]))
         if role not in found and (first := next(free, None)) is not None:
