@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from each import each
 from ropewalk import Rope, from_config
@@ -81,6 +85,22 @@ def test_warnings_of_yarn_about_engines() -> None:
     for case in (alone, zero):
         assert "mlx-lm uses one alone and SGLang a 0." in " ".join(from_config(cases[case]).warnings)
     assert "so the attention factor is 1. Not every engine computes this" in " ".join(from_config(cases[both]).warnings)
+
+
+def test_the_name_that_some_engines_have_for_yarn_of_deepseek() -> None:
+    """vLLM computes deepseek_scaling_rope.py, as SGLang does; transformers raises, and llama.cpp writes no scaling."""
+    config = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config["rope_parameters"] = YARN | {"rope_type": "deepseek_yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 0.7}
+    with pytest.raises(KeyError, match="deepseek_yarn"):
+        LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy(config)))
+    [(rope, _)] = ropes_for_engines(config)[1]
+    answers = {name: ENGINES[name].answer(rope) for name in FILES}
+    assert {name for name, answer in answers.items() if answer.why == "refused"} == {"transformers", "exllamav3"}
+    for name in ("vllm", "sglang"):
+        assert answers[name].rope is not None
+        assert answers[name].rope.attention_factor == pytest.approx(0.07 * math.log(40) + 1, rel=1e-12)
+    assert answers["llama.cpp"].rope is not None
+    assert answers["llama.cpp"].rope.scaling is None
 
 
 KEYS = {

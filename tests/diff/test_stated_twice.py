@@ -5,6 +5,7 @@ The configs are those of stated_twice.json, which has what transformers takes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
@@ -84,6 +85,31 @@ def test_the_keys_that_an_engine_reads_are_named() -> None:
     config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     text = " ".join(diff.engines(config, names=("mlx-lm",)).text(verbose=True).split())
     assert "stated twice, it reads the base from rope_theta and the scaling from rope_scaling." in text
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_scaling_with_type_alone_in_a_class_with_rope_types_of_its_own(name: str) -> None:
+    """The classes of transformers keep their own rope_type beside it. vLLM rejects two that differ."""
+    judged = set()
+    for row in rows(f"engine_models/models_of_{name}.json"):
+        parts = [part.get("others", {}) for part in row.get("kinds", {}).values()]
+        recorded = {part["rope_scaling only type"] for part in parts if "rope_scaling only type" in part}
+        default = DEFAULTS.get(row["model_type"], {})
+        if not recorded or not default:
+            continue
+        config = {key: value for key, value in default.items() if key not in STATED} | {"model_type": row["model_type"]}
+        config["rope_scaling"] = {"type": "linear", "factor": 2.0}
+        modernbert = {"global_rope_theta": 1e6, "local_rope_theta": 1e4}
+        config |= modernbert if "modernbert" in row["model_type"] else {"rope_theta": 1e6}
+        with warnings.catch_warnings(), contextlib.suppress(RopeError):
+            warnings.simplefilter("ignore")
+            if "type" in from_config(config, text_only=True).stated_twice:
+                states = diff.engines(config, names=("transformers", name), length=SEQUENCE).facts["states"]
+                why = " ".join(sorted(recorded))
+                expected = "refused" if "Error" in why else "same" if why == "dropped" else "unknown"
+                assert expected in states.values(), row["model_type"]
+                judged.add(row["model_type"])
+    assert judged >= {"gemma3_text", "modernbert"} - ({"modernbert"} if name == "sglang" else set())
 
 
 def test_an_override_without_a_base_in_vllm() -> None:

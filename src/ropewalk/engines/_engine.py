@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ropewalk._checks import RopeError, without_fix
@@ -19,33 +19,22 @@ from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._model_files import Evidence
 from ropewalk.engines._override import Flags, Override
 from ropewalk.rope.rope import Rope
-from ropewalk.schemes import DynamicNTK, Llama3, LongRoPE, PerPair, YaRN
+from ropewalk.schemes import NTK, DynamicNTK, Llama3, LongRoPE, PerPair, YaRN
 
 ENGINE_KEYS = frozenset({"attn_factor", "extrapolation_factor", "max_trained_positions"})
 """Keys of a scaling that some engine reads, but that no scheme of ropewalk has."""
 
-_KEYS = ENGINE_KEYS | {
-    "alpha",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "high_freq_factor",
-    "long_factor",
-    "long_mscale",
-    "low_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-    "short_factor",
-    "short_mscale",
-    "truncate",
-}
+LENGTH = "original_max_position_embeddings"
+_KEYS = ENGINE_KEYS.union(*({f.name for f in fields(s)} for s in (Llama3, LongRoPE, NTK, YaRN))) - {LENGTH}
 """Keys of a scaling that change a number in some engine. For each one that a rule does not read, a note is added."""
 
 DEEPSEEK = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
 )
 """The model_types that vLLM and SGLang run with their DeepSeek code, which has its own version of YaRN."""
+
+DEEPSEEK_YARN = "deepseek_yarn"
+"""The rope_type by which some engines know this YaRN. transformers does not have it."""
 
 MSCALE_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 """The keys of YaRN that code like DeepSeek's reads."""
@@ -57,7 +46,6 @@ MIXED_WINDOWS |= {"gemma3n_text", "gemma4_text", "gpt_oss", "laguna", "llama4_te
 HUNYUAN = ("hunyuan",)
 """The prefixes of the model_types whose `dynamic` scaling has an alpha."""
 
-LENGTH = "original_max_position_embeddings"
 AS_TRANSFORMERS: Mapping[str, int | None] = {"yarn": None, "llama3": None}
 """The `Engine.without_length` of engines that read a config with the class of transformers."""
 _OWN_CODE = "the scaling is in the model's own code instead of the config, which is not described here"
@@ -250,8 +238,9 @@ class Engine:
         if self.two_types is not None and self.reads_by_transformers and _differ(config.read_section()):
             return Answer(None, refusal=self.two_types[0], why=self.two_types[1], source=self.reads_by_transformers)
         if self.reads_by_transformers and config.by_transformers is not None and not own_class:
-            own_length = self.own_length(config.model_type)
-            answer = self.answer(config.with_own_length() if own_length else config.by_transformers)
+            by = config.with_own_length() if self.own_length(config.model_type) else config.by_transformers
+            both = {"type"} if "rope_type" in config.read_section() else set()  # of which rope_type counts
+            answer = self.answer(replace(by, stated_twice=by.stated_twice - both))
             said = f"It reads the config with the class of transformers ({self.reads_by_transformers})."
             return replace(answer, notes=(said, *answer.notes))
         twice = sorted(config.stated_twice if own_class else config.stated_twice - {"rope_theta"})
@@ -292,7 +281,8 @@ class Engine:
             implied = (f"Without {LENGTH} it takes {'' if fixed else 'max_position_embeddings, '}{length:,} tokens.",)
             scaling = replace(scaling, original_max_position_embeddings=length)
             config = replace(config, rope=config.with_scaling(scaling))
-        rule = self.rules.get("default" if scaling is None else scaling.rope_type)
+        name = "default" if scaling is None else scaling.rope_type
+        rule = self.rules.get(DEEPSEEK_YARN if DEEPSEEK_YARN in config.section.values() else name)
         if rule is None:
             return Answer(None, refusal=self.unknown, why="refused", evidence="run")
         try:
@@ -390,30 +380,6 @@ def longrope_magnitude(longest: int | None, trained: int) -> float | None:
     return 1.0 if longest <= trained else math.sqrt(1 + math.log(longest / trained) / math.log(trained))
 
 
-def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool) -> LongRoPE | None:
-    """Return the `LongRoPE` of an engine that computes the attention factor from max_position_embeddings.
-
-    Such an engine divides that length by the trained length and ignores an attention factor that the config states.
-
-    Args:
-        config: the rope of the config.
-        scaling: its scheme.
-        mscales: whether the engine uses short_mscale and long_mscale of the config, if it states them, in place of the
-            computed attention factor.
-
-    Returns:
-        The scheme, or None if the config has no max_position_embeddings.
-    """
-    if mscales and scaling.short_mscale is not None:
-        return scaling
-    factor = longrope_magnitude(config.longest, scaling.original_max_position_embeddings)
-    if factor is None:
-        return None
-    if factor == scaling.at_length(1).attention_factor == scaling.at_length(2**31).attention_factor:
-        return scaling
-    return replace(scaling, attention_factor=factor, short_mscale=None, long_mscale=None)
-
-
 NO_LENGTH = "it needs max_position_embeddings, which the config does not state"
 
 
@@ -422,20 +388,29 @@ def longrope(
 ) -> Callable[[ConfigRope, LongRoPE], Answer]:
     """Return the rule of an engine with the two lists of LongRoPE and an attention factor computed from lengths.
 
+    It divides max_position_embeddings by the trained length, and ignores an attention factor that the config states.
+
     Args:
         decided_by: as in `Answer`.
         notes: when the engine chooses the long list; "{length}" stands for the trained length.
-        mscales: as in `longrope_from_lengths`.
+        mscales: whether the engine uses short_mscale and long_mscale of the config, if it states them, in place of the
+            computed attention factor.
         only_half: whether it rejects the pairing "interleaved".
     """
 
     def answer(config: ConfigRope, scaling: LongRoPE) -> Answer:
+        trained = scaling.original_max_position_embeddings
+        factor = longrope_magnitude(config.longest, trained)
         if only_half and config.rope.pairing != "half":
             return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
-        scheme = longrope_from_lengths(config, scaling, mscales=mscales)
-        if scheme is None:
+        stated = mscales and scaling.short_mscale is not None
+        if factor is None and not stated:
             return Answer(None, refusal=NO_LENGTH)
-        length = f"{scaling.original_max_position_embeddings:,}"
-        return Answer(config.with_scaling(scheme), decided_by, tuple(note.format(length=length) for note in notes))
+        scheme = scaling
+        if not stated and {scaling.at_length(length).attention_factor for length in (1, 2**31)} != {factor}:
+            scheme = replace(scaling, attention_factor=factor, short_mscale=None, long_mscale=None)
+        return Answer(
+            config.with_scaling(scheme), decided_by, tuple(note.format(length=f"{trained:,}") for note in notes)
+        )
 
     return answer

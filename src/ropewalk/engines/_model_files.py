@@ -243,6 +243,8 @@ def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Sc
     if empty and name and "empty" not in file.others:
         return section, _OTHER  # it may read the empty object in place of this one
     causes = [cause for other in ([name] if name else sections) for cause in _causes(other, sections[other])]
+    if config.by_transformers is None and "type" in config.stated_twice:  # a class of transformers adds its rope_type
+        causes.insert(0, "rope_scaling only type")
     if not name:  # a file that reads no scaling may reject one, or its absence
         causes.append("empty" if empty else "null" if "rope_scaling" in config.values else "none")
     outcome = next((file.others[cause] for cause in causes if cause in file.others), "" if name else "dropped")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
     AS_TRANSFORMERS,
+    DEEPSEEK_YARN,
     HUNYUAN,
     MIXED_WINDOWS,
     NO_LENGTH,
@@ -68,6 +69,12 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     reads |= {"mscale_all_dim"} if config.model_type in _WRITES_MSCALE else set()
     rope = config.with_scaling(with_attention_factor(scaling, _attention(config, scaling)))
     return Answer(rope, reads=frozenset(reads))
+
+
+def _unknown(config: ConfigRope, scaling: YaRN) -> Answer:
+    return Answer(
+        config.with_scaling(None), notes=("The converter does not know this rope_type, and writes no scaling.",)
+    )
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
@@ -176,6 +183,7 @@ LLAMA_CPP = Engine(
         "ntk": Rule("conversion/hunyuan.py", _ntk),
         "dynamic": Rule("conversion/base.py", _dynamic),
         "yarn": Rule(_CONVERTER, _yarn),
+        DEEPSEEK_YARN: Rule("conversion/base.py", _unknown, evidence="read"),
         "longrope": Rule(
             "conversion/phi.py, src/llama-model.cpp", _longrope, frozenset({"short_factor", "long_factor"})
         ),

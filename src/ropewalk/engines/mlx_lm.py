@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ropewalk.engines._config import ConfigRope
 from ropewalk.engines._engine import (
+    DEEPSEEK_YARN,
     MSCALE_KEYS,
     NO_LENGTH,
     Answer,
@@ -88,6 +89,7 @@ MLX_LM = Engine(
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
         "yarn": Rule(_FILE, _yarn, MSCALE_KEYS),
+        DEEPSEEK_YARN: Rule(_FILE, _yarn, MSCALE_KEYS, evidence="read"),
         "telechat3-yarn": Rule(_FILE, _yarn, MSCALE_KEYS, evidence="read"),
         "reversed": Rule("models/nanochat.py, models/talkie.py", _reversed, frozenset(), evidence="read"),
         "longrope": Rule(_FILE, _longrope),

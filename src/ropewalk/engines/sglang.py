@@ -8,6 +8,7 @@ from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     AS_TRANSFORMERS,
     DEEPSEEK,
+    DEEPSEEK_YARN,
     MIXED_WINDOWS,
     Answer,
     Engine,
@@ -70,7 +71,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     factor = yarn_magnitude(scaling.factor)
     notes = (f"It multiplies the attention factor of YaRN by attn_factor, {times:g}.",) * (times != 1.0)
     reads = _YARN_KEYS
-    if config.model_type in DEEPSEEK:
+    if config.model_type in DEEPSEEK or DEEPSEEK_YARN in config.section.values():
         scaling, reads = replace(scaling, truncate=True), _YARN_KEYS - {"truncate"}
         top, bottom = 1.0 if top is None else top, bottom or 0.0
     elif config.several_axes and (top is not None or bottom is not None):
@@ -132,6 +133,7 @@ SGLANG = Engine(
         "ntk": Rule(f"{_FOLDER}/rope_variant.py"),
         "dynamic": Rule(f"{_FOLDER}/rope_variant.py", _dynamic),
         "yarn": Rule(f"{_FOLDER}/yarn.py", _yarn, _YARN_KEYS),
+        DEEPSEEK_YARN: Rule(f"{_FOLDER}/yarn.py", _yarn, evidence="read"),
         "longrope": Rule(
             f"{_FOLDER}/rope_variant.py",
             _longrope,

@@ -9,6 +9,7 @@ from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     AS_TRANSFORMERS,
     DEEPSEEK,
+    DEEPSEEK_YARN,
     MSCALE_KEYS,
     NO_LENGTH,
     Answer,
@@ -138,6 +139,7 @@ VLLM = Engine(
             f"{_FOLDER}/dynamic_ntk_scaling_rope.py", _dynamic, frozenset({"factor", "max_trained_positions"})
         ),
         "yarn": Rule(f"{_FOLDER}/yarn_scaling_rope.py", _yarn),
+        DEEPSEEK_YARN: Rule(f"{_FOLDER}/deepseek_scaling_rope.py", _deepseek, evidence="read"),
         "telechat3-yarn": Rule("transformers_utils/config.py", _telechat3, _TELECHAT3_KEYS, evidence="read"),
         "longrope": Rule(
             f"{_FOLDER}/phi3_long_rope_scaled_rope.py",
