@@ -31,6 +31,7 @@ CASES = [
     ("dots1", LAYERS | {"max_window_layers": 2}),
     ("mistral", {"sliding_window": None}),
     ("gpt_oss", LAYERS),
+    ("gemma3_text", LAYERS | {"use_bidirectional_attention": True}),
 ]
 # In the schema of the released configs: these models have no layer_types there.
 WITHOUT_LAYER_TYPES = (
@@ -76,6 +77,7 @@ def test_windows_are_those_of_the_masks(name: str, changes: dict[str, Any]) -> N
     distances = largest_distances(config)
     assert distances
     saved = {key: value for key, value in config.to_dict().items() if value is not None}
+    saved |= SIZES if "use_bidirectional_attention" in changes else {}  # the class changes the window that it is passed
     for kept in [saved, {key: value for key, value in saved.items() if key != "layer_types"}]:
         if kept is saved or name in WITHOUT_LAYER_TYPES:
             windows = from_config(kept).windows

@@ -134,22 +134,18 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_rope(shared: Mapping[str, Any], ropes: ModelRopes, rope: Rope, kind: str, layer: int) -> ConfigRope:
-    name = _section_name(ropes.model_type, kind)
+    row = ARCHITECTURES.get(ropes.model_type)
+    own = None if row is None else row.kinds.get(kind)
+    name = kind if own is None or not own.section else own.section
     section, nested = ({}, False) if rope.scaling is None else _section_keys(shared["values"], name)
     place: Any = {"kind": kind, "section_name": name, "layer": layer, "window": ropes.window(layer)}
     found = ConfigRope(rope, section=section, nested=nested, **place, **shared)
     # With a class that keeps both sections, engines read the file as it is.
-    if not ropes.stated_twice or getattr(ARCHITECTURES.get(ropes.model_type), "sections", "") == "rope_parameters":
+    if not ropes.stated_twice or (row is not None and row.sections == "rope_parameters"):
         return found
     values = found.as_transformers(find_text(ropes.to_hf_config(version=5))[1])
     section, nested = ({}, False) if rope.scaling is None else _section_keys(values, name)
     return replace(found, by_transformers=replace(found, values=values, section=section, nested=nested))
-
-
-def _section_name(model_type: str, kind: str) -> str:
-    row = ARCHITECTURES.get(model_type)
-    row_kind = None if row is None else row.kinds.get(kind)
-    return kind if row_kind is None or not row_kind.section else row_kind.section
 
 
 def _section_keys(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], bool]:

@@ -245,7 +245,10 @@ def windows(config: Mapping[str, Any], model_type: str, kinds: Sequence[str]) ->
 
 
 def _window(config: Mapping[str, Any], model_type: str, kind: str) -> int | None:
+    both = config.get("use_bidirectional_attention")  # its value is the width of both sides
+    halved = both == "all" or (both is True and model_type == "gemma3_text")
     for key in _KEYS.get(kind, ()):
         if type(value := config.get(key)) is int and value > 0:
-            return (value // 2 if key == "local_attention" else value) + (model_type in _BOTH_SIDES)
+            side = value // 2 if halved or key == "local_attention" else value
+            return side + (halved or model_type in _BOTH_SIDES)
     return None

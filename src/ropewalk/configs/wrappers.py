@@ -65,7 +65,8 @@ def _text_part(fields: Fields, pairing_passed: bool) -> Fields | None:
         key = OTHER_KEYS.get(model_type, key)
     inner = fields.get(key)
     flat = FLAT_AS.get(model_type)
-    if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):
+    has_sizes = isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
+    if flat is not None and fields.has("num_hidden_layers") and not has_sizes:
         warning = f"model_type {model_type} has the keys of its text model at the top level and is read as {flat}."
         part = Fields({**fields.config, "model_type": flat, key: None}, fields.source, fields.path)
         part.warnings.append(warning)
@@ -100,10 +101,6 @@ def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) ->
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
         part.assume(f"{', '.join(added)}: {reason}")
     return part
-
-
-def _has_sizes(inner: object) -> bool:
-    return isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
 
 
 def _part_of_unknown(fields: Fields, model_type: str) -> Fields | None:

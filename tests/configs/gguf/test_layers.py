@@ -155,6 +155,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Rope]]] = 
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("architecture", "window"), [("gemma3", 128), ("gemma-embedding", 65), ("modern-bert", 65)])
+def test_half_of_a_symmetric_window_is_on_each_side(architecture: str, window: int, path: Path) -> None:
+    """`llama_hparams::is_masked_swa` hides keys that are more than n_swa / 2 away, before and after the token."""
+    write(path, {**KEYS, **SLIDES, LOCAL: 1e4, "block_count": 7}, architecture=architecture)
+    assert set(from_config(path).windows) == {None, window}
+
+
 @pytest.mark.parametrize(
     ("architecture", "keys", "tensors", "layers", "ropes"), [pytest.param(*case, id=case[0]) for case in CASES]
 )

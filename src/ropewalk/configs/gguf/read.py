@@ -47,6 +47,7 @@ _HF_SIZES = {
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
 }
+_SYMMETRIC = ("gemma-embedding", "modern-bert")  # LLAMA_SWA_TYPE_SYMMETRIC: half on each side
 
 
 def read(path: Path, asked: Request) -> ModelRopes:
@@ -71,6 +72,8 @@ def _read(c: Keys) -> ModelRopes:
     rotating = {name: kind for name, kind in kinds.items() if kind is not None}
     shapes = {name: (*_shape(c, kind), _base(c, kind)) for name, kind in rotating.items()}
     query_scale = _query_scale(c)
+    window = {"sliding_window": c.get("attention.sliding_window")}
+    window |= {"use_bidirectional_attention": "all"} if c.architecture in _SYMMETRIC else {}
     ropes: dict[str, Rope | None] = dict.fromkeys(kinds)
     scaling, scaling_type, extra_ropes = None, "none", {}
     with c.prefix_errors():
@@ -97,7 +100,7 @@ def _read(c: Keys) -> ModelRopes:
         query_scale=query_scale,
         rotates_values=c.row.rotates_values,
         layer_kinds=() if c.row.layers is None else tuple(layers),
-        windows=windows({"sliding_window": c.get("attention.sliding_window")}, "", layers),
+        windows=windows(window, "", layers),
         axis_names=NAMES[: max((r.axes.count for r in ropes.values() if r is not None and r.axes), default=0)],
         config=_hf_sizes(c, layers, ropes),
         file_format="GGUF file",
