@@ -531,6 +531,12 @@ def test_what_is_not_judged(target: Any, says: str) -> None:
         conformance.check(target)
 
 
+def of_one_frequency(x: Tensor, positions: Tensor) -> Tensor:
+    """`i / dim // 2` is 0 for each pair, as in ReaLLM-Forge 35."""
+    angles = positions[..., None] * 10_000.0 ** -(torch.arange(32) / 64 // 2).double()
+    return turn(x, angles.cos(), angles.sin())
+
+
 def of_halved_indices(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[..., None] * 10_000.0 ** (-(torch.arange(32) // 2) / 16).double()
     return turn(x, angles.cos(), angles.sin())
@@ -544,10 +550,11 @@ def on_a_short_axis(x: Tensor, position_ids: Annotated[Tensor, "2bs"]) -> Tensor
 
 
 def test_measures_of_rare_code() -> None:
-    report = conformance.check(of_halved_indices)
-    assert [finding.says for finding in report.findings] == [
-        "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
-    ]
+    for code, says in {
+        of_halved_indices: "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved.",
+        of_one_frequency: "All pairs rotate at the same speed.",
+    }.items():
+        assert [finding.says for finding in conformance.check(code).findings] == [says]
     assert "pairs 0 to 15 height, 16 to 31 width" in conformance.check(on_a_short_axis).found["axes"]
 
 

@@ -297,7 +297,7 @@ def fit_base(
     if axes is not None and axes.pairs == len(f):
         steps = np.array([i / axes.lengths[a] for a, i in zip(axes.axis, axes.freq_index, strict=True)])
     slope, start = np.polyfit(steps, logs, 1)
-    if np.abs(logs - (start + slope * steps)).max() > tolerance or slope >= 0:
+    if np.abs(logs - (start + slope * steps)).max() > tolerance or slope > -1e-3:
         return None
     return round_digits(float(np.exp(-slope))), round_digits(float(np.exp(-start)))
 

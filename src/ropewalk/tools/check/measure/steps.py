@@ -376,11 +376,11 @@ def _judge_law(
                 forwards = replace(measured, inv_freq=-measured.inv_freq, kind="backwards")
                 measured = replace(forwards, code="rotates-backwards", says=law.BACKWARDS)
     speeds = measured.inv_freq.abs()
-    of_two = len(speeds) % 2 == 0 and len(speeds) > 2 and torch.allclose(speeds[::2], speeds[1::2], rtol=1e-3)
-    can_be_wrong = measured.code == "wrong-frequencies" or not (stated or measured.code)
-    if can_be_wrong and subject.axes is None and of_two and not torch.allclose(speeds[0], speeds[2]):
-        says = "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
-        measured = replace(measured, code="wrong-frequencies", says=says)
+    halved = "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
+    alike = {"All pairs rotate at the same speed.": speeds[:1], halved: speeds[::2].repeat_interleave(2)[: len(speeds)]}
+    same = [says for says, these in alike.items() if len(speeds) > 2 and torch.allclose(speeds, these, rtol=1e-3)]
+    if same and subject.axes is None and (measured.code == "wrong-frequencies" or not (stated or measured.code)):
+        measured = replace(measured, code="wrong-frequencies", says=same[0])
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
     report.found["direction"] = "backwards" if (measured.kind == "backwards") != stated_backwards else "forwards"
     report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"
