@@ -198,3 +198,14 @@ def test_an_override_that_sglang_merges() -> None:
         "exllamav3",
     }
     assert "llama.cpp 0c1e57098 was not judged: it has no argument that overrides keys of a config, but" in found.text()
+
+
+def test_a_class_that_scales_by_default() -> None:
+    """ApertusConfig puts rope_theta beside a rope_scaling, and takes its own base and scaling if there is none."""
+    llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
+    llama3["original_max_position_embeddings"] = 8192
+    config = {**LLAMA, "model_type": "apertus", "max_position_embeddings": 65536, "rope_theta": 777.0}
+    for scaling, base in ((llama3, 777.0), (None, 1.2e7)):
+        names = ("transformers", "vllm", "sglang")
+        found = diff.engines({**config, "rope_scaling": scaling}, names=names).facts["ropes"][0]["at"][0]["engines"]
+        assert [each["inv_freq"][1] for each in found.values()] == pytest.approx([base ** (-1 / 16)] * 3)

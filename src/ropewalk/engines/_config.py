@@ -84,7 +84,9 @@ class ConfigRope:
         """
         fraction = "partial_rotary_factor"
         values = {**written, **{key: value for key, value in self.values.items() if key == fraction}}
-        known = {"rope_type", "rope_theta"}.union(self.values, *(self.values.get(name) or {} for name in SECTIONS))
+        known = {"rope_type", "rope_theta"}.union(
+            self.stated_twice, self.values, *(self.values.get(name) or {} for name in SECTIONS)
+        )
         parameters = values.get("rope_parameters") or {}
         kept = {k: v for k, v in parameters.items() if k in known or isinstance(v, Mapping)}
         if parameters.get(fraction, 1.0) != 1.0:

@@ -35,15 +35,16 @@ DEFAULT_BASES: dict[str, float] = {
 }
 """Maps a model_type, or "model_type.kind of layer", to a base."""
 
-_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_BETAS = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN = {**_BETAS, "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_MISTRAL = {"rope_type": "yarn", "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
+_MISTRAL = {**_BETAS, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1}
 DEFAULT_SECTIONS: dict[str, dict[str, Any]] = {
     "apertus": {**_LLAMA3, "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192},
     "apertus1p5_text": {**_LLAMA3, "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192},
     "cosmos3_edge_text": {"rope_theta": 1e8, "mrope_section": [24, 20, 20]},
     "cwm": {**_LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192},
-    "gpt_oss": _YARN,
+    **dict.fromkeys(("gpt_oss", "openai_privacy_filter"), _YARN),
     "higgs_audio_v2": {
         "rope_type": "llama3",
         "rope_theta": 5e5,
@@ -58,6 +59,5 @@ DEFAULT_SECTIONS: dict[str, dict[str, Any]] = {
     "muse_spark_text": {"rope_theta": 5e5},
     "nemotron3_5_transcribe_asr_audio": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "nemotron3_5_transcribe_word_timestamp": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    "openai_privacy_filter": _YARN,
 }
 """Maps a model_type to the rope_parameters of its class, which hold for files that have no section at all."""
