@@ -207,10 +207,9 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
-    except RopeError:
+    except RopeError:  # the model's own code loads this config, and arguments were not tried on that
         why = [f"it {a.refusal}" for config, _ in source.configs if (a := chosen.answer(config)).why == "absent"][:1]
-        own_code = "it loads this config with the model's own code, on which its arguments were not tried"
-        return {**row, "why_not": why or [own_code]}
+        return {**row, "why_not": why} if why else _written(source, chosen, made[0], target)
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
