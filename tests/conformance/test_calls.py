@@ -1003,6 +1003,16 @@ class TestAdapter:
         names = pasted((Rotary, apply_tables))
         assert conformance.check(names["rotate"]).codes == []
 
+    def test_indexes_tables_with_the_positions_that_it_takes(self) -> None:
+        class OfALength(OneHeadTables):
+            def __call__(self, x: Tensor, seq_len: int = 0) -> tuple[Tensor, Tensor]:
+                return super().__call__(x)
+
+        def shifted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, offset: int = 0) -> None: ...
+
+        code = adapter.write(targets.load((OfALength, shifted)), Expected())
+        assert "def rotate(q, k, positions: 's'):\n    cos, sin = (table[positions] for table in " in code, code
+
     def test_passes_no_tables_that_the_target_computes(self) -> None:
         def fails(q: Tensor, freqs_cis: Tensor) -> Tensor:
             raise RuntimeError("never")

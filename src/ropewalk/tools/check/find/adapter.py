@@ -159,8 +159,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
             made = {name: "..." if text in words.WORDS else text for name, text in made.items()}
             body = "".join(f"\n    {line}" for line in (*lines, f"return {_called(make, made)}"))
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
-        if "qkv" in call.parameter_of:
-            made = {name: "qkv" if text == "x" else text for name, text in made.items()}
+        of_x = next((role for role in ("qkv", "q") if role in call.parameter_of), "x")
+        made = {name: of_x if text == "x" else text for name, text in made.items()}
         if library:
             made = {name: f"to({text})" if text in words.WORDS else text for name, text in made.items()}
         computed = _called(make, made)
@@ -169,13 +169,11 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
             rows = "positions.numpy()" if library else "positions"
             computed = f"(table[{rows}] for table in {computed})" if len(tables) > 1 else f"{computed}[{rows}]"
         lines.append(f"{', '.join(tables) or 'freqs_cis'} = {computed}")
-        texts += made.values()
+        texts += [*made.values(), "positions" * is_indexed]
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
     takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
-    if len(target.objects) == 2:
-        takes = [word for word in takes if word not in tables]
-    if is_indexed:
-        takes = [f"{word}: 's'" if word == "positions" else word for word in takes]
+    takes = [word for word in takes if len(target.objects) < 2 or word not in tables]
+    takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
     called = _called(last, arguments)
@@ -222,7 +220,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         sizes |= chosen(obj, expected)
     omitted = call.optional & {"offsets", "cu_seqlens", "tensor_layout", *({"offset"} if "positions" in roles else ())}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
-        omitted |= call.optional & {"rotary_dim", *({"positions"} if "cos_sin_cache" not in roles else ())}
+        omitted |= call.optional & {"rotary_dim", "offset", *({"positions"} if "cos_sin_cache" not in roles else ())}
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():
         role = role_of.get(name, "")

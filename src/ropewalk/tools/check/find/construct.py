@@ -49,7 +49,7 @@ _NAMES = {
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
-_DIM = r"^(?!n_|num_|position_dim).*(dim|width|feature)|^d_"
+_DIM = r"^(?!n_|num_|position_dim|(seq|unsqueeze)_dim).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
 _ORIGINAL = "original_max_position_embeddings"
 # Attribute of a scheme → the other names that parameters of a constructor have for it.

@@ -197,7 +197,9 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
     parameter_of = call.parameter_of
 
     def make(q: Tensor, named: dict[str, Any]) -> Tables:
-        known = {"x": q} if layer_type is None else {"x": q, "layer_type": layer_type}
+        lengths = [value for value in named.values() if isinstance(value, int)] * ("seq_dim" in parameter_of)
+        x = q.flatten()[:1].expand(lengths * 3) if lengths else q  # of which one axis is read
+        known = {"x": x} if layer_type is None else {"x": x, "layer_type": layer_type}
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
         fixed |= words.filled(first, parameter_of.values())
         return tensors_of(memory.call(first, fixed | named))
