@@ -271,6 +271,20 @@ class TestSentences:
         assert [*report.facts["states"].values()] == ["same"]
         assert "was not recorded" not in str(report)
 
+    def test_published_configs_of_models_with_their_own_code(self) -> None:
+        """Each engine has a base for MiMo's layers with a window, and rotates 64 channels. SGLang runs Kimi K2."""
+        mimo = {**LLAMA_5, "model_type": "mimo_v2_flash", "num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1]}
+        mimo |= {"head_dim": 192, "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4}
+        del mimo["rope_parameters"]
+        rows = diff.engines(mimo, names=["llama.cpp", "mlx-lm", "sglang"]).facts["ropes"]
+        for row, base in zip(rows, (5e6, 1e4), strict=True):
+            found = [engine["inv_freq"][1] for engine in row["at"][0]["engines"].values()]
+            assert found == pytest.approx([base ** (-1 / 32)] * 3)
+        kimi = {**LLAMA_5, "model_type": "kimi_k2", "rope_theta": 5e4, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        del kimi["rope_parameters"]
+        kimi["rope_scaling"] = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+        assert diff.engines(kimi, names=["vllm", "sglang"]).verdict == "agree"
+
     @pytest.mark.parametrize(("traditional", "states"), [(False, ["same", "same"]), (True, ["same", "unknown"])])
     def test_a_key_of_mlx_lm(self, traditional: bool, states: list[str]) -> None:
         """`models/llama.py` of mlx-lm passes rope_traditional to `nn.RoPE`, whose pairs are interleaved then."""
