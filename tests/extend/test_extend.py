@@ -282,6 +282,20 @@ def test_an_engine_without_the_windows_of_a_model() -> None:
     assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
     assert [bool(entry["commands"]) for entry in found.facts["engines"]] == [True, False, False, True]
     assert "not found to apply windows to phi3" in of(found, "SGLang")["why_not"][0]
+    # modern-bert.cpp and mimo2.cpp apply them, and take freq_scale and freq_base of each layer.
+    bert = {"model_type": "modernbert", "hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 4}
+    bert |= {"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "local_attention": 128}
+    mimo = {**FLAT, "model_type": "mimo_v2_flash", "num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1]}
+    mimo |= {
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "sliding_window": 128,
+        "partial_rotary_factor": 1.0,
+        "head_dim": 64,
+    }
+    for config, base in (({**bert, "max_position_embeddings": 8192}, 160_000), (mimo, 5_000_000)):
+        found = extend(config, 4 * LONG, engines=("llama.cpp",))
+        assert f"{BETAS} --rope-freq-base {base} -c " in commands(found), found.text()
 
 
 def test_the_softmax_of_deepseek_follows_the_flags() -> None:
