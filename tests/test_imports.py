@@ -300,7 +300,7 @@ BUDGET = {
     "cache": 2000,
     "configs": 6571,
     "configs/tables": 2143,
-    "engines": 2898,
+    "engines": 2891,
     "integrations": 2450,
     "kernels": 1899,
     "parallel": 600,
@@ -313,7 +313,7 @@ BUDGET = {
     "tools/commands": 1100,
     "tools/convert": 1950,
     "tools/diff": 1500,
-    "tools/extend": 1253,
+    "tools/extend": 1252,
     "tools/plots": 1104,
 }
 

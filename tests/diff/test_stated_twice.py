@@ -209,3 +209,12 @@ def test_a_class_that_scales_by_default() -> None:
         names = ("transformers", "vllm", "sglang")
         found = diff.engines({**config, "rope_scaling": scaling}, names=names).facts["ropes"][0]["at"][0]["engines"]
         assert [each["inv_freq"][1] for each in found.values()] == pytest.approx([base ** (-1 / 16)] * 3)
+
+
+def test_an_engine_without_the_model() -> None:
+    """Exllamav3 has no class for CWM, whose scaling transformers adds to a base."""
+    config = {**LLAMA, "model_type": "cwm", "head_dim": 32, "max_position_embeddings": 65536, "rope_theta": 1e6}
+    assert [*diff.engines(config, names=("transformers", "exllamav3")).facts["states"].values()] == [
+        "same",
+        "absent",
+    ]

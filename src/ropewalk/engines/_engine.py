@@ -246,11 +246,11 @@ class Engine:
             return replace(answer, notes=(said, *answer.notes))
         twice = sorted(config.stated_twice if own_class else config.stated_twice - {"rope_theta"})
         twice += ["the scaling"] * (own_class and empty and bool(config.values.get("rope_parameters")))
-        if twice and (own_class or not (self.reads_by_transformers or self.built_in or self.precedence)):
+        found = (_built_in.read if self.built_in else _model_files.read)(self.files, config)
+        is_open = own_class or not (self.reads_by_transformers or self.built_in or self.precedence)
+        if twice and is_open and found.why != "absent":
             said = f"which value it reads of {', '.join(twice)}, which the file states twice, was not recorded"
             return Answer(None, refusal=said, why="unknown", evidence="not recorded")
-        read = _built_in.read if self.built_in else _model_files.read
-        found = read(self.files, config)
         source, evidence = (found.file.file, found.file.evidence) if found.file else ("", "not recorded")
         if found.config is None:
             return Answer(None, refusal=found.stop, why=found.why, source=source, evidence=evidence)
