@@ -45,10 +45,11 @@ ROLES = {
 
 def roles(called: Any) -> Mapping[str, str]:
     """Return the roles, keys of `ROLES`, of those parameters of a function or class whose use in its code says it."""
-    owner = inspect.unwrap(called.func if isinstance(called, partial) else called)
+    owner: Any = inspect.unwrap(called.func if isinstance(called, partial) else called)
     if not inspect.isclass(owner) and not inspect.isfunction(owner):
         owner = getattr(owner, "__func__", type(owner).__call__)
-    return _read(owner) if inspect.isclass(owner) or inspect.isfunction(owner) else {}
+    is_python = inspect.isclass(owner) or inspect.isfunction(owner)
+    return _read(owner) if is_python else {}
 
 
 @cache
