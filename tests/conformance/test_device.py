@@ -76,7 +76,7 @@ def test_what_is_wrong_there_is_named() -> None:
     ("target", "says"),
     [
         (lambda x, positions: rotate(x, positions[..., None, None] * frequencies()), "found at least two devices"),
-        (lambda x, positions: right(x, positions).to("cpu"), "a result is on the CPU"),
+        (lambda x, positions: right(x, positions).to("cpu"), "a result is on the cpu"),
         (InAnAttribute, "found at least two devices"),
     ],
 )

@@ -19,7 +19,6 @@ from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.ways import LAST
 from ropewalk.tools.check.measure import states, steps
-from ropewalk.tools.check.measure.case import TOKENS, usual
 from ropewalk.tools.check.report import Report
 
 
@@ -105,9 +104,10 @@ def _run(find: Callable[[], Subject], report: Report) -> None:
     try:
         subject = find()
     except _checks.RopeError:
-        if (says := _stays_on_the_cpu(find)) is None:
+        used = memory.current()
+        if not used.stays:
             raise
-        report.add("wrong-device", says)
+        report.add("wrong-device", f"On {used.device}: {used.stays}.")
         return
     try:
         steps.run(subject, report)
@@ -117,22 +117,6 @@ def _run(find: Callable[[], Subject], report: Report) -> None:
             return
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('layout')}, or write an adapter."
         raise _checks.error("check", f"{report.target} must accept more than one call", str(e), fix) from e
-
-
-def _stays_on_the_cpu(find: Callable[[], Subject]) -> str | None:
-    """Return what a call raises that works on the CPU, if the reason is a tensor that stays there. Otherwise None."""
-    used = memory.current()
-    if used.device.type == "cpu":
-        return None
-    try:
-        with Memory().used():
-            subject = find()
-        if subject.module is not None:
-            subject.module.to(used.device)
-        subject(*usual(subject).tensors(), torch.arange(TOKENS)[None])
-    except (_checks.RopeError, CallError) as e:
-        return f"On {used.device}: {e}." if getattr(e, "code", None) == "wrong-device" else None
-    return None
 
 
 def assert_right(target: Any, **options: Any) -> Report:

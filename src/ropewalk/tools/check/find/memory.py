@@ -46,11 +46,13 @@ class Memory:
         device: the device of the tensors that the target gets. Outside of the target, all tensors are on the CPU.
         poison: whether memory that the target allocates holds NaN (in integers the largest number) until it is written.
         overwritten: receives a sentence for each call that changed memory outside of the tensors of the call.
+        stays: what the last call said whose tensors were on several devices, or "".
     """
 
     device: torch.device = CPU
     poison: bool = False
     overwritten: list[str] = field(default_factory=list)
+    stays: str = ""
 
     @contextlib.contextmanager
     def used(self) -> Iterator[Memory]:
@@ -100,21 +102,29 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     pieces = _Pieces(memory.device, needs_autograd=any(x.requires_grad for x in tensors))
     passed = {name: _map(value, partial(pieces.place, name)) for name, value in arguments.items()}
     me = os.getpid()
+
+    def bring(x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            raise RuntimeError("a result is on the cpu, and the arguments were on the device")
+        return x.to("cpu")
+
     try:
         with _poisoned() if memory.poison else contextlib.nullcontext():
             returned = function(**passed)
+        memory.overwritten += pieces.bring_back()
+        is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
+        return _map(returned, bring) if is_moved else returned
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # the target may raise anything
-        says = f"{type(e).__name__}: {_checks.message_of(e)[:200]}"
-        code = "wrong-device" if memory.device.type != "cpu" and _names_devices(says) else "raises"
-        raise CallError(code, says + place_of(e)) from e
+        says = f"{type(e).__name__}: {_checks.message_of(e)[:200]}{place_of(e)}"
+        if memory.device.type == "cpu" or not _names_devices(says):
+            raise CallError("raises", says) from e
+        memory.stays = says
+        raise CallError("wrong-device", says) from e
     finally:
         if os.getpid() != me:  # a copy of the process, which the target has forked, must not go on with the check
             os._exit(0)
-    memory.overwritten += pieces.bring_back()
-    is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
-    return _map(returned, _bring) if is_moved else returned
 
 
 def place_of(e: BaseException) -> str:
@@ -151,12 +161,6 @@ def on_device(target: Any) -> Any:
 def _names_devices(message: str) -> bool:
     """Return whether a message is that of torch or of Triton for a tensor that is still on the CPU."""
     return "cpu" in message and ("device" in message or "cpu tensor" in message)
-
-
-def _bring(x: Tensor) -> Tensor:
-    if x.device.type == "cpu":
-        raise CallError("wrong-device", "a result is on the CPU, and the input was not")
-    return x.to("cpu")
 
 
 def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
