@@ -79,7 +79,7 @@ def test_the_heads_of_k_are_part_of_the_case() -> None:
         return rotated(q, positions), k_out
 
     (finding,) = conformance.check(f).findings
-    assert (finding.code, finding.says) == ("size-dependent", "k is zero in head 2 (counted from 0).")
+    assert (finding.code, finding.says) == ("grouped-heads", "k is zero in head 2 (counted from 0).")
     assert finding.case == "12 heads of q and 3 of k, of 64 channels, 1 token"
 
 

@@ -23,7 +23,7 @@ BUGS = {
     # Only q is multiplied by YaRN's attention factor.
     "attention_factor__only_on_queries": [("return q_embed", "return q_embed * 1.2079")],
     # A tensor with a single key head is treated as one without heads, and is not rotated.
-    "grouped_heads__one_key_head": [("q_embed, k_embed", "q_embed, k if k.shape[unsqueeze_dim] == 1 else k_embed")],
+    "size_dependent__one_key_head": [("q_embed, k_embed", "q_embed, k if k.shape[unsqueeze_dim] == 1 else k_embed")],
     # The key heads are repeated to the number of query heads with repeat instead of repeat_interleave.
     "grouped_heads__repeated_in_the_wrong_order": [
         ("k * cos", "(k := k.repeat(1, q.shape[1] // k.shape[1], 1, 1)) * cos")

@@ -118,9 +118,7 @@ class Baseline:
             if out is not None:
                 yield name, x, out, self.predict(x, positions, key=name == "k")
 
-    def judge(
-        self, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor], of_k: str = "", **sizes: int
-    ) -> bool:
+    def judge(self, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor], of_k: str = "") -> bool:
         """Report a call whose results are not those at positions, and return whether it is one.
 
         Args:
@@ -129,9 +127,8 @@ class Baseline:
             explanations: codes of other bugs than positions of the first row, or from 0 on, or equal on all axes, each
                 with the positions that the results then have.
             of_k: the code if the result for k is wrong, and that for q is right. "" means the same as for q.
-            sizes: heads and k_heads, if they are not the usual ones.
         """
-        case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1], **sizes)
+        case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1])
         for name, x, out, _ in self.compare(case, positions):
             if (found := self.fault(name, x, out, positions, otherwise, *explanations)) is not None:
                 code, says = self._fault_of_heads(positions) or found

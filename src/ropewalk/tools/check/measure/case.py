@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.ways import ONE_ROW
 
 CLOSE = 1e-5  # tolerance of float32 results of size 1
 KNOWN = 64  # positions of the plain call
@@ -90,8 +91,10 @@ def usual(
 ) -> Case:
     """Return the case of the usual sizes, apart from those that are passed. None means as many heads of k as of q.
 
-    A subject that takes no k, or q, k and v stacked in one tensor, always has as many.
+    A subject that takes no k, or q, k and v stacked in one tensor, always has as many. One of one row has one.
     """
+    if subject.layout in ONE_ROW or subject.way.positions in ("packed", "runs"):
+        rows = 1
     if k_heads is None or not subject.has_k or subject.needs_equal_heads:
         k_heads = heads
     return Case(rows, tokens, heads, k_heads, subject.channels)
@@ -99,7 +102,7 @@ def usual(
 
 def first_fault(
     cases: Iterable[Case], fault: Callable[[Case], tuple[str, str] | None]
-) -> tuple[tuple[str, str, str] | None, str]:
+) -> tuple[tuple[str, str, Case] | None, str]:
     """Find the first case with a fault.
 
     Args:
@@ -107,7 +110,7 @@ def first_fault(
         fault: returns the code of what is wrong in a case, and a description, or None.
 
     Returns:
-        The code and the description of the fault in the smallest case with its code, and this case in words, or None.
+        The code and the description of the fault in the smallest case with its code, and this case, or None.
         And what the first call raises that is refused, with its case, or "".
     """
     raised = ""
@@ -124,7 +127,7 @@ def first_fault(
     else:
         return None, raised
     smallest = case.smallest(lambda smaller: (fault(smaller) or ("", ""))[0] == found[0])
-    return (*(found if smallest == case else fault(smallest) or found), str(smallest)), raised
+    return (*(found if smallest == case else fault(smallest) or found), smallest), raised
 
 
 def unwritten(call: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:

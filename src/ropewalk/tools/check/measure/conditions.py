@@ -1,4 +1,4 @@
-"""Test the calls that models make, such as batches, a single token, documents, decoding, fewer key heads, and views."""
+"""Test the calls that models make, such as batches, a single token, documents, decoding, and views."""
 
 from __future__ import annotations
 
@@ -44,11 +44,10 @@ def judge(baseline: Baseline) -> None:
     """Run every test that the subject supports, and add findings and grades to the report."""
     for name, (kinds, calls) in _CALLS.items():
         baseline.report.test(name, partial(_check_calls, baseline, kinds, calls))
-    tests: dict[str, Callable[[Baseline], bool]] = {
+    tests: dict[str, Callable[[Baseline], bool | str]] = {
         "left padding": _check_left_padding,
         "int32 positions": _check_int32,
         "decoding": _check_decoding,
-        "fewer key heads": _check_fewer_key_heads,
         "views": _check_views,
         "gradients": gradients.check,
     }
@@ -154,18 +153,6 @@ def _check_decoding(baseline: Baseline) -> bool:
         values = results.v if results.v is not None and results.v.shape == known.shape else torch.zeros_like(known)
         past = known, values
     return True
-
-
-def _check_fewer_key_heads(baseline: Baseline) -> bool:
-    is_free = usual(baseline.subject, k_heads=1).k_heads == 1
-    for heads in (2, 1) if is_free else ():
-        try:
-            baseline.judge(FIRST, "grouped-heads", k_heads=heads)
-        except CallError as e:
-            if e.code == "raises":
-                raise
-            baseline.report.add("grouped-heads", f"{HEADS} heads of q and {heads} of k: {e}.")
-    return is_free
 
 
 def _views(subject: Subject) -> dict[str, list[Tensor]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,43 +10,28 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.find.ways import ONE_ROW
 from ropewalk.tools.check.measure import sizes
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, Case, first_fault, usual, where
+from ropewalk.tools.check.measure.case import CLOSE, Case, where
 from ropewalk.tools.check.measure.fused import norm_weights, normed
 
 _TIMES = 4
-_USUAL = ((1, TOKENS, HEADS, HEADS),)  # rows, tokens, heads of q, heads of k
-ODD = ((1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
 
 
-def check(baseline: Baseline, of: Sequence[tuple[int, int, int, int]] = _USUAL) -> bool:
-    """Report the first case of any call with a wrong gradient, as the smallest. Return whether gradients are judged.
-
-    Args:
-        of: the numbers of rows, of tokens, of heads of q and of heads of k to try.
-
-    Raises:
-        CallError: the call with the usual sizes fails.
-    """
-    report, plain = baseline.report, baseline.subject
+def check(baseline: Baseline) -> bool | str:
+    """Report the first case of any call with a wrong gradient, as the smallest. Return whether gradients are judged."""
+    report, plain, refused = baseline.report, baseline.subject, list[bool | str]()
     if report.verdict == "wrong" or {"no-gradient", *POSITIONS_IGNORED} & {*report.codes}:
         return False  # the gradient of a wrong result is wrong, too
+    known = len(report.findings)
     for call in (plain, *plain.others):
         there, name = replace(baseline, subject=call), "" if call is plain else f"In the call {call.signature}: "
-        one = call.layout in ONE_ROW or call.way.positions in ("packed", "runs")  # whose tokens may be of several
-        cases = [usual(call, rows=1 if one else n, tokens=tokens, heads=q, k_heads=k) for n, tokens, q, k in of]
-        found, raised = first_fault(cases, partial(_find_fault, there))
-        if found is None and "weights" in call.form.takes:
-            found, _ = first_fault(cases, partial(_find_fault_of_weights, there))
-        is_refused = call is not plain and found is not None and found[0] == "wrong-shape"  # several offsets
-        if found is not None and not is_refused:
-            report.add(found[0], name + found[1], found[2])
-            break
-        if raised and call is plain and of == _USUAL:
-            raise CallError("raises", raised)
-    return True
+        of_weights = [_find_fault_of_weights] if "weights" in call.form.takes else []
+        for fault in (_find_fault, *of_weights):
+            refused.append(sizes.judge_all(there, fault, few=True, call=name))
+            if len(report.findings) > known:
+                return True
+    return refused[0]
 
 
 def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
@@ -59,7 +42,10 @@ def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """
     subject, positions, overwritten = baseline.subject, case.positions(baseline.subject), False
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
-    _, results = _call(subject, case, positions)
+    try:
+        _, results = _call(subject, case, positions)
+    except CallError as e:  # of another shape, as with several offsets in a parameter for one
+        raise CallError("raises", str(e)) from e
     if sizes.find_fault(baseline, case) is not None:
         return None  # the result itself is wrong, and so is its gradient
     if not any(out.requires_grad for out in results if out is not None):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from itertools import islice
 
 import torch
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.ways import ONE_TOKEN
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
-from ropewalk.tools.check.measure.case import KNOWN, Case, first_fault, unwritten, usual, where
+from ropewalk.tools.check.measure.case import HEADS, KNOWN, TOKENS, Case, first_fault, unwritten, usual, where
 
 # (rows, tokens, heads of q, heads of k): each call has several sizes at which kernels fail.
-_SIZES = (
+_FEW = ((1, TOKENS, HEADS, HEADS), (1, 33, 3, 1), (2, 1, 12, 4), (2, 7, 5, 5))
+_ALL = (
     *((1, 1, 1, 1), (1, 2, 12, 4), (2, 3, 3, 3), (1, 5, 5, 1), (1, 7, 7, 7), (1, 31, 3, 1), (3, 32, 5, 5)),
     *((1, 33, 12, 3), (2, 63, 2, 1), (1, 64, 1, 1), (1, 65, 5, 5), (1, 127, 3, 3), (2, 128, 4, 2), (1, 129, 12, 4)),
     (1, 2049, 6, 2),  # more tokens and heads than programs that a launch on a GPU has at a time
@@ -22,32 +22,42 @@ _SIZES = (
 _NOT_OF_RESULTS = {"no-gradient", "wrong-gradient", "in-place-gradient", "input-changed", "positions-changed"}
 
 
-def judge(baseline: Baseline, sure: Collection[str], *, few: bool = False) -> bool | str:
-    """Report the first case that is wrong, as the smallest case that is wrong in the same way.
+def judge(baseline: Baseline, sure: Collection[str]) -> bool | str:
+    """Compare the results of all sizes.
 
     Args:
         sure: the codes of findings in it. Nothing is tried if later steps have found that results are wrong.
-        few: whether to try three cases instead of all.
     """
-    report = baseline.report
     if baseline.subject.layout in ONE_TOKEN:
         return "not judged: a call takes one token of one head"
-    new = {f.code for f in report.findings if f.severity == "wrong"} - {*sure} - _NOT_OF_RESULTS
-    if new:
-        return f"not judged: {', '.join(sorted(new))}"
-    cases = _cases(baseline)
-    found, raised = first_fault(islice(cases, 3, 6) if few else cases, partial(find_fault, baseline))
+    new = {f.code for f in baseline.report.findings if f.severity == "wrong"} - {*sure} - _NOT_OF_RESULTS
+    return f"not judged: {', '.join(sorted(new))}" if new else judge_all(baseline, find_fault)
+
+
+def judge_all(
+    baseline: Baseline, fault: Callable[[Baseline, Case], tuple[str, str] | None], *, few: bool = False, call: str = ""
+) -> bool | str:
+    """Report the first case with a fault, as the smallest with the same code. Return what is refused, or True.
+
+    Args:
+        fault: returns the code of what is wrong in a case, and a description, or None.
+        few: whether to try a few cases instead of all.
+        call: what to say of the call before the description.
+    """
+    found, raised = first_fault(_cases(baseline, few), partial(fault, baseline))
     if found is not None:
-        report.add(*found)
+        code, says, case = found
+        of_heads = code in ("size-dependent", "wrong-shape") and case.heads != case.k_heads
+        baseline.report.add("grouped-heads" if of_heads else code, call + says, str(case))
     return f"fails: {raised}" if raised else True
 
 
-def _cases(baseline: Baseline) -> Iterator[Case]:
+def _cases(baseline: Baseline, few: bool) -> Iterator[Case]:
     """Yield the cases to try: those that the subject accepts, and for which the right result is known."""
     subject, arguments = baseline.subject, baseline.subject.arguments
     has_law = baseline.law.explains(baseline.multipliers, SMALL)
     limits = subject.expected.length, arguments and arguments.length, 0 if has_law else KNOWN
-    for rows, tokens, heads, k_heads in _SIZES:
+    for rows, tokens, heads, k_heads in _FEW if few else _ALL:
         case = usual(subject, rows=rows, tokens=tokens, heads=heads, k_heads=k_heads)
         positions = case.positions(subject)
         if subject.accepts(positions) and all(int(positions.max()) < n for n in limits if n):

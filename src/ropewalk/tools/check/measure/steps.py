@@ -82,7 +82,6 @@ def run(subject: Subject, report: Report) -> None:
     if is_comparable:
         report.test("sizes", partial(sizes.judge, baseline, sure))
     if report.verdict == "right":
-        gradients.check(baseline, gradients.ODD)
         report.test("head sizes", partial(_judge_head_sizes, baseline, subject.expected))
     for dtype, name in law.NAMES.items():
         report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
@@ -208,9 +207,9 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> bool | str:
             resized = replace(resized, expected=replace(expected, rope=rope, head_dim=channels))
             found = None if repeats.judge_written(resized, there) else _measure(resized, there)
             if found is not None and there.verdict == "right":
-                fused.judge(found)
+                fused.judge(found, few=True)
                 gradients.check(found)
-                sizes.judge(found, (), few=True)
+                sizes.judge_all(found, sizes.find_fault, few=True)
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size in one of these calls
         tried = True
