@@ -60,7 +60,7 @@ def run(subject: Subject, report: Report) -> None:
         "packed": "counted from 0 in each document of a row",
         "none": "counted from 0",
     }[subject.way.positions]
-    if repeats.judge_written(subject, report) or repeats.judge(subject, report):
+    if repeats.judge(subject, report):
         return
     if other := subject.other_layout:  # found by calls before this, whose results may vary with the memory
         report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
@@ -205,7 +205,7 @@ def _judge_head_sizes(baseline: Baseline, expected: Expected) -> bool | str:
                 else:
                     continue
             resized = replace(resized, expected=replace(expected, rope=rope, head_dim=channels))
-            found = None if repeats.judge_written(resized, there) else _measure(resized, there)
+            found = None if repeats.judge(resized, there) else _measure(resized, there)
             if found is not None and there.verdict == "right":
                 fused.judge(found, few=True)
                 gradients.check(found)
