@@ -85,7 +85,7 @@ def run(subject: Subject, report: Report) -> None:
         report.test("head sizes", partial(_judge_head_sizes, baseline, subject.expected))
     for dtype, name in law.NAMES.items():
         report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
-        report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
+    report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
     states.judge(baseline, sure)
 
 
