@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ropewalk import Axes
 from ropewalk.tools.check.find.subject import Subject
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, KNOWN, Case, usual, where
+from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, usual, where
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
@@ -131,7 +131,7 @@ class Baseline:
         case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1])
         for name, x, out, _ in self.compare(case, positions):
             if (found := self.fault(name, x, out, positions, otherwise, *explanations)) is not None:
-                code, says = self._fault_of_heads(positions) or found
+                code, says = found
                 self.report.add(of_k if name == "k" and of_k else code, f"With {case}, {says}")
                 return True
         return False
@@ -144,14 +144,20 @@ class Baseline:
         Return None if it is right.
         """
 
-        def is_right(places: Tensor, of_sines: Tensor | None = None) -> Tensor:
+        def of_heads(places: Tensor, of_sines: Tensor | None = None) -> Tensor:
             z = self.at(places, key=name == "k")
             z = z if of_sines is None else torch.complex(z.real, self.at(of_sines, key=name == "k").imag)
             off = (out - self.structure.predict(x, z)).abs()
-            return (off < self.tolerance(places)).flatten(2).all(2)
+            return (off < self.tolerance(places)).all(-1)
+
+        def is_right(places: Tensor, of_sines: Tensor | None = None) -> Tensor:
+            return of_heads(places, of_sines).all(-1)
 
         if not bool((wrong := ~is_right(positions)).any()):
             return None
+        right = of_heads(positions)
+        if bool((wrong & right.any(-1)).any()):  # as by a wrong grid over rows and heads, and not by positions
+            return "heads-differ", f"some heads of {name} are rotated otherwise{where(~right[..., None])}."
         row, token = wrong.nonzero()[0].tolist()
         here = f"{name} of token {token} in row {row}"
         asked = positions[..., row, token].tolist()
@@ -176,14 +182,3 @@ class Baseline:
         kinds = {"packed": "segments-ignored", "runs": "segments-ignored"}
         offset = "offset-ignored" if "offset" in self.subject.way.positions else "positions-ignored"
         return kinds.get(self.subject.way.positions, offset)
-
-    def _fault_of_heads(self, positions: Tensor) -> tuple[str, str] | None:
-        """Return the code and a description if heads differ at positions although all are passed the same numbers.
-
-        They are what a wrong grid over rows and heads causes, and no wrong positions.
-        """
-        x = self.subject.equal_heads(positions.shape[-1], HEADS, positions.shape[-2])
-        for name, out in zip("qk", self.subject(x, x, positions), strict=True):
-            if out is not None and bool((differs := (out - out[:, :, :1]).abs() > CLOSE).any()):
-                return "heads-differ", f"equal heads of {name} are rotated differently{where(differs)}."
-        return None
