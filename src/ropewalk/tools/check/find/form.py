@@ -42,13 +42,12 @@ class Stored:
     Args:
         slots: the slot of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored.
         keys_before, keys: the keys in all slots before and after the call, `[slots, heads, head_dim]`.
-        values_before, values: the same for the values, or None if the target stores none.
+        values: the values after the call, or None if the target stores none. Before it, they are those of the keys.
     """
 
     slots: Tensor
     keys_before: Tensor
     keys: Tensor
-    values_before: Tensor | None = None
     values: Tensor | None = None
 
 
@@ -204,7 +203,7 @@ class Form:
         found, stored = self._read(returned, values, q, key, v), None
         if slots is not None and self.cache:
             keys, vs = (cache.reshape(empty.shape) for cache in caches)
-            stored = Stored(slots, empty, keys, *((empty, vs) if "value_cache" in roles else ()))
+            stored = Stored(slots, empty, keys, vs if "value_cache" in roles else None)
         for role, size in zip("qk", sizes, strict=False):
             found[role] = (found[role] * size).to(found[role].dtype)
         is_written = returned is None and "q_out" not in roles

@@ -65,13 +65,10 @@ def _slots_fault(stored: Stored, keys: Tensor, values: Tensor) -> tuple[str, str
     slots = stored.slots.flatten()
     is_token = slots >= 0
     expected = {*slots[is_token].tolist()}
-    for name, before, after, right in (
-        ("values", stored.values_before, stored.values, values),
-        ("keys", stored.keys_before, stored.keys, keys),
-    ):
-        if before is None or after is None or not expected:
+    for name, after, right in (("values", stored.values, values), ("keys", stored.keys, keys)):
+        if after is None or not expected:
             continue
-        changed = (before != after).flatten(1)
+        changed = (stored.keys_before != after).flatten(1)
         written = {*changed.any(1).nonzero().flatten().tolist()}
         others, missing = written - expected, expected - written
         if not written:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +19,15 @@ FARTHEST = 1_048_575
 LONGEST_CALL = 8_192  # tokens of one call, if positions cannot be passed
 
 
-class _Far(NamedTuple):
-    """What was measured at large positions.
+def _measure_far(
+    baseline: Baseline, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[str, str] | None, dict[int, tuple[float, float]], str]:
+    """Compare the angles at large positions with the law. In 16 bits, the rounding of cos, sin and x is no error.
 
-    Args:
-        fault: the code of the bug at the first position that differs from the law, and a description, or None.
-        errors: the largest error of cos and sin at each position before, and that which float32 explains.
-        end: why nothing is known past the end of a table, or "".
+    Return the code of the bug at the first position that differs, and a description, or None; the largest error of cos
+    and sin at each position before, and that which float32 explains; and why nothing is known past the end of a table,
+    or "".
     """
-
-    fault: tuple[str, str] | None
-    errors: dict[int, tuple[float, float]]
-    end: str
-
-
-def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32) -> _Far:
-    """Compare the angles at large positions with the law. In 16 bits, the rounding of cos, sin and x is no error."""
     law = replace(baseline.law, noise=ROUNDING.get(dtype, baseline.law.noise))
     errors: dict[int, tuple[float, float]] = {}
     end, fault = "", None
@@ -44,7 +36,7 @@ def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32) -> _Far
             z = baseline.measure(positions, dtype)
         except CallError as e:
             if e.code != "raises":
-                return _Far((e.code, f"At positions up to {int(positions[-1]):,}: {e}."), errors, end)
+                return (e.code, f"At positions up to {int(positions[-1]):,}: {e}."), errors, end
             end = end or f"fails at position {int(positions[-1])}: {e}"
             continue
         wrong = (law.excess(z, positions) > 1).any(-1)
@@ -57,15 +49,15 @@ def _measure_far(baseline: Baseline, dtype: torch.dtype = torch.float32) -> _Far
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next position is right."
             if code == "wrong-far-positions" and is_beyond_length(baseline.subject, int(positions[first])):
-                return _Far(None, errors, BEYOND)
+                return None, errors, BEYOND
             fault = fault or (code, says)
             if dtype in ROUNDING and code in ("low-precision-tables", "wrong-far-positions") and positions[-1] < 4_096:
                 continue  # farther on, the cause may be clearer
-            return _Far((code, says), errors, end)
+            return (code, says), errors, end
         largest, pairs = ((z - law.at(positions)).abs() / law.factor).max(-1)
         limits = law.bound(positions).gather(-1, pairs[:, None])[:, 0]
         errors |= {int(p): (float(e), float(b)) for p, e, b in zip(positions, largest, limits, strict=True)}
-    return _Far(fault, errors, end)
+    return fault, errors, end
 
 
 def judge_far(baseline: Baseline) -> bool | str:
@@ -73,18 +65,18 @@ def judge_far(baseline: Baseline) -> bool | str:
     law, report = baseline.law, baseline.report
     if not law.explains(baseline.multipliers, SMALL):
         return "not judged: no law explains the angles at positions 0 to 63"
-    far = _measure_far(baseline)
-    if far.fault is not None:
+    fault, errors, end = _measure_far(baseline)
+    if fault is not None:
         of_a_shift = {"wrong-far-positions", "table-clamps"}  # as of a table of one row less
-        if far.fault[0] not in of_a_shift or "positions-off-by-one" not in report.codes:
-            report.add(*far.fault)
+        if fault[0] not in of_a_shift or "positions-off-by-one" not in report.codes:
+            report.add(*fault)
         return True
-    for p in (p for p in REPORTED if p in far.errors):
-        error, limit = far.errors[p]
+    for p in (p for p in REPORTED if p in errors):
+        error, limit = errors[p]
         is_exact = error < 2.0**-22 * max(1.0, 2 * law.factor)
         like = "exact to float32" if is_exact else f"allowed for float32 angles of this pair: {limit:.1e}"
         report.grade(f"error at {p:,}", f"{error:.1e} of cos and sin; {like}", True, error)
-    return far.end or True
+    return end or True
 
 
 def judge_length(baseline: Baseline) -> bool | str:
@@ -207,7 +199,7 @@ def judge_16_bits(baseline: Baseline, dtype: torch.dtype) -> bool | str:
         says = f"The input is {name}, and the output is {str(out.dtype).removeprefix('torch.')}."
         report.add("wider-output" if torch.finfo(out.dtype).bits > 16 else "wrong-output-dtype", says)
     found = [f.code for f in report.findings if f.severity == "wrong"]
-    if (fault := _measure_far(baseline, dtype).fault) is not None:
+    if (fault := _measure_far(baseline, dtype)[0]) is not None:
         if found:
             return f"not judged: {found[0]}"
         report.add(fault[0], f"With {name} tensors: {fault[1][0].lower()}{fault[1][1:]}")
@@ -219,7 +211,7 @@ def judge_autocast(baseline: Baseline) -> bool:
     if baseline.report.verdict == "wrong" or baseline.subject.way.given is not None:
         return False
     with torch.autocast(memory.current().device.type, dtype=torch.bfloat16):
-        fault = _measure_far(baseline, torch.bfloat16).fault
+        fault = _measure_far(baseline, torch.bfloat16)[0]
     if fault is not None:
         baseline.report.add("lost-by-autocast", f"Under autocast: {fault[1]}")
     return True

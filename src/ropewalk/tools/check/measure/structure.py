@@ -95,7 +95,7 @@ def infer(matrices: Tensor) -> Structure | None:
     order = "same" if torch.equal(ins, outs) else ("half" if _pairing(outs)[0] == "half" else "other")
     blocks = matrices[:, outs[:, :, None], ins[:, None, :]].to(torch.float64)  # [tokens, pairs, 2, 2]
     flaw = "mixed-pairings" if irregular else None
-    if flaw is None and order == "same" and _is_rotation(blocks.flip(2)):
+    if flaw is None and order == "same" and torch.allclose(*_complex_rows(blocks.flip(2)), atol=1e-5):
         order, outs = "swapped", outs.flip(1)
     elif flaw is None:
         flaw = _flaw(blocks)
@@ -146,18 +146,13 @@ def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return first, torch.complex(blocks[..., 1, 1], blocks[..., 1, 0])
 
 
-def _is_rotation(blocks: Tensor) -> bool:
-    first_row, second_row = _complex_rows(blocks)
-    return bool(torch.allclose(first_row, second_row, atol=1e-5))
-
-
 def _flaw(blocks: Tensor) -> str | None:
     """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations.
 
     "xpos" is no bug: the size of each pair is a power of its position.
     """
     first_row, second_row = _complex_rows(blocks)
-    if _is_rotation(blocks):
+    if torch.allclose(first_row, second_row, atol=1e-5):
         sizes = first_row.abs()
         if float((sizes - sizes[:1]).abs().max()) <= 0.02 * float(sizes.max()):
             return None
