@@ -87,10 +87,6 @@ def read(
     """Return what to expect from the target.
 
     The arguments are those of `check`. `reading` contains those that `from_config` has too.
-
-    Raises:
-        RopeError: the config cannot be read, its layers differ and no layer is chosen, the chosen layer does not
-            rotate, or the arguments are invalid or state what is expected in two ways.
     """
     reading = {name: value for name, value in reading.items() if value is not None}
     options = {"config": config, "rope": rope, "head_dim": head_dim, "layer": layer, **reading}

@@ -159,9 +159,6 @@ class Form:
             halves: whether both caches are parts of one tensor, in which they follow each other in each block. This
                 does not affect caches without blocks.
             past: the keys and values of earlier tokens, in the target's layout. None means that there are none.
-
-        Raises:
-            CallError: the function returns something else than its form says.
         """
         if self.key_head and k is not None:
             return self._run_for_each_key_head(q, k, angles, rows)

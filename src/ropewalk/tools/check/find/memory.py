@@ -65,11 +65,7 @@ class Memory:
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """Return a device on which tensors can be created and read.
-
-    Raises:
-        RopeError: there is no such device here.
-    """
+    """Return a device on which tensors can be created and read. Raise RopeError if there is none here."""
     try:
         found = torch.device(device)
         torch.ones(1, device=found).to("cpu").item()
@@ -92,9 +88,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
     What the target writes into its arguments is afterwards in `arguments`. Tensors keep their strides, and share memory
     if they did before. If one requires a gradient, none is copied on the CPU, and autograd moves all to a device.
-
-    Raises:
-        CallError: the target raises, or returns a tensor on the CPU although its arguments were on a device.
+    CallError is raised if the target raises, or returns a tensor on the CPU although its arguments were on a device.
     """
     memory = current()
     tensors: list[Tensor] = []

@@ -85,11 +85,7 @@ class Subject:
         return torch.sin(1 + torch.arange(self.channels, dtype=torch.float32)).expand(rows, tokens, heads, -1)
 
     def _run(self, q: Tensor, k: Tensor | None, positions: Tensor, **passed: Any) -> Results:
-        """Call the target with these tensors, in its own layout.
-
-        Raises:
-            CallError: the target, or a function that computes tables, raises, or the results are no tensors.
-        """
+        """Call the target with these tensors, in its own layout. Raise CallError if it fails in any way."""
         if self.axes is not None and positions.ndim == 2:
             positions = positions.expand(self.axes, -1, -1)
         k = k if self.has_k else None
@@ -107,8 +103,7 @@ class Subject:
     def call_native(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Call the target with these tensors, in its own layout, and not with copies.
 
-        Raises:
-            CallError: the target raises, or does not return tensors of the shapes of q and k.
+        Raise CallError if it raises, or does not return tensors of the shapes of q and k.
         """
         results = self._run(q, k, positions)
         found: list[Tensor] = []
@@ -134,12 +129,7 @@ class Subject:
     ) -> Results:
         """Call a fused target with copies of tensors `[batch, seq, heads, head_dim]`, and return such results.
 
-        Args:
-            q, k, positions, v, past: the tensors.
-            passed: slots, weights and halves, as for `Form.run`. What is not passed has values that change no result.
-
-        Raises:
-            CallError: as for `call_native`, which also checks the shapes.
+        `passed` has slots, weights and halves, as for `Form.run`. What is not passed has values that change no result.
         """
         v = None if v is None else self._copy(v)
         if past is not None:
@@ -152,11 +142,7 @@ class Subject:
         return Results(cast(Tensor, q_out), k_out, v_out, results.stored)
 
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`.
-
-        Raises:
-            CallError: as for `call_native`.
-        """
+        """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`."""
         q_out, k_out = self.call_native(self._copy(q), self._copy(k), positions.clone())
         return self.from_native(q_out.detach()), None if k_out is None else self.from_native(k_out.detach())
 
@@ -168,15 +154,9 @@ class Subject:
         return self._run(self._copy(x), self._copy(x), positions).in_place
 
     def linear_maps(self, positions: Tensor, of: str = "q") -> Tensor:
-        """Measure the linear map that the target applies to q or k at positions `[1, seq]` or `[axes, 1, seq]`.
+        """Measure the linear map that the target applies to q or k, `[seq, out channels, in channels]`.
 
         The target is called with one head for each channel, which is 1 in that channel and 0 elsewhere.
-
-        Returns:
-            `[seq, out channels, in channels]`.
-
-        Raises:
-            CallError: as for `call_native`.
         """
         eye = torch.eye(self.channels).expand(1, positions.shape[-1], -1, -1).contiguous()
         q_out, k_out = self(eye, eye, positions)

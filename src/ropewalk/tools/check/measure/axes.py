@@ -27,13 +27,8 @@ _NONE, _SEVERAL = -1, -2  # instead of the axis of a pair
 def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: Report) -> tuple[Subject, OnAxes | None]:
     """Measure which axis turns each pair, report it, and name how it differs from what is expected.
 
-    Args:
-        subject, structure, report: the target, its pairs, and what receives the findings.
-        multipliers: of the pairs at positions 0 to 63 on all axes, complex128 `[positions, pairs]`.
-
-    Returns:
-        The target, of which the axes that it has are expected, so that no later step reports them again, and what was
-        measured. None if the target has one axis, or if the two channels of a pair have different axes.
+    Return the target, of which the axes that it has are expected, so that no later step reports them again, and what
+    was measured. None if the target has one axis, or if the two channels of a pair have different axes.
     """
     expected = subject.expected
     if subject.axes is None:

@@ -27,10 +27,7 @@ SMALL = torch.arange(KNOWN)  # the positions of the plain call
 def measure(
     subject: Subject, structure: Structure, positions: Tensor, dtype: torch.dtype = torch.float32, *, of: str = "q"
 ) -> Tensor:
-    """Measure the multiplier of each pair of q or k, complex128 `[batch, seq, pairs]`.
-
-    The positions are `[batch, seq]` or, for a subject with axes, `[axes, batch, seq]`.
-    """
+    """Measure the multipliers of q or k, complex128 `[batch, seq, pairs]`, at positions `[…, batch, seq]`."""
     x = structure.unit_input(subject.channels).to(dtype).expand(*positions.shape[-2:], 2, -1).contiguous()
     q_out, k_out = subject(x, x, positions)
     return structure.multipliers(q_out if k_out is None or of == "q" else k_out)[:, :, 0]
@@ -94,10 +91,7 @@ class Baseline:
         return self.structure.predict(x, self.at(positions, key=key))
 
     def at(self, positions: Tensor, *, key: bool = False) -> Tensor:
-        """Return the multipliers at positions `[seq]`, `[batch, seq]` or `[axes, batch, seq]`.
-
-        They are those that were measured. Farther on, they are those of the law.
-        """
+        """Return the multipliers at positions `[…, seq]`: those that were measured, and farther on those of the law."""
         known = self.k_multipliers if key else self.multipliers
         if self.on_axes is not None and positions.ndim == 3:
             return self.on_axes.at(positions, known[0])
@@ -139,10 +133,7 @@ class Baseline:
     def fault(
         self, name: str, x: Tensor, out: Tensor, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor]
     ) -> tuple[str, str] | None:
-        """Return the code of what is wrong with one result at positions, and a description. The arguments are as above.
-
-        Return None if it is right.
-        """
+        """Return the code of what is wrong with one result at positions, and a description, or None."""
 
         def of_heads(places: Tensor, of_sines: Tensor | None = None) -> Tensor:
             z = self.at(places, key=name == "k")

@@ -22,13 +22,7 @@ _SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127,
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one call. `str(case)` is the case in words.
-
-    Args:
-        rows, tokens: the batch.
-        heads, k_heads: the heads of q and of k.
-        channels: of each head.
-    """
+    """The sizes of one call: of the batch, and of the heads of q and of k. `str(case)` is the case in words."""
 
     rows: int
     tokens: int
@@ -103,15 +97,10 @@ def usual(
 def first_fault(
     cases: Iterable[Case], fault: Callable[[Case], tuple[str, str] | None]
 ) -> tuple[tuple[str, str, Case] | None, str]:
-    """Find the first case with a fault.
+    """Find the first case of which `fault` returns the code of what is wrong, and a description.
 
-    Args:
-        cases: the cases to try.
-        fault: returns the code of what is wrong in a case, and a description, or None.
-
-    Returns:
-        The code and the description of the fault in the smallest case with its code, and this case, or None.
-        And what the first call raises that is refused, with its case, or "".
+    Return these for the smallest case with that code, and the case, or None; and what the first call raises that is
+    refused, or "".
     """
     raised = ""
     for case in cases:

@@ -35,11 +35,7 @@ def check(baseline: Baseline) -> bool | str:
 
 
 def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
-    """Return the code of what is wrong with the gradients of one call, and a description, or None.
-
-    Raises:
-        CallError: the call fails.
-    """
+    """Return the code of what is wrong with the gradients of one call, and a description, or None."""
     subject, positions, overwritten = baseline.subject, case.positions(baseline.subject), False
     in_place = ("in-place-gradient", "wrong-gradient")[not subject.form.in_place]
     try:

@@ -102,19 +102,11 @@ def identify(
     is_fitted: bool = False,
     noise: float = 0.0,
 ) -> Law:
-    """Identify the law of multipliers that were measured at small positions.
+    """Identify the law of multipliers `[tokens, pairs]` that were measured at small positions `[tokens]`.
 
-    Args:
-        multipliers: complex128 `[tokens, pairs]`.
-        positions: int64 `[tokens]`.
-        rope: the expected rope. With None, the measured frequencies count as right.
-        head_dim: the number of channels of a head.
-        is_fitted: whether the base of the rope is itself a measurement, which counts as exact if it has 3 digits.
-        noise: that of the laws.
-
-    Returns:
-        The right law or that of a known bug, if it explains the multipliers in float32, or with rounding to 16 bits.
-        Otherwise, a law with the measured frequencies and the code "wrong-base" or "wrong-frequencies".
+    Without a rope, the measured frequencies count as right. With `is_fitted`, its base is itself a measurement, which
+    counts as exact if it has 3 digits. Otherwise, frequencies that no law explains are "wrong-base" or
+    "wrong-frequencies".
     """
     factor = float(multipliers.abs().median()) or 1.0
     inv_freq = measure_frequencies(multipliers, positions)
@@ -181,10 +173,7 @@ BACKWARDS = "Every pair is rotated by minus its angle. This is right only for we
 
 
 def find_rounding(z: Tensor, positions: Tensor, law: Law) -> tuple[str, str] | None:
-    """Return the code and the description of a rounding to 16 bits that explains multipliers `[tokens, pairs]`.
-
-    Return None if no rounding explains how they differ from the law.
-    """
+    """Return the code and the description of a rounding to 16 bits that explains how multipliers differ, or None."""
     for dtype, name in NAMES.items():
         if (what := _find_rounded(z, positions, law, dtype)) is not None:
             at = f"At position {int(positions[-1]):,} they" if what == "positions" else "They"
@@ -286,10 +275,7 @@ def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
 def fit_base(
     inv_freq: Tensor, rotary_dim: int, tolerance: float = 1e-4, axes: Axes | None = None
 ) -> tuple[float, float] | None:
-    """Fit a geometric progression, or that of each axis with one base, to `inv_freq`.
-
-    Return the base and the divisor of all terms, or None if none fits.
-    """
+    """Fit a geometric progression, or that of each axis with one base: return its base and the divisor, or None."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None

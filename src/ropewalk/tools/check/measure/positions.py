@@ -80,10 +80,7 @@ def judge_far(baseline: Baseline) -> bool | str:
 
 
 def judge_length(baseline: Baseline) -> bool | str:
-    """If the scheme depends on the length, check every token of a sequence twice as long as in training.
-
-    All of its tokens must have the frequencies and the attention factor of its length.
-    """
+    """Check that all tokens of a sequence twice as long as in training have the frequencies of its length."""
     report, unresolved, length = baseline.report, baseline.subject.expected.unresolved, baseline.subject.expected.length
     if unresolved is None or length is None or baseline.law.code not in (None, *report.ignored):
         return False
@@ -150,17 +147,9 @@ def _table_length(subject: Subject) -> list[int]:
 
 
 def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, right: int = 0) -> tuple[str, str]:
-    """Name the bug that explains the multipliers of one wrong token.
+    """Return the code and a description of the bug that explains multipliers `[tokens, pairs]` of one wrong token.
 
-    Args:
-        baseline: the measurement of the target.
-        z: the multipliers that were measured in another call, complex128 `[tokens, pairs]`.
-        positions: the positions in that call, `[tokens]`.
-        token: the index of the wrong token.
-        right: the largest position at which the angles are known to be right.
-
-    Returns:
-        The code of the bug, and a description in one sentence.
+    The angles are known to be right up to position `right`.
     """
     law, p = baseline.law, int(positions[token])
     if not bool(z[token].abs().isfinite().all()):

@@ -23,11 +23,7 @@ _NOT_OF_RESULTS = {"no-gradient", "wrong-gradient", "in-place-gradient", "input-
 
 
 def judge(baseline: Baseline, sure: Collection[str]) -> bool | str:
-    """Compare the results of all sizes.
-
-    Args:
-        sure: the codes of findings in it. Nothing is tried if later steps have found that results are wrong.
-    """
+    """Compare the results of all sizes, unless steps after those of the `sure` findings found that some are wrong."""
     if baseline.subject.layout in ONE_TOKEN:
         return "not judged: a call takes one token of one head"
     new = {f.code for f in baseline.report.findings if f.severity == "wrong"} - {*sure} - _NOT_OF_RESULTS
@@ -37,13 +33,7 @@ def judge(baseline: Baseline, sure: Collection[str]) -> bool | str:
 def judge_all(
     baseline: Baseline, fault: Callable[[Baseline, Case], tuple[str, str] | None], *, few: bool = False, call: str = ""
 ) -> bool | str:
-    """Report the first case with a fault, as the smallest with the same code. Return what is refused, or True.
-
-    Args:
-        fault: returns the code of what is wrong in a case, and a description, or None.
-        few: whether to try a few cases instead of all.
-        call: what to say of the call before the description.
-    """
+    """Report the first case with a fault, as the smallest with the same code. Return what is refused, or True."""
     found, raised = first_fault(_cases(baseline, few), partial(fault, baseline))
     if found is not None:
         code, says, case = found
@@ -65,11 +55,7 @@ def _cases(baseline: Baseline, few: bool) -> Iterator[Case]:
 
 
 def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
-    """Return the code of what is wrong in one call, and a description in one sentence, or None.
-
-    Raises:
-        CallError: the call fails.
-    """
+    """Return the code of what is wrong in one call, and a description in one sentence, or None."""
     subject, used, positions = baseline.subject, memory.current(), case.positions(baseline.subject)
     used.overwritten.clear()
     results = [*baseline.compare(case, positions)]

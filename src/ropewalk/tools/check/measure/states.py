@@ -1,7 +1,4 @@
-"""Find state that makes results wrong.
-
-Such state is a base that objects share, or an effect of earlier calls.
-"""
+"""Find state that makes results wrong: a base that objects share, or an effect of earlier calls."""
 
 from __future__ import annotations
 
@@ -25,11 +22,7 @@ _ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch
 
 
 def judge(baseline: Baseline, sure: Collection[str]) -> None:
-    """Compare the angles of new and used objects.
-
-    Args:
-        sure: the codes of findings from the first calls, which no earlier call can have caused.
-    """
+    """Compare the angles of new and used objects. No earlier call can have caused the findings that are `sure`."""
     far = max(FAR, 2 * (baseline.subject.expected.length or 0))  # beyond the length up to which the expected rope holds
     baseline.report.test("earlier calls", partial(_judge_earlier_calls, baseline, far, sure))
     baseline.report.test("other rows", partial(_judge_rows, baseline, far), may_raise=True)

@@ -66,13 +66,9 @@ def _multiply_pairs(x: Tensor, ins: Tensor, outs: Tensor, multipliers: Tensor) -
 
 
 def infer(matrices: Tensor) -> Structure | None:
-    """Infer the pairs of channels from the linear maps that a rotation applies to a head at several tokens.
+    """Infer the pairs from the linear maps of a head, `[tokens, out channels, in channels]`, or None if there are none.
 
-    Args:
-        matrices: `[tokens, out channels, in channels]`, float32 or float64, on the CPU.
-
-    Returns:
-        The pairs and their flaw, or None if no two channels form a pair.
+    The maps are float32 or float64, on the CPU.
     """
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     depends = (matrices.abs() > 0).any(0)
@@ -103,14 +99,7 @@ def infer(matrices: Tensor) -> Structure | None:
 
 
 def _groups(depends: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Group channels that depend on each other.
-
-    Args:
-        depends: bool `[out channels, in channels]`, True where an output depends on an input.
-
-    Returns:
-        For each group, the channels read and the channels written. Groups are sorted by the channels read.
-    """
+    """Group channels of which an output depends on an input, bool `[out, in]`: those read, and those written."""
     n = depends.shape[0]
     remaining, groups = set(range(n)), []
     while remaining:
