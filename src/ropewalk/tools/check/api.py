@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ropewalk.tools.check.find import calls, memory
 from ropewalk.tools.check.find import target as targets
 from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
-from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.find.ways import LAST
 from ropewalk.tools.check.measure import states, steps
 from ropewalk.tools.check.report import Report
@@ -90,7 +89,7 @@ def check(
             if expectation.notes:
                 report.found["note on the config"] = " ".join(expectation.notes)
             with torch.no_grad(), used.used():
-                _run(partial(calls.find, loaded, expectation, layout), report)
+                _run(loaded, expectation, layout, report)
     except (_checks.RopeError, OSError, KeyboardInterrupt):
         raise
     except BaseException as e:  # the target may raise anything, at any access to it or to what it returns
@@ -99,10 +98,10 @@ def check(
     return report
 
 
-def _run(find: Callable[[], Subject], report: Report) -> None:
+def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | None, report: Report) -> None:
     """Find the call of a loaded target, and run all steps."""
     try:
-        subject = find()
+        subject = calls.find(loaded, expectation, layout)
     except _checks.RopeError:
         used = memory.current()
         if not used.stays:

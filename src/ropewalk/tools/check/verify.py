@@ -145,7 +145,8 @@ def verify(model: torch.nn.Module, config: Any = None, **reading: Any) -> Verifi
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensors in _tensors(module):
             full = f"{path}.{name}" if path else name
-            part = _part(path, module, ropes.model_type)
+            own = getattr(getattr(module, "config", None), "model_type", None)
+            part = bool(_OTHER_PARTS.search(path)) or (own is not None and own != ropes.model_type)
             layers = _layers(ropes, full, name) if not part else ()
             key = (*map(id, tensors), *layers)
             if key not in judged:
@@ -176,12 +177,6 @@ def _merge(found: list[Held]) -> tuple[Held, ...]:
         )
         for equal in alike.values()
     )
-
-
-def _part(path: str, module: torch.nn.Module, model_type: str) -> bool:
-    """Return whether a module belongs to another part than the text model, by its path and by its own config."""
-    own = getattr(getattr(module, "config", None), "model_type", None)
-    return bool(_OTHER_PARTS.search(path)) or (own is not None and own != model_type)
 
 
 def _layers(ropes: ModelRopes, full: str, name: str) -> tuple[int, ...]:
@@ -318,8 +313,10 @@ def _static_law(table: _Table, rope: Rope) -> Law:
     z, positions = table.multipliers, table.positions
     if table.inv_freq is not None and not formats.difference(rope, table.inv_freq, rope.attention_factor):
         law = Law(table.inv_freq, rope.attention_factor)
-        if (dtype := _rounded_to(table.inv_freq, rope)) is not None:
-            return replace(law, code="low-precision-frequencies", says=f"The frequencies are rounded to {dtype}.")
+        dtype, exact = formats.stored_dtype(table.inv_freq), torch.from_numpy(rope.inv_freq)
+        if dtype in NAMES and not torch.equal(exact.to(dtype).double(), exact):
+            says = f"The frequencies are rounded to {NAMES[dtype]}."
+            return replace(law, code="low-precision-frequencies", says=says)
     else:
         if table.inv_freq is not None and bool((table.inv_freq != 0).any()):
             z = z[:, table.inv_freq != 0]
@@ -343,12 +340,6 @@ def _static_law(table: _Table, rope: Rope) -> Law:
         says = f"The attention factor is {factor:.6g} instead of {wanted:.6g}{', as if applied' * bool(how)}{how}."
         law = replace(law, code="attention-factor", says=says)
     return law
-
-
-def _rounded_to(inv_freq: Tensor, rope: Rope) -> str | None:
-    """Return the 16-bit dtype to which frequencies are rounded, or None."""
-    dtype, exact = formats.stored_dtype(inv_freq), torch.from_numpy(rope.inv_freq)
-    return None if torch.equal(exact.to(dtype).double(), exact) else NAMES.get(dtype)
 
 
 def _softmax(path: str, module: torch.nn.Module, ropes: ModelRopes) -> Held | None:

@@ -46,7 +46,7 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
         report.add(
             "mixed-pairings",
             f"{says}{names[of]}, its length changes by a factor of {float(sizes[of, :, pair].min()):.3g}.",
-            _place(pair, of, names) + _AND_0,
+            _place(pair, of, names),
         )
         return subject, None
     turned = ((measured - measured[:, :1]).abs().amax(1) > _MOVED).T.tolist()
@@ -118,10 +118,7 @@ def _name_of(axis: int, names: Sequence[str]) -> str:
 
 def _place(pair: int, axis: int, names: Sequence[str]) -> str:
     """Return the smallest case at which the angle of a pair on one axis shows."""
-    return f"pair {pair}, position 1 on axis {axis} ({names[axis]})"
-
-
-_AND_0 = " and 0 on the others"
+    return f"pair {pair}, position 1 on axis {axis} ({names[axis]}) and 0 on the others"
 
 
 def _runs(axis: Sequence[int]) -> list[list[int]]:
@@ -134,7 +131,7 @@ def _name(right: tuple[int, ...], axis: tuple[int, ...], names: Sequence[str], r
     pair = next(i for i, (a, b) in enumerate(zip(axis, right, strict=True)) if a != b)
     says = f"Pair {pair} is turned by {_name_of(axis[pair], names)} instead of {names[right[pair]]}."
     by = right[pair] if axis[pair] < 0 else axis[pair]
-    case = _place(pair, by, names) + _AND_0
+    case = _place(pair, by, names)
     ignored = [a for a in sorted({*right}) if a not in axis]
     if _SEVERAL in axis:
         report.add("section-layout", says, case)

@@ -113,20 +113,16 @@ class Baseline:
                 yield name, x, out, self.predict(x, positions, key=name == "k")
 
     def judge(self, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor], of_k: str = "") -> bool:
-        """Report a call whose results are not those at positions, and return whether it is one.
+        """Report a call whose results are not those at positions `[…, batch, seq]`, and return whether it is one.
 
-        Args:
-            positions: `[batch, seq]` or `[axes, batch, seq]`.
-            otherwise: the code of the bug if nothing explains the results.
-            explanations: codes of other bugs than positions of the first row, or from 0 on, or equal on all axes, each
-                with the positions that the results then have.
-            of_k: the code if the result for k is wrong, and that for q is right. "" means the same as for q.
+        `otherwise` is the code of the bug if nothing explains the results, and `of_k` if only that for k is wrong. The
+        explanations are codes of other bugs than positions of the first row, or from 0 on, or equal on all axes, each
+        with the positions that the results then have.
         """
         case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1])
         for name, x, out, _ in self.compare(case, positions):
             if (found := self.fault(name, x, out, positions, otherwise, *explanations)) is not None:
-                code, says = found
-                self.report.add(of_k if name == "k" and of_k else code, f"With {case}, {says}")
+                self.report.add(of_k if name == "k" and of_k else found[0], f"With {case}, {found[1]}")
                 return True
         return False
 

@@ -129,7 +129,8 @@ def _output_gradient(x: Tensor) -> Tensor:
 
 def _right(baseline: Baseline, weight: Tensor, x: Tensor, positions: Tensor, key: bool) -> Tensor:
     """Return the right gradient. A norm, which is passed heads of size 1, also removes its part along each head."""
-    right = baseline.structure.predict_gradient(weight, baseline.at(positions, key=key))
+    transposed = replace(baseline.structure, ins=baseline.structure.outs, outs=baseline.structure.ins)
+    right = transposed.predict(weight, baseline.at(positions, key=key).conj())
     if "weights" not in baseline.subject.form.takes:
         return right
     size = x.double().square().mean(-1, keepdim=True).sqrt()

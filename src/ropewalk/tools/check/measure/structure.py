@@ -49,20 +49,11 @@ class Structure:
 
     def predict(self, x: Tensor, multipliers: Tensor) -> Tensor:
         """Return the expected float64 output for x `[batch, seq, heads, dim]` and multipliers `[..., seq, pairs]`."""
-        return _multiply_pairs(x, self.ins, self.outs, multipliers)
-
-    def predict_gradient(self, grad: Tensor, multipliers: Tensor) -> Tensor:
-        """Return the expected gradient with respect to x in float64, from the gradient with respect to the output."""
-        return _multiply_pairs(grad, self.outs, self.ins, multipliers.conj())
-
-
-def _multiply_pairs(x: Tensor, ins: Tensor, outs: Tensor, multipliers: Tensor) -> Tensor:
-    """Multiply the pairs of channels `ins` as complex numbers, and return x in float64 with them in `outs`."""
-    x = x.to(torch.float64)
-    pair = torch.complex(x[..., ins[:, 0]], x[..., ins[:, 1]]) * multipliers[..., :, None, :]
-    out = x.clone()
-    out[..., outs[:, 0]], out[..., outs[:, 1]] = pair.real, pair.imag
-    return out
+        x = x.to(torch.float64)
+        pair = torch.complex(x[..., self.ins[:, 0]], x[..., self.ins[:, 1]]) * multipliers[..., :, None, :]
+        out = x.clone()
+        out[..., self.outs[:, 0]], out[..., self.outs[:, 1]] = pair.real, pair.imag
+        return out
 
 
 def infer(matrices: Tensor) -> Structure | None:
