@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
-from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED
@@ -44,9 +43,9 @@ def run(subject: Subject, report: Report) -> None:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
     buffers = () if subject.module is None else subject.module.named_buffers()
-    if rounded := [name for name, buffer in buffers if buffer.is_floating_point()]:
-        says = f"what .bfloat16() or .half() does to {', '.join(rounded)}"
-        report.found["not tried"] = f"{says}, which conformance.verify reads in a loaded model"
+    if rounded := ", ".join(name for name, buffer in buffers if buffer.is_floating_point()):
+        reads = "which conformance.verify reads in a loaded model"
+        report.found["not tried"] = f"what .bfloat16() or .half() does to {rounded}, {reads}"
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
@@ -82,7 +81,7 @@ def run(subject: Subject, report: Report) -> None:
     if is_comparable:
         report.test("sizes", partial(sizes.judge, baseline, sure))
     if report.verdict == "right":
-        report.test("head sizes", partial(_judge_head_sizes, baseline, subject.expected))
+        report.test("head sizes", partial(_judge_head_sizes, baseline))
     for dtype, name in law.NAMES.items():
         report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
     report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
@@ -173,9 +172,9 @@ _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 _KEEP = {"key-unlike-query", "memory-overwritten", "query-and-key-crossed"}
 
 
-def _judge_head_sizes(baseline: Baseline, expected: Expected) -> bool | str:
+def _judge_head_sizes(baseline: Baseline) -> bool | str:
     """Measure the same call with other numbers of channels, and report the first that is wrong only there."""
-    subject, report = baseline.subject, baseline.report
+    subject, report, expected = baseline.subject, baseline.report, baseline.subject.expected
     if subject.way.given is None and subject.arguments is None and "head_size" not in subject.form.call.parameter_of:
         return "not judged: nothing states the size to the code, which may have one of its own"
     tried, used = False, memory.current()
@@ -282,15 +281,11 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
 
 def _report_crossed(subject: Subject, report: Report) -> bool:
     """Report where a result is not zero although only the other tensor is not. Return whether there are any."""
-    x = subject.equal_heads(TOKENS, HEADS)
-    of_q, of_k = (subject(x * is_q, x * (1 - is_q), SMALL[None, :TOKENS]) for is_q in (1, 0))
-    crossed = {"q": (of_k[0].abs() > 1e-3, "k")} if subject.has_k else {}
-    crossed |= {} if of_q[1] is None else {"k": (of_q[1].abs() > 1e-3, "q")}
-    says = [
-        f"The result for {name} is computed from {other}{where(wrong)}."
-        for name, (wrong, other) in crossed.items()
-        if bool(wrong.any())
-    ]
+    x, says = subject.equal_heads(TOKENS, HEADS), []
+    for name, other, inputs in (("q", "k", (0 * x, x)), ("k", "q", (x, 0 * x))) if subject.has_k else ():
+        out = dict(zip("qk", subject(*inputs, SMALL[None, :TOKENS]), strict=True))[name]
+        if out is not None and bool((wrong := out.abs() > 1e-3).any()):
+            says.append(f"The result for {name} is computed from {other}{where(wrong)}.")
     if says:
         report.add("query-and-key-crossed", " ".join(says))
     return bool(says)
