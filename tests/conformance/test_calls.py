@@ -840,6 +840,15 @@ class OfAHead(torch.nn.Module):
         return turn(x, angles.cos(), angles.sin())
 
 
+def test_tables_get_the_dtype_of_a_call() -> None:
+    def make(seq_len: int, dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, dim, 2, device=device, dtype=dtype) / dim
+        angles = torch.arange(seq_len, device=device, dtype=dtype)[:, None] * 100.0**-exponents
+        return angles.cos(), angles.sin()
+
+    assert conformance.check((make, turn), base=100.0).codes == ["low-precision-angles"]
+
+
 def test_the_head_of_mla_is_its_slice() -> None:
     report = conformance.check(OfAHead, rope=Rope(192, 100.0, "half", rotary_dim=64, rotary_offset=128))
     assert report.found["head"] == "only the rotated channels, which the caller slices out", str(report)

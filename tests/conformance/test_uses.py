@@ -24,6 +24,10 @@ def exponential(i: float, m: int) -> Tensor:
     return torch.exp(torch.arange(0, m, 2) * -(math.log(i) / m))
 
 
+def on_a_device(j: int, device: str) -> Tensor:
+    return torch.arange(j, device=device) * torch.ones(1, device=device).to(device)
+
+
 def from_a_place(i: int, j: int) -> Tensor:
     return torch.arange(i, i + j)
 
@@ -87,6 +91,7 @@ class Unhashable:
     [
         (powers, {"i": "base", "j": "length", "m": "dim"}),
         (exponential, {"i": "base", "m": "dim"}),
+        (on_a_device, {"j": "length"}),
         (from_a_place, {"i": "offset", "j": "length"}),
         (of_halves, {"a": "tokens", "b": "angles"}),
         (of_pairs, {"a": "tokens", "b": "positions", "m": "dim"}),

@@ -553,7 +553,9 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         return construct(target, expected)
     called = words.read_call(target).parameter_of
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
-        returned, arguments = construct(target, expected, called.get("positions", ""))
+        is_of_dtype = "dtype" in words.filled(target, ())  # which q states in each call
+        free = called.get("positions") or (called.get("seq_len", "") if is_of_dtype else "")
+        returned, arguments = construct(target, expected, free)
         returned = getattr(returned, "forward", returned) if not callable(returned) else returned
         return (returned if callable(returned) else TableSet(tables.tensors_of(returned))), arguments
     return memory.on_device(target), None

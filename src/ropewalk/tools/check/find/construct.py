@@ -196,7 +196,8 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
         RopeError: the constructor raises.
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
-    values.pop(free, None)
+    for name in (free, "dtype") if free else ():  # which the tensors of a call have
+        values.pop(name, None)
     known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
     parameter_of = match(known, _NAMES, _PARTS, uses.roles(owner))
     missing = tuple(name for name in known if name in values and values[name] is None)

@@ -201,7 +201,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         x = q.flatten()[:1].expand(lengths * 3) if lengths else q  # of which one axis is read
         known = {"x": x} if layer_type is None else {"x": x, "layer_type": layer_type}
         fixed = {parameter_of[role]: value for role, value in known.items() if role in parameter_of}
-        fixed |= words.filled(first, parameter_of.values())
+        filled = words.filled(first, parameter_of.values())
+        fixed |= filled | ({"dtype": q.dtype} if "dtype" in filled else {})
         return tensors_of(memory.call(first, fixed | named))
 
     def at(way: Way) -> Source:

@@ -123,8 +123,11 @@ class _Uses(ast.NodeVisitor):
 
     def _sources(self, node: ast.AST) -> set[str]:
         """Return the parameters of whose elements an expression is made."""
-        if isinstance(node, ast.Attribute) and node.attr in ("shape", "device", "dtype"):
+        of = node.attr if isinstance(node, ast.Attribute) else node.arg if isinstance(node, ast.keyword) else ""
+        if of in ("shape", "device", "dtype"):
             return set()
+        if isinstance(node, ast.Call) and _name(node) in ("to", "type", "type_as", "astype"):
+            return self._sources(node.func)
         name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         found = {*self.stands_for.get(name, ()), *self.made_of.get(name, ())}
         return {of.removesuffix("/2") for of in found}.union(*map(self._sources, ast.iter_child_nodes(node)))

@@ -95,7 +95,7 @@ _PARTS = {
     "cos": r"(^|_)cos(ines?)?(_|$)",
     "sin": r"(^|_)sin(es?)?(_|$)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
-    "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len))"
+    "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len|scal|factor))"
     r".*((^|_)(pos|positions?|coord(inate)?s?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "cu_seqlens": "^cu_",
