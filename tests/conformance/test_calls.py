@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import Axes, Rope, RopeError, conformance
-from ropewalk.schemes import Linear, YaRN
+from ropewalk.schemes import Linear, Proportional, YaRN
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find import adapter, calls
 from ropewalk.tools.check.find import target as targets
@@ -847,6 +847,21 @@ def test_tables_get_the_dtype_of_a_call() -> None:
         return angles.cos(), angles.sin()
 
     assert conformance.check((make, turn), base=100.0).codes == ["low-precision-angles"]
+
+
+def test_a_share_of_the_pairs_that_turn() -> None:
+    class OfAShare(torch.nn.Module):
+        def __init__(self, head_dim: int, rope_proportion: float, base: float) -> None:
+            super().__init__()
+            turns = torch.arange(head_dim // 2) < rope_proportion * head_dim / 2
+            self.inv_freq = turns * base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            angles = positions[..., None] * self.inv_freq
+            return turn(x, angles.cos(), angles.sin())
+
+    rope = Rope(64, 100.0, "half", scaling=Proportional(0.25))
+    assert conformance.check(OfAShare, rope=rope).codes == []
 
 
 def test_the_head_of_mla_is_its_slice() -> None:

@@ -50,7 +50,7 @@ _NAMES = {
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
 }
 _DIM = r"^(?!n_|num_|position_dim|(seq|unsqueeze)_dim).*(dim|width|feature)|^d_"
-_PARTS = {"base": r"(^|_)(base|theta)(_|$)"}
+_PARTS = {"base": r"(^|_)(base|theta)(_|$)", "rotary_share": "fraction|percent|proportion|partial"}
 _ORIGINAL = "original_max_position_embeddings"
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
@@ -127,7 +127,8 @@ def _by_name(
         elif role == "rotary_dim":
             values[name] = expected.rotary_dim
         elif role == "rotary_share":
-            values[name] = expected.rotary_dim / expected.head_dim
+            pairs = expected.rotary_dim // 2 if expected.rope is None else int((expected.rope.inv_freq != 0).sum())
+            values[name] = 2 * pairs / expected.head_dim
         elif role == "base":
             values[name] = expected.base or default or 10_000.0
         elif role == "length":
