@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -847,6 +848,26 @@ def test_tables_get_the_dtype_of_a_call() -> None:
         return angles.cos(), angles.sin()
 
     assert conformance.check((make, turn), base=100.0).codes == ["low-precision-angles"]
+
+
+@dataclass(frozen=True)
+class Options:
+    rope_theta: float
+    num_query_heads: int
+
+    def __post_init__(self) -> None:
+        if self.num_query_heads < 1:
+            raise ValueError("num_query_heads")
+
+
+def of_options(x: Tensor, positions: Tensor, options: Options) -> Tensor:
+    angles = positions[..., None] * options.rope_theta ** (-torch.arange(32) / 32).double()
+    return turn(x, angles.cos(), angles.sin())
+
+
+def test_a_function_that_takes_a_config() -> None:
+    report = conformance.check(of_options, base=100.0)
+    assert (report.codes, report.found["frequencies"]) == ([], "base 100"), str(report)
 
 
 def test_a_share_of_the_pairs_that_turn() -> None:

@@ -44,7 +44,7 @@ from torch.autograd.function import FunctionCtx
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import adapter, memory, tables, words
-from ropewalk.tools.check.find.construct import Arguments, construct, is_constructor, takes_sizes
+from ropewalk.tools.check.find.construct import Arguments, config_objects, construct, is_constructor, takes_sizes
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
@@ -291,6 +291,8 @@ class _Finder:
             rotary_dim = given.rotary_dim if sources and second is None else expected.rotary_dim
             written = adapter.written(each, expected, rotary_dim, count, layer_type)
             fixed = words.filled(function, each.parameter_of.values())
+            of_configs = {n: config for n, config in config_objects(function, expected).items() if n in fixed}
+            fixed |= of_configs
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
             for way, name in _places(each, sources, count, layout, mode):
                 for form in forms(each, name, function, written=written, fixed=fixed):
@@ -299,7 +301,7 @@ class _Finder:
                     pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
                     names = (n for n in words.parameters(function) or () if n in passed)
                     named = [f"{n}={pairing[n]}" if pairing.get(n) else n for n in names]
-                    named += [f"{parameter}={value}" for parameter, value in fixed.items()]
+                    named += [f"{n}={value}" for n, value in fixed.items() if n not in of_configs]
                     text = f"f({', '.join(named)}){form.packed}"
                     text += f" of an object with {', '.join(f'{name}=None' for name in nones)}" if nones else ""
                     if second is not None:

@@ -98,13 +98,18 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     owner = getattr(constructor, "owner", constructor)
     known = parameters(owner) or {}
     values = _by_name(known, expected, uses.roles(owner))
-    for name in configs(owner):
-        values[name] = _config_object(owner, known[name].annotation, expected)
+    values |= config_objects(owner, expected)
     if is_constructor(constructor) and "positions" in read_call(function_of(constructor)).parameter_of:
         required = [name for name, p in known.items() if p.default is p.empty]
         values |= {name: (_SIDE, _SIDE) for name in required if re.search(GRID, name)}  # the largest positions
         values |= {name: _SIDE for name in required if re.search(GRID_AXIS, name)}
     return values | filled(owner, values)
+
+
+def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
+    """Return an object for each parameter that is for a config."""
+    known = parameters(owner) or {}
+    return {name: _config_object(owner, known[name].annotation, expected) for name in configs(owner)}
 
 
 def configs(owner: Any) -> set[str]:
@@ -323,7 +328,7 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
         known, keys = parameters(annotation) or {}, config or {}
         required = [name for name, p in known.items() if p.default is p.empty]
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError, ValueError):
             return annotation(
                 **dict.fromkeys(required)
                 | _of_keys(known, expected)
