@@ -1,8 +1,6 @@
-"""The bugs that a check can name.
+"""The bugs that a check can name. A file of `measure/` reports the code of each.
 
-To add a bug, add it to `BUGS`, and report its code in the step that measures it, one of the files in `measure/`. Search
-there for the code of a similar bug: it may also be in a set of codes that a later step does not judge.
-tests/conformance/ needs an implementation that has the bug.
+Search there for the code of a similar bug: it may also be in a set of codes that a later step does not judge.
 """
 
 from __future__ import annotations

@@ -111,10 +111,9 @@ class Report:
         self.grades.append(Grade(name, says, right, number))
 
     def test(self, name: str, run: Callable[[], bool | str], *, may_raise: bool = False) -> None:
-        """Run one test, and grade it by the findings that it adds.
+        """Run one test, and grade it by the findings that it adds, or by the sentence that it returns.
 
-        The test returns whether the target supports it, or a sentence that is worth knowing if there is no finding. It
-        is a caution that the target raises an error, unless it may.
+        It returns False if the target does not support it. It is a caution that the target raises, unless it may.
         """
         before = [*self.findings]
         try:

@@ -37,34 +37,23 @@ _CACHES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Stored:
-    """The caches of a call that stores k and v of each token in a slot.
+    """The caches of a call that stores k and v of each token in a slot."""
 
-    Args:
-        slots: the slot of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored.
-        keys_before, keys: the keys in all slots before and after the call, `[slots, heads, head_dim]`.
-        values: the values after the call, or None if the target stores none. Before it, they are those of the keys.
-    """
-
-    slots: Tensor
-    keys_before: Tensor
+    slots: Tensor  # of each token, int64 `[batch, seq]`. A token with slot -1 must not be stored
+    keys_before: Tensor  # in all slots, `[slots, heads, head_dim]`; so are the values before the call
     keys: Tensor
-    values: Tensor | None = None
+    values: Tensor | None = None  # None if the target stores none
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a fused call computes: q, k and v `[batch, seq, heads, head_dim]`, or None for each that it lacks.
-
-    Args:
-        stored: the caches, if it stores keys.
-        in_place: whether it returned nothing, so that the results are what it has written into its arguments.
-    """
+    """What a fused call computes: q, k and v `[batch, seq, heads, head_dim]`, or None for each that it lacks."""
 
     q: Tensor
     k: Tensor | None
     v: Tensor | None = None
     stored: Stored | None = None
-    in_place: bool = False
+    in_place: bool = False  # whether it returned nothing, so that these are what it has written into its arguments
 
 
 @dataclass(frozen=True)
@@ -151,14 +140,12 @@ class Form:
         Then the results are those of the rotation alone.
 
         Args:
-            q, k, v: the tensors, in the target's layout.
             angles: the arguments for positions and tables.
             rows: the number of rows of the batch.
             slots: the slot of each token, `[batch, seq]`.
-            weights: the weights of the norms of q and k.
             halves: whether both caches are parts of one tensor, in which they follow each other in each block. This
                 does not affect caches without blocks.
-            past: the keys and values of earlier tokens, in the target's layout. None means that there are none.
+            past: the keys and values of earlier tokens.
         """
         if self.key_head and k is not None:
             return self._run_for_each_key_head(q, k, angles, rows)
@@ -279,10 +266,7 @@ def _code(expression: str) -> CodeType:
 
 
 def to_layout(layout: str, x: Tensor) -> Tensor:
-    """Return a view of x `[batch, seq, heads, head_dim]` in a layout.
-
-    If that is of one head, the heads come first, or after the tokens if it is of one token.
-    """
+    """Return a view of x `[batch, seq, heads, head_dim]` in a layout, with the heads first if it is of one head."""
     if layout in ONE_TOKEN:
         return x[0].view(*x.shape[1:3], *[1] * (len(layout) - 1), -1)
     if layout in ONE_ROW:

@@ -25,12 +25,9 @@ PATTERN = 0x42  # of these bytes, which are 48.56 in float32: a number that chan
 
 
 class CallError(Exception):
-    """A call of the target fails.
+    """A call of the target fails, with the code of the bug that this is if another call of the same kind succeeds.
 
-    Args:
-        code: the code of the bug that this is, if another call of the same kind succeeds: "raises", "wrong-shape" or
-            "wrong-device".
-        says: what happened.
+    It is "raises", "wrong-shape" or "wrong-device".
     """
 
     def __init__(self, code: str, says: str) -> None:

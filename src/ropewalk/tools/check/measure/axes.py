@@ -219,10 +219,7 @@ _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
 def judge_calls(baseline: Baseline) -> bool:
-    """Test calls with other positions on each axis: an image between text, one token, a batch.
-
-    Calls with equal positions on all axes are tested elsewhere. Return False if a token has one position.
-    """
+    """Test calls with other positions on each axis: an image between text, one token, a batch."""
     if (on_axes := baseline.on_axes) is None:
         return False
     count = len(on_axes.names)

@@ -1,8 +1,4 @@
-"""The measurement of one plain call, which is the multiplier (cos + i·sin) of each pair at each position.
-
-Every other call is compared with the prediction from these multipliers, so a bug in the plain call is reported only
-once.
-"""
+"""The multipliers (cos + i·sin) of a plain call, from which every other is predicted: its bugs are reported once."""
 
 from __future__ import annotations
 
@@ -35,19 +31,11 @@ def measure(
 
 @dataclass(frozen=True)
 class OnAxes:
-    """The angles that positions on each axis cause.
+    """The angles that positions on each axis cause."""
 
-    Args:
-        alone: the multiplier of each pair at positions 0 to 63 on one axis and 0 on the others, complex128 `[axes,
-            positions, pairs]`.
-        axis: the axis that turns each pair, or a negative number if none or several do.
-        axes: the axes and progressions that explain the angles, or None.
-        names: the name of each axis.
-    """
-
-    alone: Tensor
-    axis: tuple[int, ...]
-    axes: Axes | None
+    alone: Tensor  # the multipliers at positions 0 to 63 on one axis and 0 on the others, `[axes, positions, pairs]`
+    axis: tuple[int, ...]  # that turns each pair, or a negative number if none or several do
+    axes: Axes | None  # and progressions that explain the angles
     names: tuple[str, ...]
 
     def at(self, positions: Tensor, at_0: Tensor) -> Tensor:
@@ -58,25 +46,15 @@ class OnAxes:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What is known about the target after the plain call.
-
-    Args:
-        subject: the target.
-        structure: its pairs.
-        multipliers: the measured multiplier of each pair of q at positions 0 to 63, complex128 `[positions, pairs]`.
-        k_multipliers: the measured multiplier of each pair of k. Equal to `multipliers` if the subject takes no k.
-        law: the law of the angles at these positions.
-        report: receives the findings and grades.
-        on_axes: the angles that each axis of the positions causes, or None if a token has one position.
-    """
+    """What is known about the target after the plain call."""
 
     subject: Subject
     structure: Structure
-    multipliers: Tensor
-    k_multipliers: Tensor
-    law: Law
+    multipliers: Tensor  # of q at positions 0 to 63, complex128 `[positions, pairs]`
+    k_multipliers: Tensor  # of k, or those of q if the subject takes no k
+    law: Law  # of the angles at these positions
     report: Report
-    on_axes: OnAxes | None = None
+    on_axes: OnAxes | None = None  # None if a token has one position
 
     def new_subject(self) -> Subject:
         """Return the target as a new object that has not been called yet, or the same if it is a function."""

@@ -24,9 +24,8 @@ def _measure_far(
 ) -> tuple[tuple[str, str] | None, dict[int, tuple[float, float]], str]:
     """Compare the angles at large positions with the law. In 16 bits, the rounding of cos, sin and x is no error.
 
-    Return the code of the bug at the first position that differs, and a description, or None; the largest error of cos
-    and sin at each position before, and that which float32 explains; and why nothing is known past the end of a table,
-    or "".
+    Return the bug at the first position that differs, or None; the largest error of cos and sin at each position
+    before, and that which float32 explains; and why nothing is known past the end of a table, or "".
     """
     law = replace(baseline.law, noise=ROUNDING.get(dtype, baseline.law.noise))
     errors: dict[int, tuple[float, float]] = {}

@@ -90,10 +90,7 @@ def _angles_match_after_16_bits(baseline: Baseline) -> bool:
 
 
 def _judge_rows(baseline: Baseline, far: int) -> bool | str:
-    """Check that a row of the batch at far positions does not change another row.
-
-    If the scheme depends on the length, the longest row may determine the frequencies of all rows, as in transformers.
-    """
+    """Check that a row of the batch at far positions does not change another row, unless the scheme says so."""
     report, subject, unresolved = baseline.report, baseline.new_subject(), baseline.subject.expected.unresolved
     positions = torch.stack((torch.arange(16), torch.arange(far, far + 16)))
     if not subject.accepts(positions) or {"earlier-calls-matter", *_ROW_BUGS} & {*report.codes}:

@@ -232,8 +232,7 @@ _FLAWS = {
 def _judge_heads(subject: Subject, report: Report) -> bool:
     """Pass the same numbers in each of several heads, and return whether their results differ.
 
-    What is wrong only with an unusual number of heads is left to `sizes`. With 5 heads of 5 tokens, nothing but the
-    order of the axes tells a head from a token.
+    With 5 heads of 5 tokens, nothing but the order of the axes tells a head from a token.
     """
     x = subject.equal_heads(TOKENS, HEADS)
     right = subject(x, x, SMALL[None, :TOKENS])
@@ -420,10 +419,7 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
 
 
 def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: Law, report: Report) -> Tensor:
-    """Compare k with q, and return the multipliers of k.
-
-    Return those of q if the subject takes no k, or if k has a bug that prevents the measurement.
-    """
+    """Compare k with q, and return the multipliers of k, or those of q if k has a bug that prevents the measurement."""
     if not subject.has_k:
         return multipliers
     k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
