@@ -15,7 +15,6 @@ from ropewalk.tools.check.measure.case import KNOWN, usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
 
 REPORTED = (127, 4_095, 32_767, 131_071, 1_048_575)
-FARTHEST = 1_048_575
 LONGEST_CALL = 8_192  # tokens of one call, if positions cannot be passed
 
 
@@ -111,7 +110,7 @@ def _probes(baseline: Baseline, longest: int) -> Iterator[Tensor]:
     if subject.way.given is not None:
         yield torch.arange(KNOWN)
         return
-    last = FARTHEST if length is None else length - 1
+    last = REPORTED[-1] if length is None else length - 1
     if subject.way.positions in ("none", "packed"):
         for tokens in (n for n in (8_192, 4_096, 2_048, 1_024, 512, 256, 128) if n <= longest):
             try:
