@@ -72,21 +72,13 @@ _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a constructor was passed, as far as it matters later.
-
-    Args:
-        base: the base that is passed, or None if the constructor has no parameter for it.
-        length: the number of tokens that is passed, or None if the constructor has no parameter for it.
-        sizes: the roles of the parameters for sizes that are passed: "dim" and "rotary_dim".
-        adapter: if options are not passed because nothing says what they are, the function to write that passes them.
-        unknown: the parameters that got None.
-    """
+    """What a constructor was passed, as far as it matters later. None means that it has no parameter for it."""
 
     base: float | None
-    length: int | None
-    sizes: frozenset[str] = frozenset()
-    adapter: str = ""
-    unknown: tuple[str, ...] = ()
+    length: int | None  # of positions
+    sizes: frozenset[str] = frozenset()  # the roles of those for sizes: "dim" and "rotary_dim"
+    adapter: str = ""  # the function to write that passes options, if nothing says what they are
+    unknown: tuple[str, ...] = ()  # the parameters that got None
 
     def takes(self, channels: int, rotary_dim: int) -> bool:
         """Whether the constructor takes a number of channels of a head, and of rotated channels."""

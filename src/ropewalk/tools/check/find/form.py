@@ -60,37 +60,24 @@ class Results:
 class Form:
     """One way to pass tensors to a function and to read its results.
 
-    A function that returns None writes its results into what it is passed.
-
-    Args:
-        function: the function, all of whose parameters can be passed by name.
-        call: the roles of its parameters.
-        layout: the layout of q and k.
-        packing: "each" passes q and k, or x, as they are. "flat" joins the axes of heads and channels. For q, k and v
-            in one tensor, "heads" joins them along the heads, and "stacked" along a new axis before the heads.
-        written: the arguments that follow from the words, by role, as expressions of Python.
-        in_place: whether the results are in the tensors that were passed, as found out by a call.
-        cache: the axes of the caches, a key of `_CACHES`, or "".
-        key_head: "kept" or "dropped" if the function takes one head of k, with an axis of its own or without. It is
-            then called once for each head of k, and with q the first time and one head of it from then on.
-        of_all_heads: whether a norm is taken over all heads together, and has a weight for each channel of each.
-        added: what the function adds to the weights of its norms of q and of k, such as 1 in Gemma.
-        eps: what is passed to a norm.
-        fixed: the arguments of parameters without a role, by name.
+    A function that returns None writes its results into what it is passed. With the packing "each", q and k, or x, are
+    passed as they are. "flat" joins the axes of heads and channels. For q, k and v in one tensor, "heads" joins them
+    along the heads, and "stacked" along a new axis before the heads. A function that takes one head of k (key_head) is
+    called once for each, and with q the first time and one head of it from then on.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # all of whose parameters can be passed by name
     call: Call
-    layout: str
+    layout: str  # of q and k
     packing: str = "each"
-    written: Mapping[str, str] = field(default_factory=dict)
-    in_place: bool = False
-    cache: str = ""
-    key_head: str = ""
-    of_all_heads: bool = False
-    added: tuple[float, float] = (0.0, 0.0)
+    written: Mapping[str, str] = field(default_factory=dict)  # the arguments by role, as expressions of Python
+    in_place: bool = False  # whether the results are in the tensors that were passed, as found out by a call
+    cache: str = ""  # the axes of the caches, a key of `_CACHES`
+    key_head: str = ""  # "kept" or "dropped": one head of k with an axis of its own, or without
+    of_all_heads: bool = False  # whether a norm is taken over all heads, and has a weight for each channel of each
+    added: tuple[float, float] = (0.0, 0.0)  # what is added to the weights of the norms of q and k, such as 1 in Gemma
     eps: float = EPS
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # the arguments of parameters without a role, by name
 
     @property
     def has_k(self) -> bool:

@@ -37,19 +37,12 @@ class CallError(Exception):
 
 @dataclass
 class Memory:
-    """How targets are called in the block `with memory.used():`.
-
-    Args:
-        device: the device of the tensors that the target gets. Outside of the target, all tensors are on the CPU.
-        poison: whether memory that the target allocates holds NaN (in integers the largest number) until it is written.
-        overwritten: receives a sentence for each call that changed memory outside of the tensors of the call.
-        stays: what the last call said whose tensors were on several devices, or "".
-    """
+    """How targets are called in the block `with memory.used():`. Outside of them, all tensors are on the CPU."""
 
     device: torch.device = CPU
-    poison: bool = False
-    overwritten: list[str] = field(default_factory=list)
-    stays: str = ""
+    poison: bool = False  # whether memory that they allocate holds NaN, or the largest integer, until it is written
+    overwritten: list[str] = field(default_factory=list)  # a sentence for each call that changed memory of others
+    stays: str = ""  # what the last call said whose tensors were on several devices
 
     @contextlib.contextmanager
     def used(self) -> Iterator[Memory]:

@@ -24,43 +24,27 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a
 class Subject:
     """The target as one function of q, k and positions.
 
-    Args:
-        form: how q and k are passed, and where the results are read.
-        way: how positions and tables are passed.
-        signature: the call as text, for the report.
-        expected: what the target should compute.
-        rebuild: constructs a new subject that has not been called yet. A base can be passed. None if the target is a
-            function, which needs no construction.
-        module: the torch.nn.Module that stores the angles, or None.
-        channels: the number of channels of a head.
-        arguments: the arguments of the target's constructor, or None.
-        axes: the number of axes of positions, which may then be `[axes, batch, seq]`. Positions `[batch, seq]` stand
-            for the same position on each axis. None means that a token has one position.
-        needs_equal_heads: whether q, k and v must have as many heads.
-        resize: returns the same call for another number of channels of a head, and of rotated channels, or None if it
-            does not take these. None if the sizes of the target are fixed.
-        others: other calls of the same target, such as with cu_seqlens, which should compute the same.
-        parameters, passed: the parameters of the function, and those that this call passes.
-        not_passed: those that neither this call nor the others pass, and which are not judged.
-        other_layout: a layout in which the same call is right for one row and wrong for several, if nobody stated one.
+    Positions may be `[axes, batch, seq]` if there are axes. Then `[batch, seq]` stands for the same position on each.
     """
 
     form: Form
     way: Way
-    signature: str
+    signature: str  # the call as text, for the report
     expected: Expected
-    rebuild: Callable[..., Subject] | None = None
-    module: torch.nn.Module | None = None
-    channels: int = 64
-    arguments: Arguments | None = field(default=None, repr=False)
-    axes: int | None = None
-    needs_equal_heads: bool = False
-    resize: Callable[[int, int], Subject | None] | None = None
-    others: tuple[Subject, ...] = ()
+    rebuild: Callable[..., Subject] | None = (
+        None  # makes a new one that has not been called yet, also with another base
+    )
+    module: torch.nn.Module | None = None  # that stores the angles
+    channels: int = 64  # of a head
+    arguments: Arguments | None = field(default=None, repr=False)  # of its constructor
+    axes: int | None = None  # the number of those of positions. None means that a token has one position.
+    needs_equal_heads: bool = False  # whether q, k and v must have as many heads
+    resize: Callable[[int, int], Subject | None] | None = None  # for channels of a head, and of those that rotate
+    others: tuple[Subject, ...] = ()  # other calls, such as with cu_seqlens, which should compute the same
     parameters: tuple[str, ...] = ()
-    passed: frozenset[str] = frozenset()
-    not_passed: tuple[str, ...] = ()
-    other_layout: str = ""
+    passed: frozenset[str] = frozenset()  # those that this call passes
+    not_passed: tuple[str, ...] = ()  # those that neither this call nor the others pass
+    other_layout: str = ""  # one in which the same call is right for one row and wrong for several
 
     @property
     def layout(self) -> str:

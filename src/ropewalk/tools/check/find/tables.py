@@ -26,21 +26,13 @@ class TableSet(tuple[Tensor, ...]):
 
 @dataclass(frozen=True)
 class Source:
-    """A source of tables.
+    """A source of tables."""
 
-    Args:
-        name: the source or the format of the tables, in words.
-        make: returns the tables, with axes batch and seq, for q and positions `[batch, seq]` or `[axes, batch, seq]`.
-        positions: which positions they can be computed for, as in `Way`.
-        given: the rope of exact tables. None if other code of the target computes them.
-        is_final: whether they have a row for each token, although the function is passed positions, too.
-    """
-
-    name: str
-    make: Callable[[Tensor, Tensor], Tables]
-    positions: str = "rows"
-    given: Rope | None = None
-    is_final: bool = False
+    name: str  # of the source, or the format of the tables, in words
+    make: Callable[[Tensor, Tensor], Tables]  # for q and positions; the tables have axes batch and seq
+    positions: str = "rows"  # for which they can be computed, as in `Way`
+    given: Rope | None = None  # that of exact tables
+    is_final: bool = False  # with a row for each token, although the function is passed positions, too
 
 
 # The axes of tables before the columns (b is batch, s is seq, 1 is for the heads) → how they are made from [b, s, …].

@@ -23,15 +23,10 @@ _FORMS = "Pass module:name or file.py:name. If one function computes cos and sin
 
 @dataclass(frozen=True)
 class Target:
-    """The loaded target.
+    """The loaded target."""
 
-    Args:
-        name: the name that the user passed, or the qualified name of the object.
-        objects: one callable, or two: the first computes cos and sin, the second applies them.
-    """
-
-    name: str
-    objects: tuple[Any, ...]
+    name: str  # that the user passed, or the qualified name of the object
+    objects: tuple[Any, ...]  # one callable, or two: the first computes cos and sin, the second applies them
 
 
 def says_what_runs(target: str) -> str:

@@ -45,25 +45,18 @@ OF_POSITIONS = frozenset(role for roles in _ROLES.values() for role in roles)
 class Way:
     """A way to pass positions, and tables if the target takes them.
 
-    Args:
-        positions: which positions the target accepts. "rows" is a separate list for each row of the batch, and "shared"
-            one list for the whole batch. With "offset", the target accepts the position of the first token and counts
-            from there, with "offsets" from one position for each row. With "none", it counts from 0. With "packed", one
-            row contains several documents, and the target counts from 0 in each, with "runs" from one position for each
-            document. Before the tables are known, "given" means that they have a row for each token.
-        roles: the roles of the parameters that state the positions.
-        arguments: returns the arguments by name, for positions `[batch, seq]` or `[axes, batch, seq]`, and for q in the
-            target's layout.
-        given: the rope of the tables that `check` passes, with which the target computes no angles. None if it passes
-            none.
-        tables: the format of cos and sin that the target accepts or computes, or None.
+    `positions` says which: "rows" is a separate list for each row of the batch, and "shared" one list for the whole
+    batch. With "offset", the target accepts the position of the first token and counts from there, with "offsets" from
+    one position for each row. With "none", it counts from 0. With "packed", one row contains several documents, and the
+    target counts from 0 in each, with "runs" from one position for each document. Before the tables are known, "given"
+    means that they have a row for each token.
     """
 
     positions: str
-    roles: tuple[str, ...]
-    arguments: Callable[[Tensor, Tensor], dict[str, Any]]
-    given: Rope | None = None
-    tables: str | None = None
+    roles: tuple[str, ...]  # of the parameters that state them
+    arguments: Callable[[Tensor, Tensor], dict[str, Any]]  # by name, for positions and for q in the target's layout
+    given: Rope | None = None  # that of the tables that `check` passes, with which the target computes no angles
+    tables: str | None = None  # the format of those that the target accepts or computes
 
     def fitting(self, layouts: Sequence[str]) -> list[str]:
         """Return the layouts of a target to which positions can be passed in this way, the most likely first."""

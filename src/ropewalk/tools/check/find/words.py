@@ -133,21 +133,13 @@ def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | Non
 
 @dataclass(frozen=True)
 class Call:
-    """What the parameters of a function are for.
-
-    Args:
-        parameter_of: maps roles to names of parameters.
-        optional: the roles of parameters with a default.
-        axes: the axes of the positions that their annotation states: "s", "bs", "3bs", "s3", "b3s" and so on, or "".
-        results: the roles of the first two results, if the function takes q and k.
-        guessed: the parameters whose roles only their use says.
-    """
+    """What the parameters of a function are for."""
 
     parameter_of: Roles
-    optional: frozenset[str] = frozenset()
-    axes: str = ""
-    results: tuple[str, str] = ("q", "k")
-    guessed: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()  # the roles of parameters with a default
+    axes: str = ""  # those of the positions that their annotation states, such as "s", "bs", "3bs", "s3" and "b3s"
+    results: tuple[str, str] = ("q", "k")  # the roles of the first two, if it takes q and k
+    guessed: frozenset[str] = frozenset()  # the parameters whose roles only their use says
 
     def without(self, roles: set[str]) -> Call:
         """Return the call that omits the parameters with these roles."""
