@@ -767,6 +767,14 @@ def up_to_a_length(x: Tensor, positions: Tensor, max_seq_len: int) -> Tensor:
     return turn(x, *at_positions(cos_sin_cache(64, max_seq_len), positions))
 
 
+class OfFrames:
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def tables(self, frames: int, device: str) -> tuple[Tensor, Tensor]:
+        return at_positions(cos_sin_cache(self.dim, frames), torch.arange(frames))
+
+
 def a_column(seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
     """Of a grid: half of the pairs turn by the row, and the others by the column, which is 0."""
     angles = torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(0, dim, 4) / dim)
@@ -806,6 +814,7 @@ def a_column(seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
         ((cos_sin_cache, on_axes_of_a_table), "axes", "pairs 0 to 15 height, 16 to 31 width"),
         (from_places_of_both, "positions", "counted from an offset"),
         (up_to_a_length, "call", "f(x, positions, max_seq_len)"),
+        ((targets.Method(OfFrames, "tables"), turn), "frequencies", "base 100"),
         ((a_column, turn), "frequencies", "base 10000 and exponents 2i/64"),
     ],
 )

@@ -166,6 +166,8 @@ def read_call(called: Callable[..., Any]) -> Call:
     known = parameters(called) or {}
     roles = match(known, _NAMES, _PARTS, uses.roles(code_of(called)))
     guessed = {*roles.values()} - {*match(known, _NAMES, _PARTS).values()}
+    if "frames" in roles and not {"height", "width", "seq_len"} & {*roles}:  # then it is not of a grid
+        roles = {"seq_len" if role == "frames" else role: name for role, name in roles.items()}
     alone = "q" if "q" in roles else "v"
     if not {"k", "x", "qkv", "kv"} & {*roles}:  # q or v alone, as a function for one tensor may call it, is x
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
