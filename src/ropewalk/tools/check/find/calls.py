@@ -125,7 +125,8 @@ class _Finder:
         if best is None or (self.unknown and best[0] < _ROTATES):
             raise failure or self._no_call()
         chosen = best[1]
-        layers = [name for name, part in _parts_of(chosen) if isinstance(part, torch.nn.Linear)]
+        parts = () if chosen.module is None else chosen.module.named_modules()
+        layers = [name for name, part in parts if getattr(part, "weight", torch.empty(0)).ndim == 2]
         if layers and best[0] < _IN_PAIRS:
             raise words.no_call(f"{self.target.name} must only rotate", f"code with layers {', '.join(layers)}")
         if "weights" in chosen.form.takes:
@@ -535,10 +536,6 @@ def _takes_rows(subject: Subject) -> bool:
         )
     except CallError:
         return False
-
-
-def _parts_of(subject: Subject) -> Iterable[tuple[str, torch.nn.Module]]:
-    return () if subject.module is None else subject.module.named_modules()
 
 
 def _better(*found: Found | None) -> Found | None:
