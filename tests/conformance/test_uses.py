@@ -43,6 +43,14 @@ def of_pairs(a: Tensor, b: Tensor, m: int) -> Tensor:
     return torch.view_as_real(z * torch.polar(torch.ones_like(angles), angles)).flatten(-2).type_as(a)
 
 
+def of_one_vector(a: Tensor, m: int, base: float) -> Tensor:
+    n, out = len(a), a.clone()
+    for i in range(0, n, 2):
+        angle = m * base ** (-i / n)
+        out[i] = a[i] * math.cos(angle) - a[i + 1] * math.sin(angle)
+    return out
+
+
 def by_tables(a: Tensor, c: Tensor, s: Tensor) -> Tensor:
     c, s = c.unsqueeze(1), s.unsqueeze(1)
     u, v = a.chunk(2, dim=-1)
@@ -95,6 +103,7 @@ class Unhashable:
         (from_a_place, {"i": "offset", "j": "length"}),
         (of_halves, {"a": "tokens", "b": "angles"}),
         (of_pairs, {"a": "tokens", "b": "positions", "m": "dim"}),
+        (of_one_vector, {"a": "tokens", "m": "positions", "base": "base"}),
         (by_tables, {"a": "tokens", "c": "cos", "s": "sin"}),
         (of_rows, {"a": "tokens", "b": "positions", "rows": "angles"}),
         (of_two, {"one": "tokens", "other": "tokens", "b": "positions"}),

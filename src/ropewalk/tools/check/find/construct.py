@@ -244,26 +244,14 @@ def takes_sizes(function: Any) -> bool:
     )
 
 
-# Keys that no config of Hugging Face has, of which a project's own config class has some.
-_OWN_KEYS = {"rotary_dim", "rope_dim", "rot_dim", "base", "theta", "rope_base", "d_head", "dim_head", "max_seq_len"}
-
-
 class _Config(SimpleNamespace):
     """A config whose keys are attributes, like the config objects of transformers: that of the text model alone."""
-
-    __slots__ = ("expected",)
-
-    def __init__(self, expected: Expected, keys: Mapping[str, Any]) -> None:
-        super().__init__(**keys)
-        self.expected = expected
 
     def __getattr__(self, name: str) -> Any:
         if name == "text_config":
             return self
         if name == "head_dim":  # as config classes derive it
             return getattr(self, "qk_rope_head_dim", None) or self.hidden_size // self.num_attention_heads
-        if name in _OWN_KEYS and name in (values := _of_keys([name], self.expected)):
-            return values[name]
         raise AttributeError(f"the config has no {name}")
 
     def __getitem__(self, name: str) -> Any:
@@ -278,8 +266,8 @@ class _NamedConfig(_Config):
     """The config of code for which none is stated. Each key has the value that its name means when it is read."""
 
     def __getattr__(self, name: str) -> Any:
-        values = {} if name in self.__slots__ else _of_keys([name], self.expected)
-        return values[name] if name in values else super().__getattr__(name)
+        expected = self.__dict__["expected"]
+        return values[name] if name in (values := _of_keys([name], expected)) else super().__getattr__(name)
 
 
 def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
@@ -326,7 +314,7 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
                 | _of_keys(known, expected)
                 | {name: keys[name] for name in known if name in keys}
             )
-    return _NamedConfig(expected, {}) if config is None else _Config(expected, config)
+    return _NamedConfig(expected=expected) if config is None else _Config(**config)
 
 
 _SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")  # of a config of transformers

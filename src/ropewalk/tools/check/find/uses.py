@@ -126,8 +126,8 @@ class _Uses(ast.NodeVisitor):
         of = node.attr if isinstance(node, ast.Attribute) else node.arg if isinstance(node, ast.keyword) else ""
         if of in ("shape", "device", "dtype"):
             return set()
-        if isinstance(node, ast.Call) and _name(node) in ("to", "type", "type_as", "astype"):
-            return self._sources(node.func)
+        if isinstance(node, ast.Call) and _name(node) in ("to", "type", "type_as", "astype", "len", "size"):
+            return set() if _name(node) in ("len", "size") else self._sources(node.func)
         name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         found = {*self.stands_for.get(name, ()), *self.made_of.get(name, ())}
         return {of.removesuffix("/2") for of in found}.union(*map(self._sources, ast.iter_child_nodes(node)))
