@@ -775,9 +775,9 @@ class OfFrames:
         return at_positions(cos_sin_cache(self.dim, frames), torch.arange(frames))
 
 
-def a_column(seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
+def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
     """Of a grid: half of the pairs turn by the row, and the others by the column, which is 0."""
-    angles = torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(0, dim, 4) / dim)
+    angles = torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(16) / 16)
     angles = torch.cat((angles, torch.zeros_like(angles)), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -815,7 +815,6 @@ def a_column(seq_len: int, dim: int) -> tuple[Tensor, Tensor]:
         (from_places_of_both, "positions", "counted from an offset"),
         (up_to_a_length, "call", "f(x, positions, max_seq_len)"),
         ((targets.Method(OfFrames, "tables"), turn), "frequencies", "base 100"),
-        ((a_column, turn), "frequencies", "base 10000 and exponents 2i/64"),
     ],
 )
 def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
@@ -830,13 +829,22 @@ def test_a_base_beside_a_config_that_states_it() -> None:
     assert report.codes == [], str(report)
 
 
+def test_one_column_of_a_grid_in_half_pairing() -> None:
+    assert conformance.check((a_column, turn), base=100.0).codes == []
+
+
 def test_code_for_text_with_a_config_of_several_axes() -> None:
     rope = Rope(64, 100.0, "half", axes=Axes.sections((8, 12, 12)))
 
-    def of_rows(x: Tensor, positions: Tensor) -> Tensor:
-        return turn(x, *at_positions(cos_sin_cache(64, 1 << 13), positions))
+    def tables(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Of `[batch, seq]`, of which `[axes, seq]` looks like three rows."""
+        return at_positions(cos_sin_cache(64, 1 << 13), position_ids)
 
-    report = conformance.check(of_rows, rope=rope)
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = (turn(x.transpose(1, 2), cos, sin)[: len(x)].transpose(1, 2) for x in (q, k))
+        return q, k
+
+    report = conformance.check((tables, apply), rope=rope)
     assert (report.codes, report.found["axes"][:10]) == ([], "not judged"), str(report)
 
 
