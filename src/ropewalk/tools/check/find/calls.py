@@ -22,7 +22,7 @@ one head of k (MLA)                    vLLM, SGLang                             
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
-any name, known by its use             code of one's own in Python                          uses 270
+any name, known by its use             code of one's own in Python                          uses 290
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
@@ -67,18 +67,19 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
+    sliced = for_slice(expected)
     try:
         found = _Finder(target, expected).find(layout)
-        if expected.rope is not None and expected.rope.rotary_offset > 0 and _rotates_all(found):
+        if sliced is not None and sliced.head_dim < expected.head_dim and _rotates_all(found):
             with contextlib.suppress(_checks.RopeError):  # as in MLA, whose callers pass a slice
-                return find(target, for_slice(expected) or expected, layout)
+                return find(target, sliced, layout)
         return found
     except _checks.RopeError as e:
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
             adapter.show(error, target, expected)
             raise error from e
-        if (sliced := for_slice(expected)) is None:
+        if sliced is None:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
             raise
@@ -511,7 +512,10 @@ def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
 
 def _rotates_all(subject: Subject) -> bool:
     """Return whether each channel of a head is rotated."""
-    found = structure.infer(subject.linear_maps(torch.arange(_TOKENS)[None]))
+    try:
+        found = structure.infer(subject.linear_maps(torch.arange(_TOKENS)[None]))
+    except CallError:
+        return False
     return found is not None and 2 * found.pairs == subject.channels
 
 

@@ -65,7 +65,6 @@ _SCALING = {
 }
 
 _SIDE = 256  # of a grid
-_EMPTY = inspect.Parameter.empty
 _CONFIGS = {"config", *_NAMES["config"].split()}
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
@@ -107,8 +106,8 @@ def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
 def configs(owner: Any) -> set[str]:
     """Return the parameters that are for a config."""
     known = parameters(owner) or {}
-    read = {name for name, role in uses.roles(owner).items() if role == "config" and known[name].default is _EMPTY}
-    return (_CONFIGS & {*known}) | read
+    read = {name for name, role in uses.roles(owner).items() if role == "config"}
+    return {name for name, p in known.items() if name in _CONFIGS or (name in read and p.default is p.empty)}
 
 
 def _by_name(

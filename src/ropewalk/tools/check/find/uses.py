@@ -35,7 +35,7 @@ ROLES = {
     "length": ("length", "seq_len"),
     **{side: (side,) for side in _SIDES},
     "tokens": ("q", "k"),
-    "table": ("freqs_cis",),
+    "table": (),  # one of cos and sin, or of both, which the other parameters say
     "cos": ("cos",),
     "sin": ("sin",),
     "half": ("dim", "rotary_dim", "channels", "head_size"),  # what a fraction is taken of
