@@ -28,6 +28,20 @@ def on_a_device(j: int, device: str) -> Tensor:
     return torch.arange(j, device=device) * torch.ones(1, device=device).to(device)
 
 
+def of_a_square(j: int, m: int) -> Tensor:
+    sides = torch.meshgrid(torch.arange(j), torch.arange(j), indexing="ij")
+    return torch.stack(sides, dim=-1).expand(m // 4, -1, -1, -1)
+
+
+def of_two_sides(i: int, j: int) -> Tensor:
+    return torch.arange(i)[:, None] + torch.arange(j)
+
+
+def of_both_tables(a: Tensor, b: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = b
+    return by_tables(a, cos, sin)
+
+
 def from_a_place(i: int, j: int) -> Tensor:
     return torch.arange(i, i + j)
 
@@ -100,6 +114,9 @@ class Unhashable:
         (powers, {"i": "base", "j": "length", "m": "dim"}),
         (exponential, {"i": "base", "m": "dim"}),
         (on_a_device, {"j": "length"}),
+        (of_a_square, {"j": "width", "m": "half"}),
+        (of_two_sides, {"i": "height", "j": "width"}),
+        (of_both_tables, {"a": "tokens", "b": "table"}),
         (from_a_place, {"i": "offset", "j": "length"}),
         (of_halves, {"a": "tokens", "b": "angles"}),
         (of_pairs, {"a": "tokens", "b": "positions", "m": "dim"}),
