@@ -867,6 +867,34 @@ def test_tables_get_the_dtype_of_a_call() -> None:
     assert conformance.check((make, turn), base=100.0).codes == ["low-precision-angles"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_that_are_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    def rounded(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return turn(x, cos, sin).to(dtype).type_as(x)
+
+    report = conformance.check(rounded)
+    name = f"{dtype}".removeprefix("torch.")
+    says = f"The input is float32, and all numbers of the output are rounded to {name}. No more was judged."
+    assert [(found.code, found.says) for found in report.findings] == [("wrong-output-dtype", says)]
+
+
+class OfTimes(torch.nn.Module):
+    def __init__(self, dim: int, base: float) -> None:
+        super().__init__()
+        self.inv_freq = base ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        angles = t.flatten()[:, None] * self.inv_freq
+        return angles.cos()[:, None, None], angles.sin()[:, None, None]
+
+
+def test_one_time_for_each_row() -> None:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(q, cos[..., 0, :], sin[..., 0, :]), turn(k, cos[..., 0, :], sin[..., 0, :])
+
+    assert conformance.check((OfTimes, apply), base=100.0).codes == []
+
+
 @dataclass(frozen=True)
 class Options:
     rope_theta: float

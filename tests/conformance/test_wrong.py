@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ropewalk import conformance
 from ropewalk.tools.check.bugs import BUGS
+from ropewalk.tools.check.find.form import Form
 from wrong_programs import FILES, HERE, PROGRAMS, replaced, written
 
 
@@ -67,6 +69,42 @@ def test_the_repaired_file_is_right(name: str, tmp_path: Path) -> None:
     report = checked(written(f"{replaced(code, repair)}\nTARGET ={given}", tmp_path))
     codes = {finding.code for finding in report.counted}
     assert codes <= {"no-gradient"} - {bug_of(name)}, str(report)
+
+
+IN_16_BITS = (
+    "axes_exchanged__grid heads_differ key_not_rotated low_precision_angles mixed_pairings positions_restart "
+    "query_and_key_crossed rotates_backwards__conjugate scaling_inverted segments_ignored__boundary_of_the_previous "
+    "size_dependent__blocks_of_eight_heads table_wraps wrong_base wrong_gradient__only_of_the_keys "
+    "wrong_pairing__vllm_49290 wrong_slot__values_in_the_order_of_tokens R:norm_with_one_plus_weight R:gpt_fast"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", IN_16_BITS.split())
+def test_code_that_takes_one_dtype_of_16_bits(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(form: Form, q: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if q.dtype != dtype:
+            raise TypeError(f"unsupported dtype {q.dtype}")
+        return of_any_dtype(form, q, *args, **options)
+
+    of_any_dtype = Form.run
+    monkeypatch.setattr(Form, "run", run)
+    is_right = name.startswith("R:")
+    report = checked(HERE / "right" / f"{name[2:]}.py" if is_right else written(PROGRAMS[name], tmp_path))
+    assert report.codes == [] if is_right else bug_of(name) in report.codes[:1], str(report)
+    assert report.found["dtype"].startswith(f"{dtype}".removeprefix("torch."))
+
+
+def test_a_float_that_does_not_copy_is_right_in_16_bits(tmp_path: Path) -> None:
+    for name, says in (
+        ("float_does_not_copy", "With float16 tensors it rotates"),
+        ("only_first_half", "for any one angle."),
+    ):
+        (found,) = checked(written(PROGRAMS[f"not_a_rotation__{name}"], tmp_path)).findings
+        assert says in found.says
+        assert ("float16" in found.says) == (name == "float_does_not_copy")
 
 
 def test_later_calls_are_not_judged_if_earlier_calls_matter(tmp_path: Path) -> None:

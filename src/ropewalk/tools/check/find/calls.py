@@ -31,6 +31,7 @@ For any other call, `adapter` writes a function to complete. A call of a new kin
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -46,20 +47,21 @@ from ropewalk.tools.check.expected import Expected, for_slice
 from ropewalk.tools.check.find import adapter, memory, tables, words
 from ropewalk.tools.check.find.construct import Arguments, config_objects, construct, is_constructor, takes_sizes
 from ropewalk.tools.check.find.form import LAYOUTS, forms
-from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
 from ropewalk.tools.check.find.target import Method, Target, function_of
 from ropewalk.tools.check.find.ways import COUNTS, LAST, OF_POSITIONS, ONE_ROW, Way, count_of, ways
 from ropewalk.tools.check.find.words import FUSED, Call
-from ropewalk.tools.check.measure import structure
+from ropewalk.tools.check.measure import case, structure
 
 GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
+_OF_DTYPE = "(?i)dtype|float|half|bf16|fp16|^AssertionError"  # parts of an error of code that takes no float32
 _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 
 Found = tuple[int, Subject]  # a call, and its score
 
 
-def find(target: Target, expected: Expected, layout: str | None) -> Subject:
+def find(target: Target, expected: Expected, layout: str | None, dtype: torch.dtype = torch.float32) -> Subject:
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
     If no call takes whole heads, the target is expected to take their rotated channels, which its caller slices out.
@@ -67,14 +69,18 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
-    sliced = for_slice(expected)
+    sliced, finder = for_slice(expected), _Finder(target, expected, dtype)
     try:
-        found = _Finder(target, expected).find(layout)
+        found = finder.find(layout)
         if sliced is not None and sliced.head_dim < expected.head_dim and _rotates_all(found):
             with contextlib.suppress(_checks.RopeError):  # as in MLA, whose callers pass a slice
-                return find(target, sliced, layout)
+                return find(target, sliced, layout, dtype)
         return found
     except _checks.RopeError as e:
+        if dtype == torch.float32 and any(re.search(_OF_DTYPE, error) for error in finder.errors):
+            for other in reversed(ROUNDING):
+                with contextlib.suppress(_checks.RopeError):
+                    return find(target, expected, layout, other)
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
             adapter.show(error, target, expected)
@@ -83,13 +89,13 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
             raise
-    return find(target, sliced, layout)
+    return find(target, sliced, layout, dtype)
 
 
 class _Finder:
     """Tries the calls of one target. Why calls fail is collected in `errors`."""
 
-    def __init__(self, target: Target, expected: Expected) -> None:
+    def __init__(self, target: Target, expected: Expected, dtype: torch.dtype) -> None:
         self.target, self.expected = target, expected
         self.axes = words.read_call(function_of(target.objects[-1])).axes
         self.given = GIVEN
@@ -97,7 +103,7 @@ class _Finder:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)
         elif expected.states_head_dim:
             self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
-        self.found: dict[str, Any] = {}  # attributes of the form of every further call
+        self.found: dict[str, Any] = {"dtype": dtype}  # attributes of the form of every further call
         self.errors: list[str] = []
         self.unknown: dict[str, None] = {}  # the required parameters whose names are unknown
         self.scored = 0  # calls
@@ -376,8 +382,8 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     except CallError as e:
         errors.append(str(e))
         return None
-    differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
-    differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
+    differs_by_head = bool((out - out[:, :, :1]).abs().max() > subject.close)
+    differs_by_token = bool((out - out[:, :1]).abs().max() > subject.close)
     score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
     many = many + 7 * subject.accepts(many + 7)  # beyond the rows of tables that have one for each token
@@ -386,14 +392,18 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         if "positions" in subject.way.roles:  # which must index all of them
             return None
         score -= _PERFECT - _ROTATES + 1  # tables of fewer tokens than channels also fit other axes
-    if (found := structure.infer(maps)) is not None:
+    if (found := structure.infer(maps, subject.close)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
             {None: 10, "attention-factor": 8, "not-a-rotation": 6}.get(found.flaw, 2)
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
-            + 1 * bool((at_0.angle().abs() < 1e-5).all())
-            - 1 * (subject.way.given is not None and not _has_frequencies(subject.way.given, found, maps[1]))
+            + 1 * bool((at_0.angle().abs() < subject.close).all())
+            - 1
+            * (
+                subject.way.given is not None
+                and not _has_frequencies(subject.way.given, found, maps[1], max(1e-4, subject.close))
+            )
         )
     if subject.layout in ONE_ROW:
         return score + 1
@@ -417,11 +427,11 @@ def _runs(subject: Subject, q: Tensor, k: Tensor, positions: Tensor, errors: lis
     return True
 
 
-def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor) -> bool:
+def _has_frequencies(rope: Rope, found: structure.Structure, at_1: Tensor, close: float) -> bool:
     """Return whether the pairs turn by the frequencies of a rope, of which a table of another width has others."""
     angles = found.multipliers(at_1[:, found.ins[:, 0]].T).diagonal().angle().abs().sort().values
     expected = torch.from_numpy(rope.inv_freq).abs().sort().values
-    return angles.shape == expected.shape and torch.allclose(angles, expected, atol=1e-4)
+    return angles.shape == expected.shape and torch.allclose(angles, expected, atol=close)
 
 
 def _score_of_fused(subject: Subject, positions: Tensor) -> int:
@@ -441,8 +451,7 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
 
 
 def _tokens(subject: Subject) -> Tensor:
-    """Return a test tensor `[1, tokens, heads, channels]`, of which no two elements are equal."""
-    return torch.sin(1 + torch.arange(_TOKENS * _HEADS * subject.channels)).view(1, _TOKENS, _HEADS, -1)
+    return case.waves(1, _TOKENS, _HEADS, subject.channels, 1)
 
 
 def _writes_into_its_input(subject: Subject) -> bool:
@@ -452,11 +461,11 @@ def _writes_into_its_input(subject: Subject) -> bool:
     which an accident would copy.
     """
     x, positions = _tokens(subject), torch.arange(_TOKENS)[None]
-    whole = subject.to_native(x).clone(memory_format=torch.contiguous_format)
+    whole = subject.to_native(x).to(subject.form.dtype).clone(memory_format=torch.contiguous_format)
 
     def overwrites(q: Tensor) -> bool:
         out, _ = subject.call_native(q, whole.clone(), positions)
-        return torch.equal(q, out) and not torch.equal(q, subject.to_native(x))
+        return torch.equal(q, out) and not torch.equal(q, whole)
 
     with mock.patch.object(FunctionCtx, "mark_dirty", autospec=True, side_effect=FunctionCtx.mark_dirty) as tells:
         found = overwrites(whole.clone())
@@ -487,7 +496,7 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
         if other.layout in (chosen.layout, "thd") and other.way.tables == chosen.way.tables:
             with contextlib.suppress(CallError):
                 out, _ = other(x, x, positions)
-                if torch.allclose(out, right, atol=1e-5):
+                if torch.allclose(out, right, atol=other.close):
                     return other
                 working = working or other
     return working
@@ -505,7 +514,9 @@ def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
             with contextlib.suppress(CallError):
                 one, several = other(x, x, positions)[0], other(three, three, rows)[0]
                 expected = torch.cat((right, 2 * right, -right))
-                if bool((one - right).abs().max() < 1e-5) and bool((several - expected).abs().max() > 1e-4):
+                if bool((one - right).abs().max() < other.close) and bool(
+                    (several - expected).abs().max() > 10 * other.close
+                ):
                     return other.layout
     return ""
 
@@ -513,7 +524,7 @@ def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
 def _rotates_all(subject: Subject) -> bool:
     """Return whether each channel of a head is rotated."""
     try:
-        found = structure.infer(subject.linear_maps(torch.arange(_TOKENS)[None]))
+        found = structure.infer(subject.linear_maps(torch.arange(_TOKENS)[None]), subject.close)
     except CallError:
         return False
     return found is not None and 2 * found.pairs == subject.channels
@@ -536,7 +547,7 @@ def _takes_rows(subject: Subject) -> bool:
     x = subject.equal_heads(3, 1, 2)
     try:
         return subject.accepts(positions) and torch.allclose(
-            subject(x, x, positions)[0][1:], subject(x[1:], x[1:], positions[1:])[0], atol=1e-5
+            subject(x, x, positions)[0][1:], subject(x[1:], x[1:], positions[1:])[0], atol=subject.close
         )
     except CallError:
         return False

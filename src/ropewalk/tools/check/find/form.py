@@ -78,6 +78,7 @@ class Form:
     added: tuple[float, float] = (0.0, 0.0)  # what is added to the weights of the norms of q and k, such as 1 in Gemma
     eps: float = EPS
     fixed: Mapping[str, Any] = field(default_factory=dict)  # the arguments of parameters without a role, by name
+    dtype: torch.dtype = torch.float32  # of q and k, or one of 16 bits if the function takes no float32
 
     @property
     def has_k(self) -> bool:

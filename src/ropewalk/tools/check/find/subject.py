@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,9 @@ from ropewalk.tools.check.find.form import Form, Results, from_layout, to_layout
 from ropewalk.tools.check.find.memory import CallError as CallError
 from ropewalk.tools.check.find.ways import ONE_ROW, Way, run_starts
 
+CLOSE = 1e-5  # tolerance of float32 results of size 1
+# The error that rounding explains: cos and sin, the product and the sum lose half a unit each, of numbers up to √2.
+ROUNDING = {torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
 
 
@@ -52,6 +55,20 @@ class Subject:
         return self.form.layout
 
     @property
+    def noise(self) -> float:
+        """The error of results of size 1 by 16 bits, of a norm and a rotation, or 0 if the target takes others."""
+        return ROUNDING.get(self.form.dtype, 0.0) * (1 + ("weights" in self.form.takes))
+
+    @property
+    def close(self) -> float:
+        """The tolerance of results of size 1."""
+        return CLOSE + 2 * self.noise
+
+    def rounding(self, right: Tensor) -> float:
+        """Return the error that 16 bits cause in results of any size."""
+        return 2 * self.noise * float(right.abs().max())
+
+    @property
     def has_k(self) -> bool:
         """Whether the target rotates q and k together. Otherwise it rotates one tensor."""
         return self.form.has_k
@@ -70,6 +87,10 @@ class Subject:
 
     def _run(self, q: Tensor, k: Tensor | None, positions: Tensor, **passed: Any) -> Results:
         """Call the target with these tensors, in its own layout. Raise CallError if it fails in any way."""
+        if q.dtype == torch.float32 != self.form.dtype:
+            q_in, k_in, *others = _cast((q, k, *passed.values()), self.form.dtype)
+            results = self._run(q_in, k_in, positions, **dict(zip(passed, others, strict=True)))
+            return cast(Results, _cast(results, q.dtype))
         if self.axes is not None and positions.ndim == 2:
             positions = positions.expand(self.axes, -1, -1)
         k = k if self.has_k else None
@@ -162,6 +183,17 @@ class Subject:
             starts = positions[0][run_starts(positions[0])]
             return len(positions) == 1 and (self.way.positions == "runs" or not bool(starts.any()))
         return rows_are_equal and consecutive and (self.way.positions == "offset" or not bool(positions[0, 0]))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the numbers in a tensor, a tuple or a dataclass."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_cast(each, dtype) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: _cast(each, dtype) for name, each in vars(value).items()})
+    return value
 
 
 def _plain(x: Any) -> Tensor:

@@ -214,7 +214,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
     if "x" in parameter_of:
         name = parameter_of["x"]
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {name: p}), p))
-        shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p), "shared")
+        shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p[:1]), "shared")
         all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}))))
         return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared, all_rows]
     must = "the function that computes the tables must have a parameter for positions, a length or x"

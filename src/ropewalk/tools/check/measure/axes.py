@@ -70,7 +70,7 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
         _name(right, axis, names, report)
     explained = rope
     if bool(moving.all()) and min(axis) >= 0:
-        explained = _judge_frequencies(rope, axis, multipliers, names, report)
+        explained = _judge_frequencies(rope, axis, multipliers, names, subject.noise, report)
     if subject.way.given is None:
         subject = replace(subject, expected=replace(expected, rope=explained))
     return subject, OnAxes(alone, axis, explained.axes, names)
@@ -179,10 +179,10 @@ def _fitting(axis: tuple[int, ...], multipliers: Tensor, structure: Structure) -
 
 
 def _judge_frequencies(
-    rope: Rope, axis: tuple[int, ...], multipliers: Tensor, names: Sequence[str], report: Report
+    rope: Rope, axis: tuple[int, ...], multipliers: Tensor, names: Sequence[str], noise: float, report: Report
 ) -> Rope:
     """Return the rope whose frequencies the target has, if they differ only in how the axes share the progressions."""
-    axes, code = rope.axes, law.identify(multipliers, SMALL, rope, rope.head_dim).code
+    axes, code = rope.axes, law.identify(multipliers, SMALL, rope, rope.head_dim, noise=noise).code
     if axes is None or code not in ("wrong-frequencies", "wrong-base", "wrong-exponent"):
         return rope
     factor = float(multipliers.abs().median())
@@ -190,7 +190,7 @@ def _judge_frequencies(
     for says, found in _progressions(axis, axes.count):
         try:
             other = replace(rope, axes=found)
-            fits = law.Law(law.moving(other.inv_freq), factor).explains(multipliers, SMALL)
+            fits = law.Law(law.moving(other.inv_freq), factor, noise=noise).explains(multipliers, SMALL)
         except _checks.RopeError:  # the scheme does not apply to such axes
             continue
         if fits:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropewalk import Axes
 from ropewalk.tools.check.find.subject import Subject
-from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, usual, where
+from ropewalk.tools.check.measure.case import KNOWN, Case, usual, where
 from ropewalk.tools.check.measure.law import Law
 from ropewalk.tools.check.measure.structure import Structure
 from ropewalk.tools.check.report import Report
@@ -77,10 +77,10 @@ class Baseline:
 
     def tolerance(self, positions: Tensor) -> Tensor:
         """Return how far results of size 1 may be from the prediction at positions, `[..., seq, 1, channels]`."""
-        close = torch.full((*positions.shape[-2:], 1, self.subject.channels), CLOSE, dtype=torch.float64)
+        close = torch.full((*positions.shape[-2:], 1, self.subject.channels), self.subject.close, dtype=torch.float64)
         if positions.ndim < 3 and int(positions.max()) >= len(self.multipliers):  # as predicted by the law
             for channels in (self.structure.ins, self.structure.outs):
-                close[..., channels] = CLOSE + 2 * self.law.bound(positions)[..., None, :, None]
+                close[..., channels] += 2 * self.law.bound(positions)[..., None, :, None]
         return close
 
     def compare(self, case: Case, positions: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

@@ -12,7 +12,6 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.find.ways import ONE_ROW
 
-CLOSE = 1e-5  # tolerance of float32 results of size 1
 KNOWN = 64  # positions of the plain call
 _DOCUMENT = 3  # tokens of each document, if the target takes several in one row
 TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
@@ -142,9 +141,12 @@ def unwritten(call: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
 
 
 def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tensor:
-    """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
+    """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state.
+
+    Its numbers are exact in every dtype.
+    """
     n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)
-    return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, channels)
+    return torch.sin(0.1 + 0.7 * n + seed).bfloat16().half().float().reshape(rows, tokens, heads, channels)
 
 
 def where(wrong: Tensor) -> str:

@@ -15,7 +15,7 @@ from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, HEADS, TOKENS, unwritten, usual, waves, where
+from ropewalk.tools.check.measure.case import HEADS, TOKENS, unwritten, usual, waves, where
 
 FIRST = torch.arange(TOKENS)[None]
 _RAGGED = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
@@ -138,7 +138,7 @@ def _check_decoding(baseline: Baseline) -> bool:
         if results.k is None or results.k.shape[1] not in (tokens, start + tokens):
             return False
         keys = results.k if results.k.shape[1] == start + tokens else torch.cat((known, results.k), dim=1)
-        if start and bool(((keys[:, :start] - known).abs() > CLOSE).any()):
+        if start and bool(((keys[:, :start] - known).abs() > subject.close).any()):
             says = f"With {tokens} more token(s), the keys of the {start} before them are changed."
             baseline.report.add("stored-key-unlike-key", says, str(case))
             return True
@@ -157,7 +157,7 @@ def _check_decoding(baseline: Baseline) -> bool:
 
 def _views(subject: Subject) -> dict[str, list[Tensor]]:
     """Return test tensors q and k in the target's layout, for each way in which models lay them out in memory."""
-    inputs = q, k = usual(subject).tensors()
+    inputs = q, k = [x.to(subject.form.dtype) for x in usual(subject).tensors()]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "slices of one tensor with q, k and v": lambda x: torch.cat((x, x, x), dim=-1)[..., : x.shape[-1]],
         "views of a tensor with tokens before heads": lambda x: x,
@@ -178,7 +178,7 @@ def _check_views(baseline: Baseline) -> bool:
         before, positions = (q.clone(), k.clone()), FIRST.clone()
         expected = [baseline.predict(subject.from_native(x).clone(), FIRST, key=x is k) for x in (q, k)]
         for out, right in zip(subject.call_native(q, k, positions), expected, strict=True):
-            if out is not None and not bool(((subject.from_native(out) - right).abs() < CLOSE).all()):
+            if out is not None and not bool(((subject.from_native(out) - right).abs() < subject.close).all()):
                 report.add("strided-input", f"The results for {name} are wrong.")
         if not subject.form.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
             report.add("input-changed", f"A call with {name} changes the values of its arguments.")
@@ -189,7 +189,7 @@ def _check_views(baseline: Baseline) -> bool:
     if subject.way.given is not None and not subject.form.is_fused:
         with contextlib.suppress(CallError):  # it refuses such tables
             results = _passing(baseline, _half_of_a_wider_one).compare(usual(subject), FIRST)
-            if not all(bool(((out - right).abs() < CLOSE).all()) for *_, out, right in results):
+            if not all(bool(((out - right).abs() < subject.close).all()) for *_, out, right in results):
                 report.add("strided-input", "The results for tables that are halves of wider ones are wrong.")
     return True
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ropewalk.tools.check.find.form import Results, Stored
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure.baseline import Baseline
-from ropewalk.tools.check.measure.case import CLOSE, Case, waves, where
+from ropewalk.tools.check.measure.case import Case, waves, where
 from ropewalk.tools.check.measure.sizes import judge_all
 
 
@@ -53,14 +53,18 @@ def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         # It may refuse caches that are not contiguous.
         with contextlib.suppress(CallError) if "halves" in options else contextlib.nullcontext():
             v, results = _call(subject, case, weights=weights, **options)
-            found = None if results.stored is None else _slots_fault(results.stored, keys, v.flatten(0, 1))
+            found = (
+                None
+                if results.stored is None
+                else _slots_fault(results.stored, keys, v.flatten(0, 1), subject.close + subject.rounding(keys))
+            )
             if found is not None:
                 how = "Keys and values follow each other in each block of one tensor. " if "halves" in options else ""
                 return found[0], how + found[1]
     return None
 
 
-def _slots_fault(stored: Stored, keys: Tensor, values: Tensor) -> tuple[str, str] | None:
+def _slots_fault(stored: Stored, keys: Tensor, values: Tensor, close: float) -> tuple[str, str] | None:
     """Return what is wrong with the slots that a call has written, or with their keys and values `[tokens, …]`."""
     slots = stored.slots.flatten()
     is_token = slots >= 0
@@ -81,10 +85,10 @@ def _slots_fault(stored: Stored, keys: Tensor, values: Tensor) -> tuple[str, str
         if others or missing:
             return "wrong-slot", f"With slots {slots.tolist()}, {name} are stored in slots {_list(written)}."
         there = after[slots[is_token]]
-        is_right = ((there - right[is_token]).abs() < CLOSE).flatten(1).all(1)
+        is_right = ((there - right[is_token]).abs() < close).flatten(1).all(1)
         if bool(is_right.all()):
             continue
-        if all(bool(((row - right).abs() < CLOSE).flatten(1).all(1).any()) for row in there):
+        if all(bool(((row - right).abs() < close).flatten(1).all(1).any()) for row in there):
             return "wrong-slot", f"With slots {slots.tolist()}, the {name} of other tokens are in these slots."
         if name == "keys":
             return "stored-key-unlike-key", "What is stored for k is not the rotated key."
@@ -120,7 +124,7 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
         _, results = _call(subject, case, weights=weights)
         for name, x, out, weight in zip("qk", case.tensors(), (results.q, results.k), weights, strict=True):
             right = baseline.predict(normed(subject, x, weight), positions, key=name == "k")
-            if out is not None and not bool(((out - right).abs() < CLOSE).all()):
+            if out is not None and not bool(((out - right).abs() < subject.close + subject.rounding(right)).all()):
                 whole = "all heads together" if form.of_all_heads else "each head"
                 says = f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
                 return "wrong-norm", says

@@ -12,7 +12,7 @@ from ropewalk import _checks
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import sizes
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
-from ropewalk.tools.check.measure.case import CLOSE, Case, where
+from ropewalk.tools.check.measure.case import Case, where
 from ropewalk.tools.check.measure.fused import norm_weights, normed
 
 _TIMES = 4
@@ -26,7 +26,7 @@ def check(baseline: Baseline) -> bool | str:
     known = len(report.findings)
     for call in (plain, *plain.others):
         there, name = replace(baseline, subject=call), "" if call is plain else f"In the call {call.signature}: "
-        of_weights = [_find_fault_of_weights] if "weights" in call.form.takes else []
+        of_weights = [_find_fault_of_weights] if "weights" in call.form.takes and not call.noise else []
         for fault in (_find_fault, *of_weights):
             refused.append(sizes.judge_all(there, fault, few=True, call=name))
             if len(report.findings) > known:
@@ -65,10 +65,10 @@ def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
             return "not-repeatable", f"The gradient of {name} is another one in each backward pass."
         grad = subject.from_native(grads[0])
         right = _right(baseline, weight, x, positions, name == "k")
-        wrong = ~((grad - right).abs() < baseline.tolerance(positions))
+        wrong = ~((grad - right).abs() < baseline.tolerance(positions) + subject.rounding(right))
         if not bool(wrong.any()):
             continue
-        if bool(((grad - weight)[wrong].abs() < CLOSE).all()):
+        if bool(((grad - weight)[wrong].abs() < subject.close).all()):
             part = "" if torch.equal(grad, weight) else where(wrong)
             says = f"The gradient of {name} is that of a function that changes nothing{part}."
             return "no-gradient" if subject.form.in_place and not _is_claimed(result) else in_place, says
@@ -106,7 +106,7 @@ def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | 
         weight = _output_gradient(x)
         (expected,) = torch.autograd.grad(right, weights[index], weight.double())
         (grad,) = torch.autograd.grad(out, weights[index], weight, materialize_grads=True)
-        if bool(((grad - expected).abs() > CLOSE * expected.abs().max()).any()):
+        if bool(((grad - expected).abs() > subject.close * expected.abs().max()).any()):
             says = "not the sum over all rows, tokens and heads" if bool(grad.any()) else "zero"
             return "wrong-gradient", f"The gradient of the weight of the norm of {name} is {says}."
     return None
@@ -148,4 +148,4 @@ def _depends_on_values(
     inputs, results = _call(subject, case, positions, 2.0)
     out = cast(Tensor, results[index])
     other = torch.autograd.grad(out, inputs[index], subject.to_native(weight), materialize_grads=True)[0]
-    return bool(((other - grad).abs() > CLOSE).any())
+    return bool(((other - grad).abs() > subject.close).any())

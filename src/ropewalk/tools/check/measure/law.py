@@ -110,7 +110,7 @@ def identify(
     """
     factor = float(multipliers.abs().median()) or 1.0
     inv_freq = measure_frequencies(multipliers, positions)
-    measured = Law(inv_freq, factor, uncertain=(formats.FLOAT32 + noise) / inv_freq.abs().clamp(min=1e-30))
+    measured = Law(inv_freq, factor, uncertain=(formats.FLOAT32 + noise) / inv_freq.abs().clamp(min=1e-30), noise=noise)
     if not measured.explains(multipliers, positions):
         says = "The angles are not proportional to the positions."
         measured = replace(measured, code="wrong-frequencies", says=says)

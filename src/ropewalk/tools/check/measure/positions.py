@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.subject import CallError, Subject
+from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
 from ropewalk.tools.check.measure.case import KNOWN, usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
@@ -171,10 +171,6 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
         if law.explains(z, torch.tensor(other)):
             return "wrong-far-positions", f"Position {p:,} has the angles of {other:,}."
     return "wrong-far-positions", law.describe_error(z, positions[token])
-
-
-# The error that rounding explains: cos and sin, the product and the sum lose half a unit each, of numbers up to √2.
-ROUNDING = {torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
 
 
 def judge_16_bits(baseline: Baseline, dtype: torch.dtype) -> bool | str:

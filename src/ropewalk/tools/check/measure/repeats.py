@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropewalk.tools.check.find.subject import Subject
 from ropewalk.tools.check.find.ways import ONE_TOKEN
-from ropewalk.tools.check.measure.case import CLOSE, KNOWN, Case, first_fault, unwritten, usual, where
+from ropewalk.tools.check.measure.case import KNOWN, Case, first_fault, unwritten, usual, where
 from ropewalk.tools.check.report import Report
 
 _TIMES = 5
@@ -54,7 +54,7 @@ def _varying(subject: Subject, case: Case) -> tuple[str, str] | None:
     """
     first, second, *others = _sequence(subject, case)
     worst = max(_distance(second, other) for other in others)
-    if subject.rebuild is None and (new := _distance(first, second)) > CLOSE:
+    if subject.rebuild is None and (new := _distance(first, second)) > subject.close:
         worst = max(worst, new)
     if not worst:
         return None

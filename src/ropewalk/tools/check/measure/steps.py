@@ -49,6 +49,8 @@ def run(subject: Subject, report: Report) -> None:
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
+    if subject.noise:
+        report.found["dtype"] = f"{law.NAMES[subject.form.dtype]}, since float32 is refused"
     report.found["layout"] = subject.layout
     report.found["positions"] = {
         "rows": "separate for each row of the batch",
@@ -63,7 +65,7 @@ def run(subject: Subject, report: Report) -> None:
         return
     if other := subject.other_layout:  # found by calls before this, whose results may vary with the memory
         report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
-    if (baseline := _measure(subject, report)) is None:
+    if (baseline := _measure(subject, report)) is None or (not subject.noise and _rounds_results(subject, report)):
         return
     of_options = {"scaling-ignored", "section-layout", "yarn-truncate"} & {*report.codes}
     if of_options and subject.arguments is not None and subject.arguments.adapter:
@@ -83,7 +85,8 @@ def run(subject: Subject, report: Report) -> None:
     if report.verdict == "right":
         report.test("head sizes", partial(_judge_head_sizes, baseline))
     for dtype, name in law.NAMES.items():
-        report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype))
+        may_raise = subject.form.dtype not in (torch.float32, dtype)
+        report.test(f"{name} tensors", partial(positions.judge_16_bits, baseline, dtype), may_raise=may_raise)
     report.test("under autocast", partial(positions.judge_autocast, baseline), may_raise=True)
     states.judge(baseline, sure)
 
@@ -100,7 +103,9 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if not bool(maps.isfinite().all()):
         report.add("not-finite", "The result is not finite at positions 0 to 15. No more was judged.")
         return None
-    is_angle = (maps[0].abs() - math.sin(1)).abs() < 1e-5  # of more than the first pair, as if tokens were off by one
+    is_angle = (
+        maps[0].abs() - math.sin(1)
+    ).abs() < subject.close  # of more than the first pair, as if tokens were off by one
     if subject.way.given is not None and int(is_angle.sum()) > 2:
         report.add("tables-misused", "At position 0, where cos is 1 and sin is 0, channels are multiplied by sin(1).")
         return None
@@ -108,8 +113,8 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         report.add("not-a-rotation", f"The result is 0 at position {int(zero.nonzero()[0])}, as with cos and sin of 0.")
         return None
     if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
-        maps = torch.where((maps - 1).abs() < 1e-5, 1.0, maps)
-    structure = infer(maps)
+        maps = torch.where((maps - 1).abs() < subject.close, 1.0, maps)
+    structure = infer(maps, subject.close)
     if (structure is None or structure.flaw is not None) and _rotates_once(subject):
         report.add(
             "earlier-calls-matter", "The first call of a new object rotates by angles, and a later one does not."
@@ -137,7 +142,12 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw is not None:
         if structure.pairing is None:  # then a part of the pairs was found
             report.drop("wrong-pairing", "rest-not-passed")
-        report.add(structure.flaw, _FLAWS[structure.flaw])
+        says = _FLAWS[structure.flaw]
+        if structure.flaw == "not-a-rotation" and _rotates_in_16_bits(subject):
+            says += (
+                " With float16 tensors it rotates: of them, `.float()` is a copy, and of float32 tensors it is none."
+            )
+        report.add(structure.flaw, says)
         return None
     multipliers = measure(subject, structure, SMALL[None])[0]
     subject, on_axes = axes.judge(subject, structure, multipliers, report)
@@ -146,10 +156,31 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
+def _rounds_results(subject: Subject, report: Report) -> bool:
+    """Report float32 results that are rounded to 16 bits, and return whether they are."""
+    out, _ = subject(*usual(subject).tensors(), conditions.FIRST)
+    name = next((name for dtype, name in law.NAMES.items() if torch.equal(out, out.to(dtype).float())), "")
+    if name:
+        report.drop("low-precision-tables")
+        says = f"The input is float32, and all numbers of the output are rounded to {name}. No more was judged."
+        report.add("wrong-output-dtype", says)
+    return bool(name)
+
+
+def _rotates_in_16_bits(subject: Subject) -> bool:
+    with contextlib.suppress(CallError):
+        narrow = replace(subject, form=replace(subject.form, dtype=torch.float16))
+        found = infer(narrow.linear_maps(SMALL[None, :16]), narrow.close)
+        return found is not None and found.flaw is None
+    return False
+
+
 def _rotates_once(subject: Subject) -> bool:
     """Return whether the first call of a new object rotates pairs, each by an angle."""
     with contextlib.suppress(CallError):
-        first = None if subject.rebuild is None else infer(subject.rebuild().linear_maps(SMALL[None, :16]))
+        first = (
+            None if subject.rebuild is None else infer(subject.rebuild().linear_maps(SMALL[None, :16]), subject.close)
+        )
         return first is not None and first.flaw is None
     return False
 
@@ -335,11 +366,12 @@ def _judge_law(
     elif rope is None:
         rope = _fitting_rope(subject, structure, multipliers, base, None if on_axes is None else on_axes.axes)
     is_fitted = base is None and subject.way.given is None
-    measured = law.identify(multipliers, SMALL, rope, subject.channels, is_fitted=is_fitted)
+    measured = law.identify(multipliers, SMALL, rope, subject.channels, is_fitted=is_fitted, noise=subject.noise)
     if measured.code in _FREQUENCIES and expected.unresolved is not None:
         factor, length = getattr(expected.unresolved.scaling, "factor", 2.0), expected.length or 1
         for n in (2 * length, round(factor * length), *(length * 2**power for power in range(2, 8))):
-            long_law = law.identify(multipliers, SMALL, expected.unresolved.at_length(n), subject.channels)
+            long = expected.unresolved.at_length(n)
+            long_law = law.identify(multipliers, SMALL, long, subject.channels, noise=subject.noise)
             if long_law.code is None and subject.way.given is None:
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
@@ -364,7 +396,7 @@ def _judge_law(
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
     report.found["direction"] = "backwards" if (measured.kind == "backwards") != stated_backwards else "forwards"
     report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"
-    explained = {"wrong-slice", "axis-frequencies"} & {*report.codes}
+    explained = {"wrong-slice", "axis-frequencies", "mixed-pairings"} & {*report.codes}
     if measured.code is not None and not (measured.code == "wrong-frequencies" and explained):
         report.add(measured.code, measured.says)
     describe = "not judged: check passes the tables" if subject.way.given is not None else None
@@ -422,7 +454,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: La
     """Compare k with q, and return the multipliers of k, or those of q if k has a bug that prevents the measurement."""
     if not subject.has_k:
         return multipliers
-    k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"))
+    k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"), subject.close)
     if _report_crossed(subject, report):
         return multipliers
     if k_structure is None:

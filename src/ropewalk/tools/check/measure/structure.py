@@ -56,10 +56,10 @@ class Structure:
         return out
 
 
-def infer(matrices: Tensor) -> Structure | None:
+def infer(matrices: Tensor, close: float = 1e-5) -> Structure | None:
     """Infer the pairs from the linear maps of a head, `[tokens, out channels, in channels]`, or None if there are none.
 
-    The maps are float32 or float64, on the CPU.
+    The maps are float32 or float64, on the CPU. Their elements may be wrong by `close`.
     """
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
     depends = (matrices.abs() > 0).any(0)
@@ -75,17 +75,17 @@ def infer(matrices: Tensor) -> Structure | None:
     lost = tuple(
         c
         for c in range(matrices.shape[-1])
-        if c not in paired and not torch.allclose(matrices[:, :, c], eye[c], atol=1e-5)  # a norm before it rounds
+        if c not in paired and not torch.allclose(matrices[:, :, c], eye[c], atol=close)  # a norm before it rounds
     )
     pairing, rotary_dim, offset = _pairing(ins)
     offset = min(offset, matrices.shape[-1] - rotary_dim)  # of half pairing, whose first pairs may have frequency 0
     order = "same" if torch.equal(ins, outs) else ("half" if _pairing(outs)[0] == "half" else "other")
     blocks = matrices[:, outs[:, :, None], ins[:, None, :]].to(torch.float64)  # [tokens, pairs, 2, 2]
     flaw = "mixed-pairings" if irregular else None
-    if flaw is None and order == "same" and torch.allclose(*_complex_rows(blocks.flip(2)), atol=1e-5):
+    if flaw is None and order == "same" and torch.allclose(*_complex_rows(blocks.flip(2)), atol=close):
         order, outs = "swapped", outs.flip(1)
     elif flaw is None:
-        flaw = _flaw(blocks)
+        flaw = _flaw(blocks, close)
     return Structure(ins, outs, pairing, rotary_dim, offset, order, lost, flaw)
 
 
@@ -126,27 +126,27 @@ def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return first, torch.complex(blocks[..., 1, 1], blocks[..., 1, 0])
 
 
-def _flaw(blocks: Tensor) -> str | None:
+def _flaw(blocks: Tensor, close: float) -> str | None:
     """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations.
 
     "xpos" is no bug: the size of each pair is a power of its position.
     """
     first_row, second_row = _complex_rows(blocks)
-    if torch.allclose(first_row, second_row, atol=1e-5):
+    if torch.allclose(first_row, second_row, atol=close):
         sizes = first_row.abs()
-        if float((sizes - sizes[:1]).abs().max()) <= 0.02 * float(sizes.max()):
+        if float((sizes - sizes[:1]).abs().max()) <= (0.02 + close) * float(sizes.max()):
             return None
         steps = sizes.log().diff(dim=0)
-        if bool((steps - steps[:1]).abs().max() < 1e-4):
+        if bool((steps - steps[:1]).abs().max() < max(1e-4, close)):
             return "xpos"
         # The pairs are stretched, unless cos and sin have different factors, so that their squares are on an ellipse.
         cos, sin = first_row.real / first_row.real[:1], first_row.imag
         squares = (sin**2 / (1 - cos**2))[cos**2 < 0.9]
         is_ellipse = len(squares) > 0 and float(squares.max() - squares.min()) < 0.01 * float(squares.max())
         return "attention-factor" if is_ellipse else "not-a-rotation"
-    if torch.allclose(first_row, second_row.conj(), atol=1e-5) or not torch.allclose(
-        first_row.abs(), second_row.abs(), atol=1e-4
+    if torch.allclose(first_row, second_row.conj(), atol=close) or not torch.allclose(
+        first_row.abs(), second_row.abs(), atol=max(1e-4, close)
     ):
         return "not-a-rotation"
-    varies = [bool((row - row[:1]).abs().max() > 1e-5) for row in (first_row, second_row)]
+    varies = [bool((row - row[:1]).abs().max() > close) for row in (first_row, second_row)]
     return "mixed-pairings" if all(varies) else "not-a-rotation"
