@@ -55,7 +55,7 @@ def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
             for _ in range(_TIMES):
                 inputs, results = _call(subject, case, positions)
                 out, passed = cast(Tensor, results[index]), subject.to_native(weight.clone())
-                grads += torch.autograd.grad(out, inputs[index], passed, materialize_grads=True)
+                grads.append(_gradient(out, inputs[index], passed))
                 overwritten = overwritten or not torch.equal(passed, incoming)
         except RuntimeError as e:
             message = _checks.message_of(e)[:150]
@@ -79,6 +79,26 @@ def _find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     if overwritten:
         return "gradient-overwritten", "After the backward pass, the gradient of the result is another one."
     return None
+
+
+class _WithGradient(torch.autograd.Function):
+    """Has a gradient of any shape. `torch.autograd.grad` would load SymPy for it, which takes half a second."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+def _gradient(out: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of x from that of a result."""
+    with torch.enable_grad():
+        scalar = _WithGradient.apply(out, gradient)  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(scalar, x, materialize_grads=True)[0]
 
 
 def _call(
@@ -105,7 +125,7 @@ def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | 
             right = baseline.predict(right, positions, key=name == "k")
         weight = _output_gradient(x)
         (expected,) = torch.autograd.grad(right, weights[index], weight.double())
-        (grad,) = torch.autograd.grad(out, weights[index], weight, materialize_grads=True)
+        grad = _gradient(out, weights[index], weight)
         if bool(((grad - expected).abs() > subject.close * expected.abs().max()).any()):
             says = "not the sum over all rows, tokens and heads" if bool(grad.any()) else "zero"
             return "wrong-gradient", f"The gradient of the weight of the norm of {name} is {says}."
@@ -147,5 +167,5 @@ def _depends_on_values(
         return True
     inputs, results = _call(subject, case, positions, 2.0)
     out = cast(Tensor, results[index])
-    other = torch.autograd.grad(out, inputs[index], subject.to_native(weight), materialize_grads=True)[0]
+    other = _gradient(out, inputs[index], subject.to_native(weight))
     return bool(((other - grad).abs() > subject.close).any())
