@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -145,8 +146,13 @@ def waves(rows: int, tokens: int, heads: int, channels: int, seed: int) -> Tenso
 
     Its numbers are exact in every dtype.
     """
-    n = torch.arange(rows * tokens * heads * channels, dtype=torch.float32)
-    return torch.sin(0.1 + 0.7 * n + seed).bfloat16().half().float().reshape(rows, tokens, heads, channels)
+    return _waves(rows * tokens * heads * channels, seed).clone().reshape(rows, tokens, heads, channels)
+
+
+@lru_cache(16)
+def _waves(count: int, seed: int) -> Tensor:
+    n = torch.arange(count, dtype=torch.float32)
+    return torch.sin(0.1 + 0.7 * n + seed).bfloat16().half().float()
 
 
 def where(wrong: Tensor) -> str:
