@@ -55,7 +55,7 @@ from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import case, structure
 
 GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
-_OF_DTYPE = "(?i)dtype|float|half|bf16|fp16|^AssertionError"  # parts of an error of code that takes no float32
+_OF_DTYPE = r"(?i)^\w+: .*(dtype|float|half|bf16|fp16)|^AssertionError"  # errors of code that takes no float32
 _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 
 Found = tuple[int, Subject]  # a call, and its score

@@ -186,9 +186,9 @@ class Subject:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the numbers in a tensor, a tuple or a dataclass."""
+    """Cast the numbers of 16 or 32 bits in a tensor, a tuple or a dataclass."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return value.to(dtype) if value.dtype in (torch.float32, *ROUNDING) else value
     if isinstance(value, tuple):
         return tuple(_cast(each, dtype) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
