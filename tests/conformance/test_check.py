@@ -619,6 +619,11 @@ class TestFoundAlone:
         says = "no base fits: 0.841 to 0.551 radians per token"
         assert (report.codes, report.found["frequencies"]) == ([], says)
 
+    def test_a_pair_that_turns_by_more_than_a_radian(self) -> None:
+        """As in code for audio or for coordinates. No scheme for text does it, but nobody said that it is for text."""
+        report = conformance.check(lambda x, positions: rotated(x, 2.5 * positions))
+        assert (report.codes, report.found["frequencies"]) == ([], "base 10000, divided by 0.4")
+
     def test_a_progression_whose_slowest_pair_comes_first(self) -> None:
         """No weights are known, so it may be right. It must not be denied that it is a progression."""
         report = conformance.check(

@@ -375,16 +375,11 @@ def _judge_law(
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
     stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
-    if not stated and measured.code in _FREQUENCIES:
-        fastest = float(measured.inv_freq.abs().max())
-        if fastest > 1.001:
-            says = f"A pair rotates by {fastest:.4g} radians per token. No scheme for text exceeds 1."
-            measured = replace(measured, code="wrong-frequencies", says=says)
-        elif measured.explains(multipliers, SMALL):
-            measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
-            if float(measured.inv_freq.max()) < -law.ROUNDED:
-                forwards = replace(measured, inv_freq=-measured.inv_freq, kind="backwards")
-                measured = replace(forwards, code="rotates-backwards", says=law.BACKWARDS)
+    if not stated and measured.code in _FREQUENCIES and measured.explains(multipliers, SMALL):
+        measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
+        if float(measured.inv_freq.max()) < -law.ROUNDED:
+            forwards = replace(measured, inv_freq=-measured.inv_freq, kind="backwards")
+            measured = replace(forwards, code="rotates-backwards", says=law.BACKWARDS)
     speeds = measured.inv_freq.abs()
     halved = "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
     alike = {"All pairs rotate at the same speed.": speeds[:1], halved: speeds[::2].repeat_interleave(2)[: len(speeds)]}
