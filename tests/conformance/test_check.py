@@ -655,6 +655,20 @@ class TestFoundAlone:
         assert report.codes == ["wrong-pairing"]
         assert report.findings[0].says.startswith("Channels 0 and 63 form the first pair")
 
+    def test_halves_of_blocks(self) -> None:
+        """As in code for music: blocks of other sizes, with channels between them that rest."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            angles = positions[..., None, None] * 10_000.0 ** (-torch.arange(16).double() / 16)
+            parts = [x.chunk(4, dim=-1)[0], *x[..., 32:].split(8, dim=-1)[::2]]
+            a, b, c = (turned(part, own) for part, own in zip(parts, angles.split([8, 4, 4], dim=-1), strict=True))
+            return torch.cat((a, x[..., 16:32], b, x[..., 40:48], c, x[..., 56:]), dim=-1)
+
+        report = conformance.check(f)
+        says = "half, in 3 blocks"
+        assert (report.codes, report.found["pairing"], report.found["frequencies"][:10]) == ([], says, "base 10000")
+        assert conformance.check(f, pairing="half").codes == ["wrong-pairing"]
+
     def test_crossed_and_not_rotated(self) -> None:
         report = conformance.check(lambda q, k, cos, sin: (k, q))
         says = ["The result for q is computed from k. The result for k is computed from q."]

@@ -133,10 +133,11 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
         raise _checks.error("check", must, got, fix)
     plain = structure.pairing is None and subject.expected.axes is None
-    in_each_axis = plain and bool((structure.ins.diff(dim=1) * (subject.axes or 1) == structure.pairs).all())
-    structure = replace(structure, pairing="half") if in_each_axis else structure  # as in CroCo, DUSt3R and VGGT
+    blocks = structure.blocks if plain and (subject.axes or not subject.expected.pairing) else 0
+    in_blocks = blocks > 0 and subject.axes in (None, blocks)  # as in CroCo, DUSt3R and VGGT
+    structure = replace(structure, pairing="half") if in_blocks else structure
     _judge_structure(structure, subject, report)
-    report.found["pairing"] += ", within each axis" * in_each_axis
+    report.found["pairing"] += (f", in {blocks} blocks" if subject.axes is None else ", within each axis") * in_blocks
     if structure.flaw is not None:
         if structure.pairing is None:  # then a part of the pairs was found
             report.drop("wrong-pairing", "rest-not-passed")

@@ -36,6 +36,13 @@ class Structure:
         """The number of rotated pairs."""
         return int(self.ins.shape[0])
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of channels of which each has half pairing, or 0."""
+        first, second = self.ins.unbind(1)
+        run = (first.diff(prepend=first[:1]) != 1).cumsum(0)
+        return int(run[-1]) if torch.equal(second - first, run.bincount()[run]) else 0
+
     def multipliers(self, out: Tensor) -> Tensor:
         """Return cos + i·sin of each pair, complex128 `[..., pairs]`, from the output for `unit_input`."""
         out = out.to(torch.float64)
