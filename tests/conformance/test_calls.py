@@ -833,6 +833,23 @@ def test_one_column_of_a_grid_in_half_pairing() -> None:
     assert conformance.check((a_column, turn), base=100.0).codes == []
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_one_column_of_a_grid_whose_axes_take_turns(pairing: str, first: int) -> None:
+    """One progression runs over all pairs, of which every second rests."""
+
+    def rotate(x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(32) / 32).double()
+        angles[:, 1 - first :: 2] = 0
+        x = x if pairing == "half" else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # type: ignore[no-untyped-call]
+        out = turn(x, angles.cos(), angles.sin())
+        return out if pairing == "half" else out.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)  # type: ignore[no-untyped-call]
+
+    report = conformance.check(rotate, base=100.0)
+    assert (report.codes, report.found["pairing"]) == ([], pairing)
+    assert conformance.check(rotate, base=200.0).verdict == "wrong"
+
+
 def test_code_for_text_with_a_config_of_several_axes() -> None:
     rope = Rope(64, 100.0, "half", axes=Axes.sections((8, 12, 12)))
 

@@ -427,7 +427,13 @@ def _fitting_rope(
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None or base is None or base <= 1:
         return None
-    return Rope(subject.channels, base, pairing, rotary_dim=dim, rotary_offset=offset, axes=of_axes)
+    rope = Rope(subject.channels, base, pairing, rotary_dim=dim, rotary_offset=offset, axes=of_axes)
+    if dim < structure.rotary_dim:  # or the progression runs over those that rest, too
+        index = structure.ins[:, 0] // (1 if pairing == "half" else 2)
+        length = max(subject.channels // 2, int(index[-1]) + 1)
+        whole = replace(rope, axes=Axes((0,) * structure.pairs, (*index.tolist(),), (length,)))
+        rope = rope if law.identify(multipliers, SMALL, whole, subject.channels).code else whole
+    return rope
 
 
 def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None) -> str:

@@ -116,13 +116,12 @@ def _groups(depends: Tensor) -> list[tuple[list[int], list[int]]]:
 def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
     """Return the pairing (None if it has no name), rotary_dim and rotary_offset of pairs of channels `[pairs, 2]`."""
     first, second = channels[:, 0], channels[:, 1]
-    distance = int(second[0] - first[0])
+    distance, span = int(second[0] - first[0]), int(first[-1] - first[0])  # between which pairs may rest
     offset = int(channels.min())
-    steps = first.diff()
     if bool((second - first == distance).all()):
-        if distance == 1 and bool((steps == 2).all()):
-            return "interleaved", 2 * len(channels), offset
-        if bool((steps == 1).all()) and len(channels) <= distance:
+        if distance == 1 and bool((first.diff() % 2 == 0).all()):
+            return "interleaved", span + 2, offset
+        if span < distance:
             return "half", 2 * distance, offset
     return None, int(channels.max()) + 1 - offset, offset
 
