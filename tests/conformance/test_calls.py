@@ -604,6 +604,10 @@ def at_positions_of_each(q: Tensor, k: Tensor, q_positions: Tensor, k_positions:
     return turn(q, *at_positions(cache, q_positions)), turn(k, *at_positions(cache, k_positions))
 
 
+def at_ids_of_each(q: Tensor, k: Tensor, query_pos_ids: Tensor, key_pos_ids: Tensor) -> tuple[Tensor, Tensor]:
+    return at_positions_of_each(q, k, query_pos_ids, key_pos_ids)
+
+
 def on_four_axes(x: Tensor, position_ids: Tensor) -> Tensor:
     angles = position_ids.repeat_interleave(8, dim=0).movedim(0, -1) * 10_000.0 ** (-torch.arange(32) / 32).double()
     return turn(x, angles.cos(), angles.sin())
@@ -767,6 +771,19 @@ def up_to_a_length(x: Tensor, positions: Tensor, max_seq_len: int) -> Tensor:
     return turn(x, *at_positions(cos_sin_cache(64, max_seq_len), positions))
 
 
+class OfFramesOfAModel(torch.nn.Module):
+    """As in motion models: of what is passed through the layers, which has no axis for the heads."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        _, frames, _ = hidden_states.shape
+        return torch.polar(torch.ones(1), torch.arange(frames)[:, None] * 100.0 ** (-torch.arange(32) / 32))[None, None]
+
+
+def in_a_table(hidden_states: Tensor, freqs: Tensor) -> Tensor:
+    turned = torch.complex(*hidden_states.float().chunk(2, dim=-1)) * freqs
+    return torch.cat((turned.real, turned.imag), dim=-1).type_as(hidden_states)
+
+
 class OfFrames:
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -802,6 +819,9 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
         (along_an_axis, "not passed", "position_ids"),
         (of_one_head, "layout", "td"),
         (at_positions_of_each, "positions", "separate for each row of the batch"),
+        (at_ids_of_each, "positions", "separate for each row of the batch"),
+        (lambda k, key_pos: turn(k, *tables_at(key_pos)), "call", "f(k, key_pos)"),
+        ((OfFramesOfAModel, in_a_table), "layout", "bhsd"),
         (on_four_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
         (of_middle_axes, "axes", "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"),
         ((OfStackedTables, of_stacked_tables), "call", "tables, then f(qkv, rotary_cos_sin), stacked before the heads"),

@@ -216,7 +216,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {name: p}), p))
         shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p[:1]), "shared")
         all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}))))
-        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared, all_rows]
+        wide = Source("for x of a model", lambda q, p: _rows(make(q, {name: q.new_zeros(*p.shape, 512)}), p), "none")
+        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared, all_rows, wide]
     must = "the function that computes the tables must have a parameter for positions, a length or x"
     raise words.no_call(must, words.named(first))
 

@@ -95,6 +95,7 @@ _PARTS = {
     "cos": r"(^|_)cos(ines?)?(_|$)",
     "sin": r"(^|_)sin(es?)?(_|$)",
     "offset": r"offset|(^|_)start(_|$)|past_(len|seq)",
+    "k_positions": r"^(k|key|keys)_.*(pos|coord|ids)",
     "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len|scal|factor))"
     r".*((^|_)(pos|positions?|coord(inate)?s?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
@@ -168,8 +169,10 @@ def read_call(called: Callable[..., Any]) -> Call:
     guessed = {*roles.values()} - {*match(known, _NAMES, _PARTS).values()}
     if "frames" in roles and not {"height", "width", "seq_len"} & {*roles}:  # then it is not of a grid
         roles = {"seq_len" if role == "frames" else role: name for role, name in roles.items()}
-    alone = "q" if "q" in roles else "v"
-    if not {"k", "x", "qkv", "kv"} & {*roles}:  # q or v alone, as a function for one tensor may call it, is x
+    if "positions" not in roles:
+        roles = {"positions" if role == "k_positions" else role: name for role, name in roles.items()}
+    alone = next((role for role in "qkv" if role in roles), "")
+    if not {"x", "qkv", "kv"} & {*roles} and not {"q", "k"} <= {*roles}:  # as a function for one tensor may call it
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
