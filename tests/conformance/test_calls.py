@@ -992,6 +992,17 @@ def test_a_length_beside_a_factor_is_the_original_one() -> None:
         assert report.codes == ["attention-factor", "scaling-ignored"], str(report)
 
 
+def test_a_scaling_is_no_config() -> None:
+    class Scaled(OfAHead):
+        def __init__(self, head_dim: int, base: float, rope_scaling: Any) -> None:
+            super().__init__(head_dim, base)
+            self.inv_freq /= rope_scaling["factor"] * rope_scaling.get("unknown", 1.0)
+
+    config = {"model_type": "llama", "head_dim": 64, "hidden_size": 64, "num_attention_heads": 1, "rope_theta": 500.0}
+    config |= {"num_hidden_layers": 1, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert conformance.check(Scaled, config=config).codes == []
+
+
 def test_code_that_does_more_than_to_rotate_is_refused() -> None:
     class Attend(torch.nn.Module):
         def __init__(self, dim: int) -> None:

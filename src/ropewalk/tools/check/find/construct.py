@@ -106,7 +106,7 @@ def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
 def configs(owner: Any) -> set[str]:
     """Return the parameters that are for a config."""
     known = parameters(owner) or {}
-    read = {name for name, role in uses.roles(owner).items() if role == "config"}
+    read = {n for n, role in uses.roles(owner).items() if role == "config" and n not in _NAMES["scaling"].split()}
     return {name for name, p in known.items() if name in _CONFIGS or (name in read and p.default is p.empty)}
 
 
