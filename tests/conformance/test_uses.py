@@ -24,6 +24,10 @@ def exponential(i: float, m: int) -> Tensor:
     return torch.exp(torch.arange(0, m, 2) * -(math.log(i) / m))
 
 
+def between(i: float, j: float, m: int) -> Tensor:
+    return (j / i) ** torch.linspace(0, 1, m) * i
+
+
 def on_a_device(j: int, device: str) -> Tensor:
     return torch.arange(j, device=device) * torch.ones(1, device=device).to(device)
 
@@ -113,6 +117,7 @@ class Unhashable:
     [
         (powers, {"i": "base", "j": "length", "m": "dim"}),
         (exponential, {"i": "base", "m": "dim"}),
+        (between, {"i": "table"}),
         (on_a_device, {"j": "length"}),
         (of_a_square, {"j": "width", "m": "half"}),
         (of_two_sides, {"i": "height", "j": "width"}),

@@ -197,7 +197,9 @@ class _Uses(ast.NodeVisitor):
                 self._is("num_heads", right)
 
     def _power(self, base: ast.AST, exponent: ast.AST) -> None:
-        self._is("base", base.right if isinstance(base, ast.BinOp) and isinstance(base.op, ast.Div) else base)
+        if isinstance(base, ast.BinOp) and isinstance(base.op, ast.Div) and isinstance(base.left, ast.Constant):
+            base = base.right
+        self._is("base", base)
         for part in ast.walk(exponent):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div):
                 self._is("dim", part.right)
