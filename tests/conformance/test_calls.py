@@ -992,6 +992,25 @@ def test_a_length_beside_a_factor_is_the_original_one() -> None:
         assert report.codes == ["attention-factor", "scaling-ignored"], str(report)
 
 
+def test_a_key_of_a_config_that_says_nothing_is_none() -> None:
+    class OfAKind(OfAHead):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config.hidden_size // config.num_attention_heads, config.rope_theta)
+            self.kind, self.other = config.kind, getattr(config, "other", 1)
+            assert (self.kind, self.other) == (None, 1)
+
+    report = conformance.check(OfAKind, base=100.0)
+    assert (report.codes, report.found["call"]) == ([], "f(x, positions) of an object with kind=None")
+
+    class OfAKindOfLength(OfAKind):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.inv_freq /= config.kind
+
+    with pytest.raises(RopeError, match="a name whose meaning is known, got kind"):
+        conformance.check(OfAKindOfLength)
+
+
 def test_a_scaling_is_no_config() -> None:
     class Scaled(OfAHead):
         def __init__(self, head_dim: int, base: float, rope_scaling: Any) -> None:

@@ -202,17 +202,23 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     options = [name for name in others if isinstance(known[name].default, int | float | str | None)]
     stated = f" and states {', '.join(options)}" if options else ""
     fix = f"Check a function that constructs it{stated}: def make({', '.join(values)})."
-    try:
-        built = partial(constructor, **values) if free else memory.construct(constructor, values)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # a constructor may raise anything
-        if missing:
-            raise no_known_names(constructor, missing) from e
-        named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
-        fix = f"{fix} Or pass a config with the keys that it reads."
-        action = f"check: {name_of(constructor)}({named}) cannot be constructed"
-        raise _checks.error_from(action, e, fix, memory.place_of(e)) from e
+    while True:
+        try:
+            built = partial(constructor, **values) if free else memory.construct(constructor, values)
+            break
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # a constructor may raise anything
+            if isinstance(config := getattr(e, "obj", None), _NamedConfig):  # a key whose name says nothing
+                setattr(config, key := getattr(e, "name", ""), None)
+                missing += (key,)
+                continue
+            if missing:
+                raise no_known_names(constructor, missing) from e
+            named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
+            fix = f"{fix} Or pass a config with the keys that it reads."
+            action = f"check: {name_of(constructor)}({named}) cannot be constructed"
+            raise _checks.error_from(action, e, fix, memory.place_of(e)) from e
     if isinstance(module := getattr(built, "__self__", built), torch.nn.Module):
         module.eval()  # without random positions
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
