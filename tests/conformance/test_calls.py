@@ -1210,8 +1210,9 @@ def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> 
 
 
 GRID = """
-def rotate(x, shape):
-    rows, columns = shape
+def rotate(x, grid_hw):
+    rows, columns = grid_hw
+    assert x.shape[1] == rows * columns
     return turn(x, torch.arange(rows).repeat_interleave(columns)[None])
 
 def of_frames(embed_dim, T, H, W):

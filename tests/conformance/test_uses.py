@@ -28,6 +28,11 @@ def between(i: float, j: float, m: int) -> Tensor:
     return (j / i) ** torch.linspace(0, 1, m) * i
 
 
+def of_an_area(i: tuple[int, int]) -> Tensor:
+    rows, columns = i
+    return torch.zeros(1 + rows * columns)
+
+
 def on_a_device(j: int, device: str) -> Tensor:
     return torch.arange(j, device=device) * torch.ones(1, device=device).to(device)
 
@@ -118,6 +123,7 @@ class Unhashable:
         (powers, {"i": "base", "j": "length", "m": "dim"}),
         (exponential, {"i": "base", "m": "dim"}),
         (between, {"i": "table"}),
+        (of_an_area, {}),
         (on_a_device, {"j": "length"}),
         (of_a_square, {"j": "width", "m": "half"}),
         (of_two_sides, {"i": "height", "j": "width"}),

@@ -189,7 +189,8 @@ class _Uses(ast.NodeVisitor):
                 self._is("offset", other)
             elif isinstance(node.op, ast.Mult | ast.MatMult):
                 sources = {*self._of(one)} or self._sources(one)
-                self.factors += [(name, self._sources(other)) for name in sources if len(sources) == 1]
+                others = self._sources(other)
+                self.factors += [(name, others) for name in sources if len(sources) == 1 and others != sources]
             elif isinstance(node.op, ast.FloorDiv) and one is left and isinstance(right, ast.Constant):
                 self._is("half", left)
             elif isinstance(node.op, ast.FloorDiv) and one is left and self._of(right):
