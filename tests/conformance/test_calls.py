@@ -867,6 +867,7 @@ def test_one_column_of_a_grid_whose_axes_take_turns(pairing: str, first: int) ->
 
     report = conformance.check(rotate, base=100.0)
     assert (report.codes, report.found["pairing"]) == ([], pairing)
+    assert first == 0 or report.found["frequencies"] == "base 100"
     assert conformance.check(rotate, base=200.0).verdict == "wrong"
 
 

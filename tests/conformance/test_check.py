@@ -655,6 +655,18 @@ class TestFoundAlone:
         assert report.codes == ["wrong-pairing"]
         assert report.findings[0].says.startswith("Channels 0 and 63 form the first pair")
 
+    def test_angles_of_its_own_for_each_head(self) -> None:
+        """As in vision models that learn them. Without a statement, nothing says that they are a bug."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            speeds = 1 + torch.arange(x.shape[2])[:, None] / 100
+            inv_freq = 10_000.0 ** (-torch.arange(0, 64, 2).double() / 64)
+            return turned(x, positions[..., None, None] * speeds * inv_freq)
+
+        with pytest.raises(RopeError, match="angles of its own for each head"):
+            conformance.check(f, layout="bshd")
+        assert conformance.check(f, layout="bshd", base=10_000.0).codes == ["heads-differ"]
+
     def test_halves_of_blocks(self) -> None:
         """As in code for music: blocks of other sizes, with channels between them that rest."""
 

@@ -285,6 +285,12 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 report.add("size-dependent", f"{says} No more was judged.", str(usual(subject, heads=heads)))
                 return True
             if wrong and heads != TOKENS:
+                of, each = subject.expected, out[0].transpose(0, 1).flatten(1)
+                is_own = int((torch.cdist(each, each) < 1e-3).sum()) == heads and subject.way.given is None
+                turns = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
+                if is_own and turns and not (of.rope or of.base or of.pairing):
+                    must, got = "all heads must have the same angles, as in text", "angles of its own for each head"
+                    raise _checks.error("check", must, got, "If they are learned, check one head alone.")
                 listed = ", ".join(map(str, wrong[:8]))
                 says = f"Of {heads} heads of {name}, numbers {listed} differ. No more was judged."
                 report.add("heads-differ", says, str(usual(subject, heads=heads)))
@@ -442,8 +448,11 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     fitted = law.fit_base(measured.inv_freq, structure.rotary_dim, axes=of_axes)
     if fitted is not None:
         divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
-        own = "" if of_axes is None or of_axes.one_progression else ", a progression for each axis"
-        still = f" and exponents 2i/{structure.rotary_dim}" if 2 * structure.pairs != structure.rotary_dim else ""
+        own = (
+            "" if of_axes is None or 1 in (of_axes.count, of_axes.one_progression) else ", a progression for each axis"
+        )
+        is_part = 2 * structure.pairs != structure.rotary_dim and (of_axes is None or of_axes.count > 1)
+        still = f" and exponents 2i/{structure.rotary_dim}" if is_part else ""
         return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
         return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
