@@ -1191,6 +1191,14 @@ class TestAdapter:
         assert (report.verdict, report.found["pairing"]) == ("right", "half")
         assert "offset" not in function or "from an offset" in report.found["positions"]
 
+    def test_converts_arrays_for_code_that_imports_inside(self, tmp_path: Path) -> None:
+        imports, code = "import numpy as np", NUMPY.replace("import numpy as np", "")
+        (tmp_path / "arrays.py").write_text(code.replace("positions):", f"positions):\n    {imports}", 1))
+        with pytest.raises(RopeError, match="code that uses numpy") as e:
+            conformance.check(f"{tmp_path / 'arrays.py'}:of_numpy")
+        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
+        assert conformance.check(f"{tmp_path / 'mine.py'}:rotate", ignore=["no-gradient"]).verdict == "right"
+
     @pytest.mark.parametrize(("annotation", "shape"), [("s", "shared"), ("bs", "rows")])
     def test_an_annotation_states_the_axes_of_positions(self, annotation: str, shape: str) -> None:
         def rotate(x: Tensor, positions: Tensor) -> Tensor:

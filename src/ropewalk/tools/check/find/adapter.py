@@ -92,6 +92,7 @@ def library_of(target: Target) -> str | None:
     for obj in target.objects:
         scope = _scope(obj)
         used = {value.__name__.partition(".")[0] for value in scope.values() if inspect.ismodule(value)}
+        used |= {*getattr(getattr(obj, "__code__", None), "co_names", ())}  # also what it imports itself
         for library in _LIBRARIES if "torch" not in used else ():
             if library in used:
                 return library
