@@ -65,6 +65,20 @@ def test_a_key_is_removed(
     assert from_config(mended).layers == (rope,) * 3
 
 
+def test_a_base_under_other_names(tmp_path: Path) -> None:
+    """As Ollama's own converter wrote Gemma 3."""
+    ollama = {"gemma3.rope.global.freq_base": 1e6, "gemma3.rope.local.freq_base": 1e4}
+    keys = {**SLIDES, "attention.key_length": 16, "block_count": 6, "rope.freq_base": None}
+    path = write(tmp_path / "model.gguf", keys, architecture="gemma3", more=ollama)
+    message = refused(path)
+    assert (
+        "Pass base=BASE. llama.cpp does not read gemma3.rope.global.freq_base, gemma3.rope.local.freq_base" in message
+    )
+    assert f"pass ignore={tuple(ollama)}, too" in message
+    local, full = Rope(16, 1e4, "half"), Rope(16, 1e6, "half")
+    assert from_config(path, base=1e6, ignore=tuple(ollama)).layers == (*[local] * 5, full)
+
+
 YARN = {
     "unseen.rope.scaling.type": "yarn",
     "unseen.rope.scaling.factor": 8.0,

@@ -319,9 +319,8 @@ def _base(c: Keys, kind: Kind) -> float:
         raise c.error(BASE, f"must be {kind.implied_base:g}", shown(c.get(BASE)), fix)
     if kind.implied_base is None:
         fix = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
-        must = " or ".join(map(c.full, kind.bases[1:]))
-        must = f"{'or ' if must else ''}{must}{' ' if must else ''}must be given, since it is the base"
-        raise c.error(kind.bases[0], must, "none", fix)
+        others = "".join(f"or {c.full(name)} " for name in kind.bases[1:])
+        raise c.error(kind.bases[0], f"{others}must be given, since it is the base", "none", fix)
     where = " in sliding layers" if kind.bases else ""
     c.record_origin("base", f"implied by {c.architecture}: {kind.implied_base:g}{where}")
     return kind.implied_base
@@ -336,7 +335,9 @@ def _model_base(c: Keys) -> float:
         return c.passed_base
     implied = c.row.implied_base
     if implied is None:
-        fix = f"llama.cpp uses 10000, which may not be the model's base. Pass {argument('base')}."
+        others = tuple(key for key in c.config if key.endswith(".freq_base"))  # as Ollama's own converter wrote
+        unread = f" llama.cpp does not read {', '.join(others)}: pass {argument('ignore', others)}, too." * bool(others)
+        fix = f"llama.cpp uses 10000, which may not be the model's base. Pass {argument('base')}.{unread}"
         raise c.error(BASE, "must be given, since it is the base", "none", fix)
     c.record_origin("base", f"implied: {implied.origin}")
     missing = f"the file has no {c.full(BASE)}, for which llama.cpp uses {implied.value:g}."
