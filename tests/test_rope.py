@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import oracle
-from ropewalk import Llama3, Rope, RopeError, YaRN
+from ropewalk import Llama3, Rope, RopeError, YaRN, from_config
 from ropewalk.schemes import Linear
 
 
@@ -30,6 +30,23 @@ def test_frequencies_are_those_of_the_rotary_dim(base: float, dims: tuple[int, i
     assert made.inv_freq.dtype == np.float64
     np.testing.assert_allclose(made.inv_freq, np.array(oracle.inv_freq(base, rotary_dim), float), rtol=1e-15)
     np.testing.assert_allclose(made.wavelength, 2 * math.pi / made.inv_freq, rtol=1e-15)
+
+
+def test_an_odd_number_of_channels_rotates_as_in_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        hidden_size=1020,
+        num_attention_heads=12,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    )
+    with pytest.raises(RopeError, match=r"rotary_dim=22 and base \*\* \(22 / 21\), as GPT-NeoX does in transformers"):
+        from_config(config)
+    from transformers.models.gpt_neox import modeling_gpt_neox as neox
+
+    q, k, positions = torch.randn(1, 2, 9, 85), torch.randn(1, 2, 9, 85), torch.arange(9)
+    expected = neox.apply_rotary_pos_emb(q, k, *neox.GPTNeoXRotaryEmbedding(config)(q, positions[None]))
+    made = Rope(85, 10_000.0 ** (22 / 21), "half", rotary_dim=22)
+    torch.testing.assert_close(made.at(positions)(q, k, layout="bhsd"), expected)
 
 
 def test_inv_freq_is_a_copy() -> None:

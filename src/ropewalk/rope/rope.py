@@ -94,11 +94,13 @@ class Rope:
             fix=f"The rotated channels start at rotary_offset={offset} and must fit into head_dim={head_dim}.",
         )
         if rotary_dim % 2:
+            fits, up = rotary_dim < head_dim - offset, rotary_dim + 1
+            more = f", or rotary_dim={up} and base ** ({up} / {rotary_dim}), as GPT-NeoX does in transformers" * fits
             raise _checks.error(
                 "Rope",
                 "rotary_dim must be even, since channels rotate in pairs",
                 str(rotary_dim),
-                f"Pass rotary_dim={rotary_dim - 1} to leave the last channel unrotated.",
+                f"Pass rotary_dim={rotary_dim - 1} to leave the last channel unrotated{more}.",
             )
         check_scaling("Rope", self.scaling)
         check_axes("Rope", self.axes, rotary_dim)

@@ -89,7 +89,7 @@ BUGS: dict[str, Bug] = {
     ),
     "base-ignored": Bug(
         "a second object ignores the base that was passed to it",
-        "Make the base part of the key under which tables are cached.",
+        "Pass it on to the code that computes the angles, and make it part of the key under which tables are cached.",
     ),
     "axis-ignored": Bug("an axis of the positions has no effect"),
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
