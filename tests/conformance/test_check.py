@@ -861,6 +861,20 @@ class TestReport:
         says = conformance.check(lambda dim, base: rotary(dim, base=base, max_positions=300)).findings[0].says
         assert says == "Position 301 has the angles of 299, the last of a table of 300 rows."
 
+    def test_a_base_that_is_not_passed_on(self) -> None:
+        """As theta in FluxPosEmbed (diffusers issue 10111), where no table is cached."""
+
+        class Rotary:
+            def __init__(self, dim: int, theta: float) -> None:
+                self.dim, self.theta = dim, theta
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions)
+
+        (finding,) = conformance.check(Rotary).findings
+        assert finding.code == "base-ignored"
+        assert finding.bug.fix.startswith("Pass it on to the code that computes the angles")
+
     def test_one_call_changes_no_state(self) -> None:
         torch.manual_seed(3)
         before = torch.get_rng_state()

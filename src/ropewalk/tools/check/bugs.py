@@ -43,7 +43,7 @@ BUGS: dict[str, Bug] = {
         "memory next to a tensor of the call is overwritten",
         "Mask every store by the numbers of tokens, heads and channels, and use the strides of its tensor.",
     ),
-    "not-rotated": Bug("nothing is rotated"),
+    "not-rotated": Bug("nothing is rotated", "Look at the axis of x that the number of tokens is read from."),
     "heads-taken-for-tokens": Bug(
         "the angles vary along another axis than that of the tokens",
         "Read the number of tokens from the other axis of x.",
@@ -167,9 +167,7 @@ BUGS: dict[str, Bug] = {
         "Look for a size that is rounded up to a power of two, divided by a block, assumed, or that of another tensor.",
     ),
     "grouped-heads": Bug("k is wrong if it has fewer heads than q"),
-    "strided-input": Bug(
-        "the result for non-contiguous views is wrong", "Use the strides of the tensor, or copy it first."
-    ),
+    "strided-input": Bug("the result for non-contiguous views is wrong", "Use the strides of the tensor, or copy it."),
     "input-changed": Bug(
         "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
     ),

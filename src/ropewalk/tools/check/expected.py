@@ -33,6 +33,7 @@ class Expected:
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
         is_slice: whether the target gets only the rotated channels, which its caller slices out.
+        dtype: that of q and k, for constructors with such a parameter. None means float32.
     """
 
     rope: Rope | None = None
@@ -50,6 +51,7 @@ class Expected:
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     is_slice: bool = False
+    dtype: Any = None
 
     @property
     def axes(self) -> Axes | None:

@@ -11,9 +11,7 @@ from ropewalk.tools.check.find.memory import CallError
 
 _ORDER = {code: rank for rank, code in enumerate(BUGS)}
 # A code that only the scheme of a rope knows (`Scaling.known_bugs`). What was seen says more.
-_OF_THE_SCHEME = Bug(
-    "the frequencies are those of a mistake that their scheme knows", "Compute those of `rope.inv_freq`."
-)
+_OF_THE_SCHEME = Bug("the frequencies are those of a mistake that their scheme knows", "Take those of `rope.inv_freq`.")
 
 Verdict = Literal["right", "wrong"]
 

@@ -60,10 +60,9 @@ def written(
         "q_out": f"torch.full_like({q}, torch.nan)",
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
+        "seq_len": str(expected.table_length or 4096),
     }
-    required["seq_len"] = str(expected.table_length or 4096)
-    if _counts_tokens(call):
-        required["seq_len"] = f"{q}.shape[{tokens_axis} - len(layout)]"
+    required |= {"seq_len": f"{q}.shape[{tokens_axis} - len(layout)]"} if _counts_tokens(call) else {}
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "x1": halves[0],

@@ -196,8 +196,8 @@ class _Finder:
         def same(expected: Expected, given: Rope = self.given) -> Subject:
             return next(islice(candidates(expected, given), index, None))
 
-        def rebuild(base: float | None = None) -> Subject:
-            return same(self.expected if base is None else replace(self.expected, base=base))
+        def rebuild(**other: Any) -> Subject:
+            return same(replace(self.expected, **other))
 
         def resize(channels: int, rotary_dim: int) -> Subject | None:
             expected = self.expected

@@ -145,8 +145,8 @@ def _by_name(
                 values[name] = tuple(values[name].items())
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
-        elif role == "dtype" and (default is None or getattr(default, "itemsize", 4) < 4):
-            values[name] = torch.float32
+        elif role == "dtype" and (default is None or isinstance(default, torch.dtype)):
+            values[name] = expected.dtype or torch.float32
         elif role in ("embed_dim", "heads") and {"embed_dim", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
             values[name] = 4 * expected.head_dim if role == "embed_dim" else 4
         elif role == "embed_dim" and "dim" not in parameter_of:

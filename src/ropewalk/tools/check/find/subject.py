@@ -34,9 +34,7 @@ class Subject:
     way: Way
     signature: str  # the call as text, for the report
     expected: Expected
-    rebuild: Callable[..., Subject] | None = (
-        None  # makes a new one that has not been called yet, also with another base
-    )
+    rebuild: Callable[..., Subject] | None = None  # makes a new one, not called yet, also with another base or dtype
     module: torch.nn.Module | None = None  # that stores the angles
     channels: int = 64  # of a head
     arguments: Arguments | None = field(default=None, repr=False)  # of its constructor

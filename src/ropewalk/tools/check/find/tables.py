@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks, formats
-from ropewalk.tools.check.find import memory, words
+from ropewalk.tools.check.find import memory, uses, words
+from ropewalk.tools.check.find.target import code_of
 from ropewalk.tools.check.find.ways import Way, ways
 from ropewalk.tools.check.find.words import Call
 
@@ -100,6 +101,8 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
             reads_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)  # if wrong
             rows = torch.arange(count + 16 * reads_more)[None]
         values: list[Any] = [*source.make(q, rows)]
+        if "b" not in axes and source.given is None and any(len(t) not in (1, rows.shape[-2]) for t in values):
+            raise ValueError("the first axis of the tables is not that of the batch")
         is_of_each_axis = rows.ndim == 3 and source.given is not None
         values = [torch.stack([*map(_AXES[axes], t)]) if is_of_each_axis else _AXES[axes](t) for t in values]
         if len(names) == 1 < len(values):
@@ -179,12 +182,15 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         is_passed_positions: whether the function that takes the tables takes positions, too.
     """
 
-    def flat(tables: Tables, rows: int = 2) -> Tables:
+    def flat(tables: Tables, rows: int = 2, more: int = 0) -> Tables:
+        if any(t.numel() <= more * t.shape[-1] for t in tables):
+            raise IndexError("the tables have no more rows than there are tokens")
         return tuple(t.reshape([1] * (rows == 1) + [size for size in t.shape if size > 1]) for t in tables)
 
     if isinstance(first, TableSet):
         rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
-        return [rows] if count is None or is_passed_positions else []
+        whole = Source("all rows", lambda *_: tuple(t[None] for t in flat(first)), "none")
+        return [rows, whole] if count is None or is_passed_positions else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
 
@@ -215,9 +221,10 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         name = parameter_of["x"]
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {name: p}), p))
         shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p[:1]), "shared")
-        all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}))))
+        all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}), more=p.shape[-1])))
         wide = Source("for x of a model", lambda q, p: _rows(make(q, {name: q.new_zeros(*p.shape, 512)}), p), "none")
-        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), for_positions, shared, all_rows, wide]
+        of_p = [] if uses.roles(code_of(first)).get(name) == "like" else [for_positions, shared]
+        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), *of_p, all_rows, wide]
     must = "the function that computes the tables must have a parameter for positions, a length or x"
     raise words.no_call(must, words.named(first))
 
@@ -235,4 +242,5 @@ def _rows(tables: Tables, positions: Tensor) -> Tables:
     """Add a batch axis to tables without one, and expand it to the number of sequences, which then share the tables."""
     rows = positions.shape[-2]
     formatted = tuple(t[None] if t.ndim == 2 else t for t in tables)
-    return tuple(t.expand(rows, *t.shape[1:]) if t.shape[0] == 1 else t for t in formatted)
+    is_one = [len(t) == 1 and t.shape[1:-1] != (1, 1) for t in formatted]  # and not `[1, 1, 1, channels]`, of one token
+    return tuple(t.expand(rows, *t.shape[1:]) if one else t for one, t in zip(is_one, formatted, strict=True))

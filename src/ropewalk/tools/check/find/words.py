@@ -202,9 +202,7 @@ def _reads(called: Callable[..., Any], name: str) -> bool:
     if (code := getattr(inspect.unwrap(function), "__code__", None)) is None:
         return True
     loaded = [i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD")]
-    return name in code.co_cellvars or any(
-        name == value or (isinstance(value, tuple) and name in value) for value in loaded
-    )
+    return name in code.co_cellvars or any(name in (v if isinstance(v, tuple) else (v,)) for v in loaded)
 
 
 def names_sin_first(function: Callable[..., Any]) -> bool:

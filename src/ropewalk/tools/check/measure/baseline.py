@@ -56,9 +56,9 @@ class Baseline:
     report: Report
     on_axes: OnAxes | None = None  # None if a token has one position
 
-    def new_subject(self) -> Subject:
+    def new_subject(self, dtype: torch.dtype | None = None) -> Subject:
         """Return the target as a new object that has not been called yet, or the same if it is a function."""
-        return self.subject if self.subject.rebuild is None else self.subject.rebuild()
+        return self.subject if self.subject.rebuild is None else self.subject.rebuild(dtype=dtype)
 
     def measure(self, positions: Tensor, dtype: torch.dtype = torch.float32, subject: Subject | None = None) -> Tensor:
         """Measure the multipliers at positions `[seq]` of one row, complex128 `[seq, pairs]`."""

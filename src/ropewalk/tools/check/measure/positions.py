@@ -175,7 +175,8 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
 
 def judge_16_bits(baseline: Baseline, dtype: torch.dtype) -> bool | str:
     """Pass q and k in bfloat16 or float16, and check the dtype and the error of the results."""
-    subject, report, name = baseline.subject, baseline.report, NAMES[dtype]
+    subject, report, name = baseline.new_subject(dtype=dtype), baseline.report, NAMES[dtype]
+    baseline = replace(baseline, subject=subject)
     q = usual(subject, heads=6).tensors()[0].to(dtype)
     out, _ = subject(q, q, torch.arange(5)[None])
     if out.dtype != dtype:
@@ -183,7 +184,7 @@ def judge_16_bits(baseline: Baseline, dtype: torch.dtype) -> bool | str:
         report.add("wider-output" if torch.finfo(out.dtype).bits > 16 else "wrong-output-dtype", says)
     found = [f.code for f in report.findings if f.severity == "wrong"]
     if (fault := _measure_far(baseline, dtype)[0]) is not None:
-        if found:
+        if found and not (fault[0].startswith("low-precision") and all("table" in code for code in found)):
             return f"not judged: {found[0]}"
         report.add(fault[0], f"With {name} tensors: {fault[1][0].lower()}{fault[1][1:]}")
     return True

@@ -49,7 +49,7 @@ def _judge_base(baseline: Baseline) -> bool:
     arguments = baseline.subject.arguments
     if baseline.subject.rebuild is None or arguments is None or arguments.base is None:
         return False
-    if _angles_match(baseline, baseline.subject.rebuild(arguments.base * 37)):
+    if _angles_match(baseline, baseline.subject.rebuild(base=arguments.base * 37)):
         says = f"An object of base {arguments.base * 37:g} has the angles of base {arguments.base:g}."
         baseline.report.add("base-ignored", says)
     return True
@@ -72,9 +72,7 @@ def _judge_earlier_calls(baseline: Baseline, far: int, sure: Collection[str]) ->
         right, says = False, "After a call with bfloat16 tensors, the angles for float32 tensors are rounded."
     if not right:
         report.drop(*(code for code in report.codes if code not in sure))
-        report.grades = [
-            Grade(grade.name, "not judged: the result depends on earlier calls") for grade in report.grades
-        ]
+        report.grades = [Grade(g.name, "not judged: the result depends on earlier calls") for g in report.grades]
         report.add("earlier-calls-matter", says)
     return True
 

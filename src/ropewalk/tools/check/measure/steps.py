@@ -114,9 +114,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         maps = torch.where((maps - 1).abs() < subject.close, 1.0, maps)
     structure = infer(maps, subject.close)
     if (structure is None or structure.flaw is not None) and _rotates_once(subject):
-        report.add(
-            "earlier-calls-matter", "The first call of a new object rotates by angles, and a later one does not."
-        )
+        report.add("earlier-calls-matter", "The first call of a new object rotates by angles, and later ones do not.")
         return None
     if structure is None:
         _report_no_pairs(subject, report)
@@ -306,11 +304,15 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
     code, says = "not-a-rotation", "The channels do not change in pairs."
     if torch.equal(out, x):
         code, says = "not-rotated", "The output equals the input."
-        with contextlib.suppress(CallError):  # a single row is the first token
-            x = subject.equal_heads(TOKENS, HEADS, 3)
-            if not torch.equal(subject(x, x, SMALL[:TOKENS].expand(3, -1))[0], x):
-                says = f"In layout {subject.layout}, the angle depends on the row instead of the token."
-                code = "heads-taken-for-tokens"
+        for rows, heads in ((3, HEADS), (TOKENS, HEADS), (1, TOKENS), (TOKENS, TOKENS)):  # a single one is token 0
+            with contextlib.suppress(CallError):
+                x = subject.equal_heads(TOKENS, heads, rows)
+                if not torch.equal(subject(x, x, SMALL[:TOKENS].expand(rows, -1))[0], x):
+                    code, at = (
+                        "heads-taken-for-tokens",
+                        f"In layout {subject.layout} with {rows} rows and {heads} heads",
+                    )
+                    says = f"{at}, tokens are rotated. With one row or head, all have position 0."
     report.add(code, says)
 
 
