@@ -200,6 +200,20 @@ def test_an_override_that_sglang_merges() -> None:
     assert "llama.cpp 0c1e57098 was not judged: it has no argument that overrides keys of a config, but" in found.text()
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "dynamic"])
+@pytest.mark.parametrize("states_length", [False, True])
+def test_engines_that_refuse_the_length_of_an_override(rope_type: str, states_length: bool) -> None:
+    """vLLM's context_extension_offline.py states max_model_len in hf_overrides, where vLLM 0.33 does not read it."""
+    config = {**LLAMA, "max_position_embeddings": 40_960, "rope_theta": 1e6}
+    parameters = {"rope_type": rope_type, "rope_theta": 1e6, "factor": 4.0}
+    parameters |= {"original_max_position_embeddings": 32_768} if rope_type == "yarn" else {}
+    keys = {"max_position_embeddings": 131_072} if states_length else {"max_model_len": 131_072}
+    said = diff.engines(config, override={"rope_parameters": parameters, **keys}).facts["warnings"]
+    of_limits = [f"{name} accepts no more than max_position_embeddings, 40,960 tokens" for name in ("vLLM", "SGLang")]
+    refused = rope_type == "yarn" and not states_length
+    assert [any(line.startswith(limit) for line in said) for limit in of_limits] == [refused] * 2
+
+
 def test_a_class_that_scales_by_default() -> None:
     """ApertusConfig puts rope_theta beside a rope_scaling, and takes its own base and scaling if there is none."""
     llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}

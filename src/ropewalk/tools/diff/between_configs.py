@@ -248,9 +248,7 @@ def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) ->
     elif _pairings_differ(a, b) or a.output_order != b.output_order:
         why = "the channels of the stored keys are in another order"
     elif a.extra_ropes != b.extra_ropes:
-        why = (
-            f"the stored keys of {' and '.join(sorted({*a.extra_ropes, *b.extra_ropes}))} were rotated by other angles"
-        )
+        why = f"the keys of {' and '.join(sorted({*a.extra_ropes, *b.extra_ropes}))} were rotated by other angles"
     elif a.rotates_values != b.rotates_values:
         why = "only one of them rotates the values"
     elif not rows:

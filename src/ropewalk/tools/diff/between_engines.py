@@ -35,12 +35,8 @@ class EngineDiff(Result):
     @property
     def bitwise(self) -> bool:
         """Whether all engines agree, and each is known to rotate bitwise equally to the first one."""
-        found = [
-            entry["verdict"] for row in self.facts["ropes"] for at in row["at"] for entry in at["engines"].values()
-        ]
-        return self.verdict == "agree" and all(
-            verdict is None or verdict["word"] == "bitwise equal" for verdict in found
-        )
+        found = [one["verdict"] for row in self.facts["ropes"] for at in row["at"] for one in at["engines"].values()]
+        return self.verdict == "agree" and all(one is None or one["word"] == "bitwise equal" for one in found)
 
     def text(self, *, verbose: bool = False) -> str:
         """Return the comparison as text for a terminal.
@@ -132,7 +128,14 @@ def engines(
     }
     states = {entry.name: _state(entry.name, facts) for entry in chosen}
     verdict = "not judged" if ignore else _verdict(states, {entry.name for entry in named})
-    return EngineDiff({**facts, "states": states, "verdict": verdict})
+    running = [name for name in ("vLLM", "SGLang") if states.get(name) in ("same", "differs")]
+    after = {name: changed[name].ropes[0] if override else ropes for name in running}
+    few = {n: m for n, r in after.items() if length is None and (m := r.max_position_embeddings or setting) < setting}
+    few = few if all(rope is None or rope.is_static for each in after.values() for rope in each.layers) else {}
+    more = [
+        f"{n} accepts no more than max_position_embeddings, {m:,} tokens, so raise it, too." for n, m in few.items()
+    ]
+    return EngineDiff({**facts, "warnings": [*ropes.warnings, *more], "states": states, "verdict": verdict})
 
 
 def _check_sections(keys: Mapping[str, Any]) -> None:
