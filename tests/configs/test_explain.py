@@ -119,6 +119,12 @@ def test_layers_that_differ_are_listed_separately() -> None:
         assert line in explanation
 
 
+def test_pairs_that_do_not_rotate_are_not_said_to() -> None:
+    rope = Rope(512, 1e6, "half", scaling=Proportional(0.25))
+    explanation = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
+    assert "channels          0 to 511 of 512 form 256 pairs, of which 64 rotate\n" in explanation
+
+
 def test_axes_in_words() -> None:
     """Linear scaling slows pairs of each axis, and the frequencies may start again for each axis."""
     axes = Axes.axial((4, 8))

@@ -76,16 +76,17 @@ def _other_lines(info: dict[str, Any]) -> list[str]:
 
 
 def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
-    start, end = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"]
+    start, end, pairs = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"] - 1, rope["pairs"]
     parameters = ", ".join(
         f"{k} {_format_parameter(v)}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None
     )
     rotating = [w for w in rope["wavelength"] if w is not None]
+    some = f"form {pairs} pairs, of which {len(rotating)} rotate" if len(rotating) < pairs else ""
     rows = [
         ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
         ("base", f"{rope['base']:g}"),
         ("pairing", f"{rope['pairing']}: {_format_pairing(rope, info['heads'])}"),
-        ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
+        ("channels", f"{start} to {end} of {rope['head_dim']} {some or f'rotate, in {pairs} pairs'}"),
         *([] if info["heads"] is None else [("heads", _format_heads(rope, info["heads"]))]),
         *([] if rope["axes"] is None else [("axes", _format_axes(rope["axes"], info["axis_names"]))]),
         ("wavelengths", _format_wavelengths(rotating, rope["axes"] is None)),
@@ -94,8 +95,7 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     ]
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
-    window = rope["window"]
-    if window is not None:
+    if (window := rope["window"]) is not None:
         rows.append(("window", f"q and k are less than {window:,} tokens apart, at any length"))
     if info["trained_length"] is not None:
         full, within = rope["full_turns_when_trained"], _within(window, info["trained_length"])
