@@ -170,6 +170,18 @@ class TestSections:
             assert message.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")
             assert from_config(config, **how, ignore=(f"rope_scaling.{key}",)).rope.axes is None  # type: ignore[arg-type]
 
+    def test_all_keys_of_sections_are_named_at_once(self) -> None:
+        """Qwen3-ASR as it was published: a Qwen 3 for text and audio, whose tokens have one position on all axes."""
+        stated = {"interleaved": True, "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+        text = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16, "head_dim": 128}
+        text |= {"num_hidden_layers": 28, "rope_theta": 1e6, "rope_scaling": stated}
+        config = {"model_type": "qwen3_asr", "thinker_config": {"model_type": "qwen3_asr", "text_config": text}}
+        with pytest.raises(RopeError) as raised:
+            from_config(config)
+        every = tuple(f"thinker_config.text_config.rope_scaling.{key}" for key in list(stated)[:3])
+        assert str(raised.value).endswith(f"pass ignore={every}.")
+        assert from_config(config, ignore=every).rope == Rope(128, 1e6, "half")
+
     def test_what_writing_refuses(self) -> None:
         config = {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
         ropes = from_config(config)

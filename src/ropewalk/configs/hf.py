@@ -252,9 +252,9 @@ def _parameters(
         elif key in axes_rules.KEYS:
             reads = "knows this model_type" if row.known else "reads an unknown model_type"
             must = f"must not be given, since ropewalk {reads} with one position for each token"
-            in_python = ": build Rope(..., axes=Axes.sections(...)) by hand, or Axes.interleaved(...) if axes alternate"
-            fix = f"The key assigns the pairs to several axes{possible(in_python)}. For text alone, "
-            fix += f"pass {argument('ignore', (c.path + entry.where,))}."
+            build = ": build Rope(..., axes=Axes.sections(...)) by hand, or Axes.interleaved(...) if axes alternate"
+            keys = tuple(c.path + other.where for k, other in rope_keys.items() if k in axes_rules.KEYS)
+            fix = f"It assigns pairs to several axes{possible(build)}. For text alone, pass {argument('ignore', keys)}."
             raise c.error(entry.where, must, shown(entry.value), fix)
         else:
             from ropewalk.engines import ENGINE_KEYS

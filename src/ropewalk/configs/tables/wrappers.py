@@ -57,7 +57,7 @@ WRAPPERS: dict[str, str] = {
 }
 """Maps the model_type of a model that contains others to the key of its text model."""
 
-OTHER_KEYS = {"vibevoice": "decoder_config"}
+OTHER_KEYS = {"vibevoice": "decoder_config", "qwen3_asr": "thinker_config"}
 """Maps the model_type of a model to another key of its text model, for files written by the model's own code."""
 
 OTHER_PARTS = {
