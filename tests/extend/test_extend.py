@@ -155,8 +155,12 @@ def test_programs_around_llama_cpp_without_its_arguments(tmp_path: Path, method:
     assert sum(about in note for note in of(found, "llama.cpp")["notes"]) == 1
     assert diff.engines(found.config(version=4), names=("transformers", "llama.cpp")).verdict == "agree"
     path = gguf_files.write(tmp_path / "q.gguf", GGUF, architecture="qwen3")
-    for other in (extend(path, 163_840, method=method), extend(FLAT, 16_384)):
-        assert not any("convert_hf_to_gguf" in note for note in of(other, "llama.cpp")["notes"])
+    of_file, short = (
+        of(each, "llama.cpp")["notes"] for each in (extend(path, 163_840, method=method), extend(FLAT, 16_384))
+    )
+    assert not any("convert_hf_to_gguf" in note for note in (*of_file, *short))
+    other = "such as Ollama (not its older versions), need another GGUF file: pass the config.json of the model."
+    assert [any(note.endswith(other) for note in notes) for notes in (of_file, short)] == [True, False]
 
 
 @pytest.mark.parametrize("method", ["llama3", "yarn"])

@@ -266,9 +266,11 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         known = {own: name for name, own in HF_MODEL_TYPES.items()}
         key = f"{known.get(source.text.model_type, 'ARCHITECTURE')}.context_length=int:{target}"
         notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
-    if row["name"] == "llama.cpp" and plan and (reads := _written(source, ENGINES["llama.cpp"], plan, target)["reads"]):
+    reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target)["reads"]
+    if row["name"] == "llama.cpp" and plan and (reads or source.text.file_format == "GGUF file"):
         around = "Programs that run llama-server without them, such as Ollama (not its older versions)"
-        notes.append(f"{around}, read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}.")
+        read = f"read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}"
+        notes.append(f"{around}, {read if reads else 'need another GGUF file: pass the config.json of the model'}.")
     has_mtp = any(value and ("mtp" in key or "nextn" in key) for key, value in find_text(source.whole)[1].items())
     if row["name"] == "vLLM" and has_mtp and plan is not None and "--hf-overrides" in row["commands"][0]:
         notes.append("Its MTP layers do not get this argument, and rotate as the file says. With --write, they get it.")

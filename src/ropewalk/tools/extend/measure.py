@@ -103,9 +103,7 @@ def find(subject: Any, target: int, steps: Steps) -> dict[str, Any]:
         for factor in factors_of(target, reach, subject.stated, subject.factor)
     ]
     # Self-Extend is on top of the config's scheme, and leaves the nearest tokens alone.
-    ways += [
-        (SELF_EXTEND, group, near) for group in factors_of(target - near, reach - near, subject.stated - near, 1.0)
-    ]
+    ways += [(SELF_EXTEND, size, near) for size in factors_of(target - near, reach - near, subject.stated - near, 1.0)]
     for way in ways:
         try:
             far, half = (copies(distance, *way) for distance in (target - PASSAGE, (target - PASSAGE) // 2))
