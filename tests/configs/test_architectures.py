@@ -524,6 +524,10 @@ class TestSingleModels:
     def test_olmo_hybrid_without_a_base(self) -> None:
         olmo = {"model_type": "olmo_hybrid", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
         assert not any(from_config({**olmo, "rope_theta": None}).layers)
+        both = from_config(
+            {**olmo, "rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}
+        )  # OlmoHybridConfig: 5e5
+        assert both.layers == (None, None, None, Rope(16, 5e5, "half"))
         with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
             from_config(olmo)
 

@@ -278,7 +278,7 @@ class Architecture:
             count = c.layers(self.layers)
         if self.switch is not None and self._switched_off(c, *self.switch):
             return [NO_ROPE] * count
-        if self.null_base and c.is_null("rope_theta", "rope_parameters.rope_theta"):
+        if self.null_base and not c.has(inner := "rope_parameters.rope_theta") and c.is_null("rope_theta", inner):
             c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
             return [NO_ROPE] * count
         if self.null_window and c.is_null("sliding_window"):
