@@ -331,9 +331,10 @@ class TestRefusals:
 
     def test_a_model_that_does_not_rotate(self) -> None:
         smol = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [0, 0]}
-        found = diff.engines(smol)
-        assert found.facts["ropes"] == []
+        found = diff.engines(smol, names=["transformers", "vllm"])
+        assert (found.facts["ropes"], found.verdict) == ([], "agree")
         assert "No layer rotates, so there is nothing to compare." in found.text()
+        assert "No layer rotates by the config.\n" in diff.engines(smol).text()  # llama.cpp rotates them
 
     def test_a_config_without_a_length(self) -> None:
         config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
@@ -609,6 +610,20 @@ def test_llama_cpp_rotates_fixed_layers(n: int) -> None:
     assert command.facts["verdict"] == ("nothing needed" if n == 4 else "cannot")
     said = "rotates all but each 4th layer, whatever the config states."
     assert all((said in words(one.text())) is (n == 2) for one in (found, command))
+
+
+def test_exllamav3_rotates_although_the_base_is_null() -> None:
+    """Its read_dict takes null for a missing key. Its class of Olmo Hybrid passes every full_attention layer a rope."""
+    kinds = ["linear_attention", "full_attention"]
+    config = {**LLAMA, "model_type": "olmo_hybrid", "num_hidden_layers": 2, "layer_types": kinds}
+    config = {**config, "rope_theta": None, "rope_parameters": {"rope_theta": None}}
+    found, alike = diff.engines(config), diff.engines(config, names=["transformers", "vllm"])
+    assert (found.verdict, found.facts["states"]["exllamav3"]) == ("differ", "differs")
+    assert "No layer rotates by the config." in found.text()
+    assert "exllamav3: It reads a base of null as 10000, and rotates the layers" in words(found.text())
+    assert "No layer rotates, so there is nothing to compare." in alike.text()
+    rotated = diff.engines({**config, "rope_parameters": {"rope_theta": 500_000.0}})
+    assert rotated.facts["beside"] == {}
 
 
 def test_no_engine_reads_the_pairing_of_convert() -> None:

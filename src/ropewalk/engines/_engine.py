@@ -168,7 +168,8 @@ class Engine:
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
-        no_rope_every: maps each model_type in which every n-th layer is not rotated, whatever the config states, to n.
+        no_rope_every: maps each model_type in which every n-th layer is not rotated, whatever the config states, to n,
+            and one that rotates although the base is null to 0.
         other_class: the key of a config with which it rotates in a way that is not described here, or "".
         windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.

@@ -36,9 +36,7 @@ def _gpt_oss(config: ConfigRope, scaling: Any) -> Answer:
     trained = to_finite(section.get("original_max_position_embeddings"), 4096.0)
     slow, fast = to_finite(section.get("beta_slow"), 1.0), to_finite(section.get("beta_fast"), 32.0)
     if factor is None or trained is None or slow is None or fast is None:
-        return Answer(
-            None, refusal="a number of the scaling is not a number, which is not described here", why="unknown"
-        )
+        return Answer(None, refusal="a number of the scaling is no number, which is not described here", why="unknown")
     if factor <= 1.0:
         dropped = ("Its class applies no scaling without a factor above 1.",) * (scaling is not None)
         return Answer(config.with_scaling(None), notes=dropped, reads=_READS)

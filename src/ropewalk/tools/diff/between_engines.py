@@ -152,9 +152,8 @@ def _state(name: str, facts: Mapping[str, Any]) -> str:
     """Return what the comparison found about an engine: "same", "differs", "refused", "absent" or "unknown"."""
     entries = [entry for row in facts["ropes"] for entry in row["engines"] if entry["name"] == name]
     same = [at["engines"][name]["apart"]["same"] for row in facts["ropes"] for at in row["at"] if name in at["engines"]]
-    for why in ("absent", "refused", "unknown"):
-        if any(entry["why"] == why for entry in entries):
-            return why
+    if found := [why for why in ("absent", "refused", "unknown") if any(entry["why"] == why for entry in entries)]:
+        return found[0]
     if not all(entry["judged"] for entry in entries):
         return "unknown"
     return "same" if all(same) and name not in facts["beside"] else "differs"
@@ -165,9 +164,7 @@ def _verdict(states: Mapping[str, str], named: Collection[str]) -> str:
     if "differs" in found or "refused" in found:
         return "differ"
     unjudged = {name for name, state in states.items() if state in ("absent", "unknown")}
-    if unjudged and (unjudged & set(named) or len(found) - len(unjudged) < 2):
-        return "not judged"
-    return "agree"
+    return "not judged" if unjudged and (unjudged & set(named) or len(found) - len(unjudged) < 2) else "agree"
 
 
 def _compare_rope(
@@ -246,7 +243,9 @@ def beside_the_ropes(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, st
     scaled = ropes.query_scale is not None and ropes.query_scale.llama_4_scaling_beta is not None
     found = {}
     for each in chosen:
-        every = each.no_rope_every.get(ropes.model_type, 0)
+        every = each.no_rope_every.get(ropes.model_type)
+        if every == 0 and not any(ropes.layers):
+            found[each.name] = "It reads a base of null as 10000, and rotates the layers with full attention."
         if every and unrotated != [*range(every - 1, len(ropes.layers), every)]:
             found[each.name] = f"It rotates all but each {every}th layer, whatever the config states."
         if scaled and each.query_scale and not each.reads(ropes.file_format):

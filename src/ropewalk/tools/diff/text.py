@@ -83,7 +83,7 @@ def layers(numbers: list[int], count: int) -> str:
 
 def _verdict(facts: Mapping[str, Any]) -> str:
     if not facts["ropes"]:
-        return "No layer rotates, so there is nothing to compare."
+        return "No layer rotates" + (" by the config." if facts["beside"] else ", so there is nothing to compare.")
     by_state: dict[str, list[str]] = {}
     for name, state in facts["states"].items():
         by_state.setdefault(state, []).append(name)
