@@ -224,6 +224,16 @@ class TestSentences:
         wanted = YaRN(factor=4.0, original_max_position_embeddings=4096)
         assert read[1]["mlx-lm"]["inv_freq"] == Rope(64, 500_000.0, "half", scaling=wanted).inv_freq.tolist()
 
+    def test_the_keys_of_hunyuan_ocr_at_the_top_level(self) -> None:
+        """Tencent's files have no text_config. HunYuanVLConfig moves the keys into one, and engines run its model."""
+        scaling = {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "xdrope_section": [16, 16, 16, 16]}
+        text = {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 128, "num_hidden_layers": 2,
+                "max_position_embeddings": 32_768, "rope_theta": 10_000.0, "rope_scaling": scaling}  # fmt: skip
+        states = {"transformers": "same", "vLLM": "same", "SGLang": "same", "llama.cpp": "same"}
+        for config in (text, {"text_config": {"model_type": "hunyuan_vl_text", **text}}):
+            found = diff.engines({"model_type": "hunyuan_vl", **config}, names=[name.lower() for name in states])
+            assert found.facts["states"] == states
+
     def test_a_scaling_that_is_not_read(self) -> None:
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
         mixtral = {**LLAMA_5, "model_type": "mixtral", "rope_theta": 1e6, "rope_scaling": scaling}
