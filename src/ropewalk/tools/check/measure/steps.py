@@ -308,11 +308,9 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
             with contextlib.suppress(CallError):
                 x = subject.equal_heads(TOKENS, heads, rows)
                 if not torch.equal(subject(x, x, SMALL[:TOKENS].expand(rows, -1))[0], x):
-                    code, at = (
-                        "heads-taken-for-tokens",
-                        f"In layout {subject.layout} with {rows} rows and {heads} heads",
-                    )
+                    at = f"In layout {subject.layout} with {rows} rows and {heads} heads"
                     says = f"{at}, tokens are rotated. With one row or head, all have position 0."
+                    code = "heads-taken-for-tokens"
     report.add(code, says)
 
 
@@ -450,10 +448,9 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     fitted = law.fit_base(measured.inv_freq, structure.rotary_dim, axes=of_axes)
     if fitted is not None:
         divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
-        own = (
-            "" if of_axes is None or 1 in (of_axes.count, of_axes.one_progression) else ", a progression for each axis"
-        )
-        is_part = 2 * structure.pairs != structure.rotary_dim and (of_axes is None or of_axes.count > 1)
+        axes = None if of_axes is None or of_axes.count == 1 else of_axes
+        own = "" if axes is None or axes.one_progression else ", a progression for each axis"
+        is_part = 2 * structure.pairs != structure.rotary_dim and of_axes in (None, axes)
         still = f" and exponents 2i/{structure.rotary_dim}" if is_part else ""
         return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
