@@ -72,10 +72,12 @@ def test_the_repaired_file_is_right(name: str, tmp_path: Path) -> None:
 
 
 IN_16_BITS = (
-    "axes_exchanged__grid heads_differ key_not_rotated low_precision_angles mixed_pairings positions_restart "
-    "query_and_key_crossed rotates_backwards__conjugate scaling_inverted segments_ignored__boundary_of_the_previous "
+    "axes_exchanged__grid heads_differ key_not_rotated low_precision_angles mixed_pairings "
+    "positions_off_by_one__documents_of_a_row positions_restart query_and_key_crossed "
+    "rotates_backwards__conjugate scaling_inverted segments_ignored__boundary_of_the_previous "
     "size_dependent__blocks_of_eight_heads table_wraps wrong_base wrong_gradient__only_of_the_keys "
-    "wrong_pairing__vllm_49290 wrong_slot__values_in_the_order_of_tokens R:norm_with_one_plus_weight R:gpt_fast"
+    "wrong_pairing__vllm_49290 wrong_slot__values_in_the_order_of_tokens R:norm_with_one_plus_weight R:dynamic_ntk "
+    "R:axes_in_the_names"
 )
 
 

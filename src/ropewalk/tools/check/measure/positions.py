@@ -98,7 +98,7 @@ def judge_length(baseline: Baseline) -> bool | str:
     if not bool(right.all()):
         says = "has the frequencies of a short one" if bool(short.all()) else "has other frequencies than its own"
         report.add("length-ignored", f"A sequence of {n:,} tokens {says}.")
-    elif not bool(((sizes / rope.attention_factor - 1).abs() < 2e-3).all()):
+    elif not bool(((sizes / rope.attention_factor - 1).abs() < 2e-3 + baseline.subject.noise).all()):
         measured = f"{float(sizes.median()):.5g} instead of {rope.attention_factor:.5g}"
         report.add("attention-factor", f"In a sequence of {n:,} tokens, cos and sin are multiplied by {measured}.")
     return True

@@ -421,7 +421,7 @@ def _fitting_rope(
     dim, offset = structure.rotary_dim, structure.rotary_offset
     if 2 * structure.pairs < dim and of_axes is None:  # the others rest, as in one column of a grid
         dim, offset = 2 * structure.pairs, 0
-    if base is None:
+    if base is None and not subject.noise:  # 16 bits are too few to find one
         inv_freq = law.measure_frequencies(multipliers, SMALL)
         fitted = law.fit_base(inv_freq, dim, axes=of_axes)
         if fitted is not None and abs(fitted[1] - 1) < 1e-4:
