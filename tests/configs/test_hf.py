@@ -190,6 +190,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         # the base
         ({"rope_theta": "500000"}, {}, "rope_theta must be a finite number greater than 1, got '500000'"),
         ({"rope_theta": True}, {}, "rope_theta must be a finite number"),
+        ({"rope_theta": None}, {}, "rope_theta must be given, since it is the base, got null. Add rope_theta, or pass base"),
         ({"rope_theta": -10000}, {}, "rope_theta must be a finite number greater than 1, got -10000"),
         ({"rope_theta": math.nan}, {}, "rope_theta must be a finite number"),
         ({"rope_theta": 10**400}, {}, "rope_theta must be a finite number"),

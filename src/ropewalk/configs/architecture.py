@@ -388,10 +388,10 @@ class Architecture:
             c.record_origin("base", f"the default of {model_type} in transformers, which does not read the stated one")
             c.assume(f"So the base is {default:g}, the default of {model_type} in transformers.")
             return default
-        # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
-        if kind.implied_base is None or c.has("rope_parameters"):
+        # transformers 5 always writes rope_theta into rope_parameters, so there it was lost. It rejects a base of null.
+        if kind.implied_base is None or c.has("rope_parameters") or c.is_null(key):
             fix = f"Add {key}{possible(', or pass ' + argument('base'), 'base')}."
-            raise c.error(key, "must be given, since it is the base", "none", fix)
+            raise c.error(key, "must be given, since it is the base", "null" if c.is_null(key) else "none", fix)
         c.record_origin("base", f"implied by model_type {self.name_and_source(c)}")
         if "rope_theta" in kind.bases:  # newer configs of this model_type state the base, so the key may have been lost
             c.assume(
