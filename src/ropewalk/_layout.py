@@ -60,8 +60,8 @@ SYNONYMS: dict[str, str] = {
     **dict.fromkeys(("bhld", "bhnd", "bhtd", "bnsd"), "bhsd"),
     **dict.fromkeys(("blhd", "bnhd", "bthd", "bsnd"), "bshd"),
     "tnd": "thd",
-    **dict.fromkeys(("koboldcpp", "lm-studio", "lmstudio", "llamafile"), "llama.cpp"),  # which runs their GGUF files
-    **dict.fromkeys(("axolotl", "llama-factory", "llamafactory", "trl"), "transformers"),  # which loads their model
-    **dict.fromkeys(("exllamav2", "ktransformers", "mlx-vlm", "sglang-jax"), ""),  # other programs, with similar names
+    **dict.fromkeys(("gpt4all", "jan", "koboldcpp", "llama-server", "llamafile", "lm-studio", "lmstudio"), "llama.cpp"),
+    **dict.fromkeys(("axolotl", "hf", "llama-factory", "llamafactory", "ms-swift", "openrlhf", "trl"), "transformers"),
+    **dict.fromkeys(("exllamav2", "ktransformers", "mlx-vlm", "nano-vllm", "sglang-jax", "transformers.js"), ""),
 }
-"""Names of pairings, layouts and engines in other programs, in lower case with hyphens, to suggest; "" for nothing."""
+"""Other names of pairings and layouts, and programs with an engine's code, to suggest; "" for other code."""

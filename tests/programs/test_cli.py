@@ -346,11 +346,11 @@ class TestMessagesNameOptions:
             message = fails(*arguments)
             assert f"{option} must be one of 'transformers', 'vllm'" in message
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
-        for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio"):
+        for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio", "llama-server", "Jan", "GPT4All"):
             assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
-        for program in ("TRL", "axolotl", "LLaMA-Factory"):
+        for program in ("TRL", "axolotl", "LLaMA-Factory", "ms-swift", "HF"):
             assert "Did you mean 'transformers'?" in fails("explain", config, "--for", program)
-        for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers"):
+        for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers", "nano-vllm", "transformers.js"):
             assert "Did you mean" not in fails("diff", config, "--engines", program)
 
     def test_download(self) -> None:
