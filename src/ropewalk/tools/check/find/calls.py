@@ -369,6 +369,7 @@ _ROTATES = 12  # the smallest score of a call whose result depends on the token,
 def _score(subject: Subject, errors: list[str]) -> int | None:
     """Score how much a candidate call behaves like a rotation. Return None, and append to `errors`, if it fails."""
     positions, x = torch.arange(_TOKENS)[None], subject.equal_heads(_TOKENS, _HEADS, 3)
+    given = subject.way.given
     try:
         out, _ = subject(x[:1], x[:1], positions)
         maps = subject.linear_maps(positions)
@@ -387,7 +388,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
     many = many + 7 * subject.accepts(many + 7)  # beyond the rows of tables that have one for each token
-    is_given = subject.way.given is not None and subject.accepts(many)
+    is_given = given is not None and subject.accepts(many)
     if is_given and not _runs(subject, *2 * (subject.equal_heads(_MANY, _HEADS),), many, errors):
         if "positions" in subject.way.roles:  # which must index all of them
             return None
@@ -399,18 +400,14 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool((at_0.angle().abs() < subject.close).all())
-            - 1
-            * (
-                subject.way.given is not None
-                and not _has_frequencies(subject.way.given, found, maps[1], max(1e-4, subject.close))
-            )
+            - 1 * (given is not None and not _has_frequencies(given, found, maps[1], max(1e-4, subject.close)))
         )
     if subject.layout in ONE_ROW:
         return score + 1
     if subject.accepts(positions.expand(3, -1)):
         with contextlib.suppress(CallError):
             every, _ = subject(x, x, positions.expand(3, -1))
-            right = torch.allclose(every[:1] if subject.way.given is None else every, out)
+            right = torch.allclose(every[:1] if given is None else every, out)
             if (subject.way.tables or "").startswith(INDEXED) and subject.accepts(rows := torch.arange(3)[:, None]):
                 right = right and torch.allclose(subject(x[:, :1], x[:, :1], rows)[0][:, 0], out[0, :3])
             score += right

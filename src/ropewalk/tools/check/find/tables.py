@@ -217,14 +217,18 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
         return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: max(int(p.max()) + 1, 2)}))))]
-    if "x" in parameter_of:
-        name = parameter_of["x"]
-        for_positions = Source("for positions", lambda q, p: _rows(make(q, {name: p}), p))
-        shared = Source("for shared positions", lambda q, p: _rows(make(q, {name: p[0]}), p[:1]), "shared")
+    if x := parameter_of.get("x"):
+        for_positions = Source("for positions", lambda q, p: _rows(make(q, {x: p}), p))
+        shared = Source("for shared positions", lambda q, p: _rows(make(q, {x: p[0]}), p[:1]), "shared")
         all_rows = Source(INDEXED[0], lambda q, p: tuple(t[p] for t in flat(make(q, {}), more=p.shape[-1])))
-        wide = Source("for x of a model", lambda q, p: _rows(make(q, {name: q.new_zeros(*p.shape, 512)}), p), "none")
-        of_p = [] if uses.roles(code_of(first)).get(name) == "like" else [for_positions, shared]
-        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), *of_p, all_rows, wide]
+
+        def wide(q: Tensor, p: Tensor) -> Tables:
+            sizes = p.mT.shape if q.shape[:2] == p.mT.shape else p.shape  # q, too, may have the tokens first
+            return _rows(make(q, {x: q.new_zeros(*sizes, 512)}), p)
+
+        of_p = [] if uses.roles(code_of(first)).get(x) == "like" else [for_positions, shared]
+        of_model = Source("for x of a model", wide, "none")
+        return [Source("for x", lambda q, p: _rows(make(q, {}), p), "none"), *of_p, all_rows, of_model]
     must = "the function that computes the tables must have a parameter for positions, a length or x"
     raise words.no_call(must, words.named(first))
 

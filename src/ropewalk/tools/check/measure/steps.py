@@ -175,9 +175,8 @@ def _rotates_in_16_bits(subject: Subject) -> bool:
 def _rotates_once(subject: Subject) -> bool:
     """Return whether the first call of a new object rotates pairs, each by an angle."""
     with contextlib.suppress(CallError):
-        first = (
-            None if subject.rebuild is None else infer(subject.rebuild().linear_maps(SMALL[None, :16]), subject.close)
-        )
+        new = None if subject.rebuild is None else subject.rebuild()
+        first = None if new is None else infer(new.linear_maps(SMALL[None, :16]), new.close)
         return first is not None and first.flaw is None
     return False
 
