@@ -471,6 +471,8 @@ class TestSingleModels:
             from_config({**config, "compress_ratios": [0, 0, 4, 128, 3]})
         with pytest.raises(RopeError, match="compress_ratios must be a list with an entry for each of the 5 layers"):
             from_config({**config, "compress_ratios": [0, 0, 4, 128]})
+        longer = [*config["compress_ratios"], 0, 0, 0]  # of a checkpoint with its draft, as transformers cuts it
+        assert from_config({**config, "compress_ratios": longer}).layers == ropes.layers
 
     def test_indexer_of_hy_v4_vl(self) -> None:
         """`HYV4VLIndexer` rotates the last channels of its head by positions on the same axes."""

@@ -164,10 +164,11 @@ class LayerIndices:
 
 @dataclass(frozen=True)
 class LayerCodes:
-    """A config key with a list that has a number for each layer. `names` maps these numbers to kinds."""
+    """A config key with a list of a number for each layer, and more if `longer`. `names` maps them to kinds."""
 
     key: str
     names: Mapping[int, str]
+    longer: bool = False
     overrides_layer_types: bool = False
 
     def keys(self) -> set[str]:
@@ -176,7 +177,7 @@ class LayerCodes:
     def kinds(self, c: Fields, count: int) -> list[str] | None:
         if not c.has(self.key):
             return None
-        codes = c.layer_list(self.key, count) or []
+        codes = c.layer_list(self.key, count, self.longer) or []
         for code in codes:
             if type(code) is not int or code not in self.names:
                 must = f"must contain only {', '.join(map(str, self.names))}"

@@ -257,21 +257,19 @@ class Fields:
         """Return the value of the key as a number of layers, or 0 if it is missing."""
         return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
 
-    def layer_list(self, key: str, count: int) -> list[Any] | None:
+    def layer_list(self, key: str, count: int, longer: bool = False) -> list[Any] | None:
         """Return the value of the key as a list with one entry for each of `count` layers, or None if it is missing.
 
-        If the list also has entries for the layers that `further_key` counts, these entries are dropped.
+        Entries for the layers that `further_key` counts are dropped, and with `longer`, all that follow.
         """
-        value = self.get(key)
+        value, further = self.get(key), self.get(self.further_key)
         if value is None:
             return None
-        further = self.get(self.further_key)
-        if isinstance(value, (list, tuple)) and type(further) is int and len(value) == count + further > count:
-            value = value[:count]
-        if not isinstance(value, (list, tuple)) or len(value) != count:
-            got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
-            raise self.error(key, f"must be a list with an entry for each of the {count} layers", got, self.list_fix)
-        return list(value)
+        extra = len(value) - count if isinstance(value, (list, tuple)) else -1
+        if extra == 0 or (extra > 0 and (longer or (type(further) is int and extra == further))):
+            return list(value[:count])
+        got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
+        raise self.error(key, f"must be a list with an entry for each of the {count} layers", got, self.list_fix)
 
 
 class Reader(Fields):

@@ -121,10 +121,10 @@ class Keys(Fields):
             raise self.error(FORMER_FACTOR, f"must agree with {FACTOR}={value:g}", f"{former:g}", fix)
         return former if value is None else value
 
-    def layer_list(self, key: str, count: int) -> list[Any] | None:
+    def layer_list(self, key: str, count: int, longer: bool = False) -> list[Any] | None:
         """Return the value of the key as a list with one entry for each layer. The heads of k may be one number."""
         value = self.get(key)
-        return [value] * count if key == KV_HEADS and type(value) is int else super().layer_list(key, count)
+        return [value] * count if key == KV_HEADS and type(value) is int else super().layer_list(key, count, longer)
 
     def require(self, name: str, value: float | None, why: str) -> Any:
         """Return the value of a key and record the key as its origin.

@@ -40,7 +40,7 @@ _DEEPSEEK_V4 = DeepSeekV4(
         _SPARSE: COMPRESSED,
         "heavily_compressed_attention": COMPRESSED,
     },
-    pattern=LayerCodes("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: "heavily_compressed_attention"}),
+    pattern=LayerCodes("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: "heavily_compressed_attention"}, longer=True),
 )
 
 TEXT: dict[str, Architecture] = {
