@@ -207,7 +207,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"rope_scaling": {"factor": 2}}, {}, "rope_scaling.factor must be a key that rope_type 'default' reads, got 2. It would have no effect. Check whether rope_type is missing."),
         ({"rope_scaling": {"type": "linear"}}, {}, "factor must be given for rope_type 'linear', got none"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}, "max_position_embeddings": None}, {}, "original_max_position_embeddings must be given"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 1}}, {}, "rope_scaling.attn_factor must be a key that rope_type 'yarn' reads, got 1. It would have no effect. Some engine reads it: see `ropewalk diff`."),
+        ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 2}}, {}, "rope_scaling.attn_factor must be a key that rope_type 'yarn' reads, got 2. It would have no effect. Some engine reads it: see `ropewalk diff`."),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, {}, "rope_scaling.beta_fast must be a key that rope_type 'linear' reads"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, {}, "rope_scaling: Linear: factor must be a finite number of at least 1, got 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, {}, "Linear: factor must be a finite number"),
@@ -264,6 +264,8 @@ def test_the_config_is_not_changed() -> None:
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
+        ({"extrapolation_factor": 1.0}, "rope_scaling.extrapolation_factor has no effect: it is 1, as without it."),
+        ({"attn_factor": 1.0}, "rope_scaling.attn_factor has no effect: it is 1, as without it."),
         ({"finetuned": True}, "rope_scaling.finetuned has no effect: it records that the weights were fine-tuned."),
         ({"mscale": 1.0}, "have an effect only together"),
         ({"mscale_all_dim": 1.0}, "have an effect only together"),

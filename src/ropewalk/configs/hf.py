@@ -245,8 +245,8 @@ def _parameters(
             parameters[key] = entry
         elif key in SHARED or "." not in entry.where or not entry.own or key in row.section_keys():
             continue
-        elif key in without_effect:
-            c.warnings.append(f"{entry.where} has no effect: it {without_effect[key]}.")
+        elif key in without_effect or (key in ("attn_factor", "extrapolation_factor") and entry.value == 1):
+            c.warnings.append(f"{entry.where} has no effect: it {without_effect.get(key, 'is 1, as without it')}.")
         elif key in ("fope_init_factor", "fope_sep_head", "num_inv_freq"):
             raise c.error(entry.where, "must not be given", shown(entry.value), FOPE)
         elif key in axes_rules.KEYS:
