@@ -405,6 +405,21 @@ def test_deepseek_v4(written: str) -> None:
     assert "; read, not run)" in found.text(verbose=True)
 
 
+def test_minimax_m3_as_published() -> None:
+    """Its text model has a name that transformers reads by the class of the wrapper: 64 of 128 channels, base 5e6."""
+    text = {"model_type": "minimax_m3", "hidden_size": 6144, "num_attention_heads": 64, "num_key_value_heads": 4}
+    text |= {"head_dim": 128, "num_hidden_layers": 2, "max_position_embeddings": 524_288, "rope_theta": 5_000_000}
+    text |= {"rotary_dim": 64, "partial_rotary_factor": 0.5}
+    whole = {"model_type": "minimax_m3_vl", "text_config": text}
+    assert from_config(whole).layers == (Rope(128, 5e6, "half", rotary_dim=64),) * 2
+    states = diff.engines(whole).facts["states"]
+    assert {name for name, state in states.items() if state != "same"} == {"exllamav3"}
+    override = {"rope_theta": 5e6, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 524_288}
+    whole = {**whole, "text_config": {**text, "rope_parameters": override}}
+    said = diff.engines(whole, names=("transformers", "vllm")).text()
+    assert "vLLM: It reads no scaling on NVIDIA GPUs, so nothing is scaled." in said
+
+
 def test_olmo_3_in_sglang() -> None:
     """Its class of OLMo 2 scales only layers without a window, by a config class that reads the keys of transformers 4.
 

@@ -213,7 +213,8 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
         keys = f"It reads the base from {' or '.join(file.base)}" if file.base else "It reads no key of the base"
         notes.append(f"{keys}, so the base is {base:g} and not {rope.base:g}.")
     if scaling != rope.scaling:
-        keys = f"It reads the scaling from {' or '.join(file.scaling)}" if file.scaling else "It reads no scaling"
+        none = f"It reads no scaling{' on NVIDIA GPUs' * ('/nvidia/' in file.file)}"
+        keys = f"It reads the scaling from {' or '.join(file.scaling)}" if file.scaling else none
         notes.append(f"{'It does not apply this scaling' if section else keys}, so nothing is scaled.")
     if rotary_dim != rope.rotary_dim:
         keys = f"It reads the channels from {' or '.join(file.fraction)}, so it" if file.fraction else "It"

@@ -84,8 +84,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         return Answer(config.with_scaling(with_attention_factor(scaling, factor)), reads=MSCALE_KEYS)
     if config.model_type in _FACTOR_ONLY:
         note = "Its bridge does not scale the frequencies, but the attention factor of YaRN is applied."
-        pairs = (1.0,) * (config.rope.rotary_dim // 2)
-        rope = config.with_scaling(PerPair(factors=pairs, attention_factor=factor))
+        rope = config.with_scaling(PerPair(factors=(1.0,) * (config.rope.rotary_dim // 2), attention_factor=factor))
         return Answer(rope, notes=(note,), reads=frozenset({"factor", "mscale", "mscale_all_dim"}))
     missing = [key for key in ("beta_fast", "beta_slow") if section.get(key) is None]
     if missing:

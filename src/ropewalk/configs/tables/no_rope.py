@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.families.functions import own_length
 from ropewalk.configs.rows import other_positions, refused, without_rope
 
 FOPE = (
@@ -52,10 +53,7 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
         "esmfold2",
         "It rotates atoms by coordinates in space and by numbers of residues, which are not token positions.",
     ),
-    "vjepa2": refused(
-        "vjepa2",
-        "It uses cos and sin of other channels for a pair, which is not a rotation.",
-    ),
+    "vjepa2": refused("vjepa2", "It uses cos and sin of other channels for a pair, which is not a rotation."),
     "efficientloftr": refused(
         "efficientloftr",
         "It rotates q and k before they are split into heads, and rows and columns alternate. Treat the width as one "
@@ -74,7 +72,7 @@ NO_ROPE_MODELS: dict[str, Architecture] = {
     **dict.fromkeys(("clvp", "clvp_encoder"), refused("clvp", "It rotates the values as well.")),
     "glm5_next_text": without_rope("glm5_next"),
     "jamba": without_rope("jamba"),
-    "kimi_linear": without_rope("kimi_linear"),
+    "kimi_linear": replace(without_rope("kimi_linear"), trained_length=own_length("model_max_length")),
     "zamba": without_rope("zamba"),
     "inkling_text": without_rope("inkling"),
     "inkling2_text": without_rope("inkling2"),

@@ -113,6 +113,7 @@ TEXT_AS = {
     "deepseek_v41": ("deepseek_v41_text", ()),
     "exaone4_5": ("exaone4", ()),
     "isaac": ("isaac_text", ()),
+    "minimax_m3_vl": ("minimax_m3_vl_text", ()),
 }
 # Model_types of two models: maps them to the `architectures` of the other one, and to the model_type to read it as.
 BY_CLASS = {
