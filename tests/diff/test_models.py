@@ -420,6 +420,30 @@ def test_minimax_m3_as_published() -> None:
     assert "vLLM: It reads no scaling on NVIDIA GPUs, so nothing is scaled." in said
 
 
+@pytest.mark.parametrize(
+    ("model", "stated"),
+    [
+        *(
+            (name, {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]})
+            for name in ("qwen3_5", "qwen3_5_moe")
+        ),
+        *((name, {"mrope_section": [24, 20, 20]}) for name in ("qwen3_vl", "qwen3_vl_moe")),
+        *((name, {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}) for name in ("glm4v", "glm4v_moe")),
+        ("gemma4", {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}),
+    ],
+)
+def test_models_with_images_in_exllamav3(model: str, stated: dict[str, Any]) -> None:
+    """By its source: it reads the text model inside by the keys of the text models whose code was run."""
+    rope = {"rope_type": "default", "rope_theta": 777_777.0}
+    whole = {**stated, "sliding_attention": rope} if model == "gemma4" else {**rope, **stated}
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "num_hidden_layers": 12}
+    text = {"model_type": f"{model}_text", **sizes, "rope_parameters": whole, "max_position_embeddings": 4096}
+    if model.startswith("qwen3_5"):
+        text["head_dim"] = 256
+    found = diff.engines({"model_type": model, "text_config": text}, names=("transformers", "exllamav3"))
+    assert found.facts["states"]["exllamav3"] == "same", found.text()
+
+
 def test_olmo_3_in_sglang() -> None:
     """Its class of OLMo 2 scales only layers without a window, by a config class that reads the keys of transformers 4.
 
