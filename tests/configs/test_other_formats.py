@@ -14,13 +14,9 @@ import yaml
 import oracle
 from gguf_files import write
 from ropewalk import Rope, RopeError, diff, from_config
+from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 
-CLASSES = {
-    row["config"]["model_type"]: row
-    for row in json.loads((Path(__file__).parents[1] / "golden" / "class_defaults.json").read_text())["rows"]
-    if "variant" not in row
-}
 SIZES = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "rope.freq_base": 1e6}
 QWEN = {**SIZES, "context_length": 32_768}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32_768}
@@ -74,8 +70,36 @@ def test_the_divisors_of_llama_3(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", HF_MODEL_TYPES)
 def test_the_model_types_of_architectures(tmp_path: Path, architecture: str) -> None:
-    """transformers has a class for each of them, and its pairing is that of this class."""
-    assert HF_MODEL_TYPES[architecture] in CLASSES
+    """Each of them has a row, and its pairing is that of this row."""
+    assert not ARCHITECTURES[HF_MODEL_TYPES[architecture]].refusal
+
+
+HALF = {"attention.key_length": 32, "rope.dimension_count": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys"),
+    [
+        ("afmoe", {"attention.sliding_window": 512}),
+        ("bailingmoe", {}),
+        ("bailingmoe2", HALF),
+        ("exaone-moe", {"attention.sliding_window": 512}),
+        ("falcon-h1", {}),
+        ("glm4", HALF),
+        ("glm4moe", HALF),
+        ("hy_v3", {}),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2]}),
+        ("lfm2moe", {"attention.head_count_kv": [0, 2, 0, 2]}),
+        ("qwen3next", {"attention.key_length": 32, "rope.dimension_count": 8}),
+    ],
+)
+def test_a_gguf_file_lacks_only_keys_that_do_not_rotate(
+    tmp_path: Path, architecture: str, keys: dict[str, Any]
+) -> None:
+    """No engine is said to refuse the model because a GGUF file does not have all keys of its config.json."""
+    found = diff.engines(gguf(tmp_path, architecture, {**QWEN, **keys}))
+    assert set(found.facts["states"].values()) <= {"same", "absent", "unknown"}
+    assert found.facts["states"]["vLLM"] == found.facts["states"]["llama.cpp"] == "same"
 
 
 def test_engines_compare_a_gguf_file(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def read(table: str, config: ConfigRope) -> Reading:
     if file.as_transformers:
         said = f"It runs this model with {file.file}, the code of transformers."
         return Reading(config, file, (said,) * bool(file.file))
-    if missing := [key for key in file.needs if _get(config.whole, key) is None]:
+    if missing := [key for key in file.needs if _get(config.whole, key) is None and not config.file_format]:
         return Reading(None, file, stop=f"it needs the keys {', '.join(missing)}", why="refused")
     if file.every is not None and file.every[2] and _every(file.every, config) > config.layers:
         return Reading(None, file, stop=file.every[2], why="refused")
@@ -247,7 +247,7 @@ def _scaling(file: ModelFile, config: ConfigRope) -> tuple[Mapping[str, Any], Sc
     if config.by_transformers is None and "type" in config.stated_twice:  # a class of transformers adds its rope_type
         causes.insert(0, "rope_scaling only type")
     if not name:  # a file that reads no scaling may reject one, or its absence
-        causes.append("empty" if empty else "null" if "rope_scaling" in config.values else "none")
+        causes.append("empty" if empty else "null" if "rope_scaling" in config.values or config.file_format else "none")
     outcome = next((file.others[cause] for cause in causes if cause in file.others), "" if name else "dropped")
     if outcome:
         return section, None if outcome == "dropped" else outcome

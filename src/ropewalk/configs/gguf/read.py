@@ -47,6 +47,7 @@ _HF_SIZES = {
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
 }
+_HF_KINDS = {"conv", "full_attention", "linear_attention", "sliding_attention"}
 _SYMMETRIC = ("gemma-embedding", "modern-bert")  # LLAMA_SWA_TYPE_SYMMETRIC: half on each side
 
 
@@ -120,7 +121,7 @@ def _hf_sizes(c: Keys, layers: list[str], ropes: Mapping[str, Rope | None]) -> d
         "model_type": model_type,
         "num_hidden_layers": len(layers),
         **({"head_dim": heads.pop()} if len(heads) == 1 else {}),
-        **({"layer_types": layers} if set(layers) <= {"full_attention", "sliding_attention"} else {}),
+        **({"layer_types": layers} if _HF_KINDS.issuperset(layers) else {}),
         **{key: value for key, value in stated.items() if type(value) is int and value},
     }
 

@@ -313,21 +313,19 @@ ROWS: dict[str, GgufRow] = {
 """Maps the names of architectures, separated by spaces, to the row that they share."""
 
 _SAME_NAME = (
-    "apertus arcee bitnet cohere2 dots1 ernie4_5 exaone4 falcon gemma gemma2 granite granitemoe llama nemotron olmo "
-    "olmoe phi3 phimoe qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+    "afmoe apertus arcee bitnet cohere2 dots1 ernie4_5 exaone4 falcon gemma gemma2 glm4 granite granitemoe hy_v3 lfm2 "
+    "llama nemotron olmo olmoe phi3 phimoe qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+)
+_OWN_NAME = (
+    "bailingmoe:bailing_moe bailingmoe2:bailing_moe_v2 command-r:cohere ernie4_5-moe:ernie4_5_moe "
+    "exaone-moe:exaone_moe falcon-h1:falcon_h1 gemma3:gemma3_text glm4moe:glm4_moe gptneox:gpt_neox lfm2moe:lfm2_moe "
+    "mistral3:ministral3 phi2:phi qwen2moe:qwen2_moe qwen3moe:qwen3_moe qwen3next:qwen3_next"
 )
 HF_MODEL_TYPES = {
     **{name: name for name in _SAME_NAME.split()},
-    "command-r": "cohere",
-    "ernie4_5-moe": "ernie4_5_moe",
-    "gemma3": "gemma3_text",
-    "gptneox": "gpt_neox",
-    "mistral3": "ministral3",
-    "phi2": "phi",
-    "qwen2moe": "qwen2_moe",
-    "qwen3moe": "qwen3_moe",
+    **dict(pair.split(":") for pair in _OWN_NAME.split()),
 }
-"""Maps architectures to the model_type of transformers whose files the converter writes with this architecture.
+"""Maps architectures to the model_type of Hugging Face whose files the converter writes with this architecture.
 
 Files of "llama" can be those of Mistral and others, which rotate as Llama does. Architectures that several model_types
 share, and that then rotate differently, are missing (olmo2, deepseek2), and so are those of which a file does not hold
