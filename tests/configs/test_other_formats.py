@@ -102,6 +102,16 @@ def test_a_gguf_file_lacks_only_keys_that_do_not_rotate(
     assert found.facts["states"]["vLLM"] == found.facts["states"]["llama.cpp"] == "same"
 
 
+@pytest.mark.parametrize("architecture", ["jamba", "kimi-linear", "nemotron_h", "nemotron_h_moe"])
+def test_a_gguf_file_of_which_no_layer_rotates(tmp_path: Path, architecture: str) -> None:
+    """llama_model_rope_type returns LLAMA_ROPE_TYPE_NONE for it, whatever the file says of a base and channels."""
+    path = gguf(tmp_path, architecture, {**QWEN, "rope.dimension_count": 16, "attention.key_length_mla": 24})
+    ropes = from_config(path)
+    assert (ropes.layers, ropes.origins["pairing"].split()[2]) == ((None,) * 4, "NONE")
+    assert from_config(ropes.to_hf_config(version=4)).layers == ropes.layers
+    assert diff.for_engine(path, "llama.cpp", length=32_768).verdict == "nothing needed"
+
+
 def test_engines_compare_a_gguf_file(tmp_path: Path) -> None:
     """Engines read its config.json, and llama.cpp the file itself."""
     path = gguf(tmp_path, "llama", {**QWEN, "context_length": 131_072, "rope.dimension_count": 16, **YARN})

@@ -326,8 +326,10 @@ def test_what_a_config_states_for_engines() -> None:
     assert from_config({**command, "rope_scaling": yarn}).trained_length == 32_768
     kimi = {**FLAT, "model_type": "kimi_linear", "max_position_embeddings": None, "model_max_length": 8 * LONG}
     assert of(extend(kimi, 8 * LONG), "vLLM")["commands"][0] == "vllm serve MODEL --max-model-len 1048576"
-    [note] = of(extend(kimi, 9 * LONG), "llama.cpp")["notes"]  # the converter may write one of several names
-    assert note.endswith("--override-kv <general.architecture>.context_length=int:1179648.")
+    for model, name in (("kimi_linear", "kimi-linear"), ("nemotron_h", "<general.architecture>")):  # it has two names
+        other = {**kimi, "model_type": model, "max_position_embeddings": 8 * LONG}
+        [note] = of(extend(other, 9 * LONG), "llama.cpp")["notes"]
+        assert note.endswith(f"--override-kv {name}.context_length=int:1179648.")
     mistral = {**FLAT, "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}}
     assert extend(mistral, LONG).facts["reaches"]  # Yarn-Mistral-7b-128k states 32,768 as well
     chunks = {**FLAT, "dual_chunk_attention_config": {"chunk_size": 8192, "original_max_position_embeddings": 16_384}}

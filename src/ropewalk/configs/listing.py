@@ -8,6 +8,7 @@ from ropewalk.configs.gguf.keys import ARCHITECTURES as GGUF
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.denoisers import CLASSES
 from ropewalk.configs.tables.denoisers import REFUSED as REFUSED_CLASSES
+from ropewalk.configs.tables.gguf import UNROTATED
 from ropewalk.configs.tables.towers import TOWERS
 from ropewalk.configs.tables.wrappers import WRAPPERS
 
@@ -32,7 +33,9 @@ def model_types() -> dict[str, dict[str, str]]:
             name: f"{row.pairing}; {', '.join(row.axis_names)}" for name, row in CLASSES.items()
         },
         "Architectures of llama.cpp, in GGUF files": {
-            name: str(row.pairing) for name, row in GGUF.items() if not row.refusal
+            name: "no rotation" if row.layers == UNROTATED else str(row.pairing)
+            for name, row in GGUF.items()
+            if not row.refusal
         },
         "Models in which no layer rotates": {name: row.source for name, row in rows.items() if name not in rotating},
         "Models that are refused, and why": {

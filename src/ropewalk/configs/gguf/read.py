@@ -19,23 +19,12 @@ from ropewalk.configs.explain import ranges
 from ropewalk.configs.gguf import header, scheme
 from ropewalk.configs.gguf.axes import NAMES, axes_of
 from ropewalk.configs.gguf.keys import ARCHITECTURES, Keys
-from ropewalk.configs.gguf.row import (
-    BASE,
-    DIM,
-    HEAD,
-    HEAD_MLA,
-    KV_HEADS,
-    LEADING,
-    ORIGINAL,
-    SECTIONS,
-    SOURCE,
-    Layers,
-)
+from ropewalk.configs.gguf.row import BASE, DIM, HEAD, HEAD_MLA, KV_HEADS, LEADING, ORIGINAL, SECTIONS, SOURCE, Layers
 from ropewalk.configs.layers import ALL, NO_ROPE, Every, Kind, LayerFlags, windows
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.reader import other_pairing
 from ropewalk.configs.source import Request, without_keys
-from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
+from ropewalk.configs.tables.gguf import HF_MODEL_TYPES, UNROTATED
 from ropewalk.rope.axes import Axes
 from ropewalk.rope.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
@@ -262,7 +251,8 @@ def _pairing(c: Keys, sections: tuple[int, ...] | None) -> Pairing:
             argument("pairing", c.pairing),
             other_pairing(),
         )
-    name = "NORM" if pairing == "interleaved" else "NEOX" if sections is None else "MROPE"
+    name = "NEOX" if sections is None else "MROPE"
+    name = "NONE" if c.row.layers == UNROTATED else "NORM" if pairing == "interleaved" else name
     source = c.row.source if c.row.whole_head == "always" else SOURCE  # its own code passes the type and the channels
     c.origins["pairing"] = f"general.architecture {c.architecture}: {name} ({source})"
     return pairing

@@ -86,6 +86,7 @@ def _refused_row(why: str) -> GgufRow:
     return GgufRow(None, refusal=why)
 
 
+UNROTATED = Layers({NO_ROPE: None}, NO_ROPE)
 ROWS: dict[str, GgufRow] = {
     # ---- all layers rotate alike, and llama.cpp reads no further keys or tensors ----
     "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
@@ -303,23 +304,24 @@ ROWS: dict[str, GgufRow] = {
     "qwen35moe": GgufRow("half", _in("qwen35moe"), layers=_linear(4), axes="imrope"),
     "qwen4exp": GgufRow("half", _in("qwen4exp"), layers=_linear(4), axes="imrope", indexer=Indexer("half", _FULL)),
     "minimax-01": GgufRow("half", _in("minimax-01"), layers=_linear(8)),
+    # ---- no layer rotates, although some attend ----
+    "glm5-next jamba kimi-k3 kimi-linear nemotron_h nemotron_h_moe": GgufRow("half", layers=UNROTATED, latent=True),
     # ---- no Rope describes them ----
-    "arwkv7 bert bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt "
-    "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused_row(
-        "llama.cpp rotates nothing in this architecture."
-    ),
+    "arwkv7 bert bloom clip gpt2 gptj jais jina-bert-v2 mamba mamba2 mpt refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 "
+    "t5encoder wavtokenizer-dec": _refused_row("llama.cpp rotates nothing in this architecture."),
     "dflash": _refused_row("It drafts in the layout of several models, which is not supported yet."),
 }
 """Maps the names of architectures, separated by spaces, to the row that they share."""
 
 _SAME_NAME = (
-    "afmoe apertus arcee bitnet cohere2 dots1 ernie4_5 exaone4 falcon gemma gemma2 glm4 granite granitemoe hy_v3 lfm2 "
-    "llama nemotron olmo olmoe phi3 phimoe qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
+    "afmoe apertus arcee bitnet cohere2 dots1 ernie4_5 exaone4 falcon gemma gemma2 glm4 granite granitemoe hy_v3 jamba "
+    "lfm2 llama nemotron nemotron_h olmo olmoe phi3 phimoe qwen2 qwen3 seed_oss smollm3 stablelm starcoder2"
 )
 _OWN_NAME = (
     "bailingmoe:bailing_moe bailingmoe2:bailing_moe_v2 command-r:cohere ernie4_5-moe:ernie4_5_moe "
-    "exaone-moe:exaone_moe falcon-h1:falcon_h1 gemma3:gemma3_text glm4moe:glm4_moe gptneox:gpt_neox lfm2moe:lfm2_moe "
-    "mistral3:ministral3 phi2:phi qwen2moe:qwen2_moe qwen3moe:qwen3_moe qwen3next:qwen3_next"
+    "exaone-moe:exaone_moe falcon-h1:falcon_h1 gemma3:gemma3_text glm4moe:glm4_moe gptneox:gpt_neox "
+    "kimi-linear:kimi_linear lfm2moe:lfm2_moe mistral3:ministral3 nemotron_h_moe:nemotron_h phi2:phi "
+    "qwen2moe:qwen2_moe qwen3moe:qwen3_moe qwen3next:qwen3_next"
 )
 HF_MODEL_TYPES = {
     **{name: name for name in _SAME_NAME.split()},

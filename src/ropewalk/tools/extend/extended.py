@@ -263,8 +263,8 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
     if row["name"] == "llama.cpp" and plan is not None and len({source.text.window(i) for i in plan.layers}) > 1:
         notes.append("Its arguments do not change layers with a window, whose positions are not new to the model.")
     if row["name"] == "llama.cpp" and target > source.stated and (plan is None or plan.method != "yarn"):
-        known = {own: name for name, own in HF_MODEL_TYPES.items()}
-        key = f"{known.get(source.text.model_type, '<general.architecture>')}.context_length=int:{target}"
+        names = [name for name, own in HF_MODEL_TYPES.items() if own == source.text.model_type]
+        key = f"{names[0] if len(names) == 1 else '<general.architecture>'}.context_length=int:{target}"
         notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
     reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target)["reads"]
     if row["name"] == "llama.cpp" and plan and (reads or source.text.file_format == "GGUF file"):
