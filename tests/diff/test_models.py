@@ -444,6 +444,22 @@ def test_models_with_images_in_exllamav3(model: str, stated: dict[str, Any]) -> 
     assert found.facts["states"]["exllamav3"] == "same", found.text()
 
 
+def test_models_with_images_in_vllm_and_sglang() -> None:
+    """Gemma 3n passes its text config on. Qwen 4 passes rope_parameters to `get_rope`, and 1 for its positions."""
+    sizes = {"hidden_size": 2048, "num_attention_heads": 8, "head_dim": 256, "max_position_embeddings": 32_768}
+    sizes |= {"num_hidden_layers": 8, "rope_theta": 777_777.0}
+    gemma = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text", **sizes}}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "rope_theta": 1e7}
+    yarn |= {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    qwen = {
+        "model_type": "qwen4_exp",
+        "text_config": {"model_type": "qwen4_exp_text", **sizes, "rope_parameters": yarn},
+    }
+    del qwen["text_config"]["rope_theta"]
+    for config, names in ((gemma, ("transformers", "vllm", "sglang")), (qwen, ("transformers", "vllm"))):
+        assert diff.engines(config, names=names).verdict == "agree"
+
+
 def test_olmo_3_in_sglang() -> None:
     """Its class of OLMo 2 scales only layers without a window, by a config class that reads the keys of transformers 4.
 

@@ -86,7 +86,7 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if config.model_type in DEEPSEEK or config.model_type == "axk1":
         return _deepseek(config, scaling)
-    if not config.several_axes or config.model_type.startswith(("qwen3_vl", "qwen3_5")):  # their files pass 1, not 4
+    if not config.several_axes or config.model_type.startswith(("qwen3_vl", "qwen3_5", "qwen4")):  # they pass 1, not 4
         return Answer(config.rope)
     trained = scaling.original_max_position_embeddings
     note = (
