@@ -130,11 +130,11 @@ def engines(
     verdict = "not judged" if ignore else _verdict(states, {entry.name for entry in named})
     running = [name for name in ("vLLM", "SGLang") if states.get(name) in ("same", "differs")]
     after = {name: changed[name].ropes[0] if override else ropes for name in running}
-    few = {n: m for n, r in after.items() if length is None and (m := r.max_position_embeddings or setting) < setting}
-    few = few if all(rope is None or rope.is_static for each in after.values() for rope in each.layers) else {}
-    more = [
-        f"{n} accepts no more than max_position_embeddings, {m:,} tokens, so raise it, too." for n, m in few.items()
-    ]
+    is_static = all(rope is None or rope.is_static for each in after.values() for rope in each.layers)
+    limits = {name: each.max_position_embeddings or setting for name, each in after.items()}
+    few = [name for name, limit in limits.items() if limit < setting and is_static and length is None]
+    says = f"accept no more than max_position_embeddings, {min(limits.values(), default=0):,} tokens, so raise it, too."
+    more = [f"{' and '.join(few)} {says if few[1:] else says.replace('accept', 'accepts', 1)}"] * bool(few)
     return EngineDiff({**facts, "warnings": [*ropes.warnings, *more], "states": states, "verdict": verdict})
 
 
