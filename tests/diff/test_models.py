@@ -445,7 +445,7 @@ def test_models_with_images_in_exllamav3(model: str, stated: dict[str, Any]) -> 
 
 
 def test_models_with_images_in_vllm_and_sglang() -> None:
-    """Gemma 3n passes its text config on. Qwen 4 passes rope_parameters to `get_rope`, and 1 for its positions."""
+    """Gemma 3n and LightOnOCR pass their text config on. Qwen 4 gives `get_rope` rope_parameters and the factor 1."""
     sizes = {"hidden_size": 2048, "num_attention_heads": 8, "head_dim": 256, "max_position_embeddings": 32_768}
     sizes |= {"num_hidden_layers": 8, "rope_theta": 777_777.0}
     gemma = {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text", **sizes}}
@@ -456,7 +456,9 @@ def test_models_with_images_in_vllm_and_sglang() -> None:
         "text_config": {"model_type": "qwen4_exp_text", **sizes, "rope_parameters": yarn},
     }
     del qwen["text_config"]["rope_theta"]
-    for config, names in ((gemma, ("transformers", "vllm", "sglang")), (qwen, ("transformers", "vllm"))):
+    ocr = {"model_type": "mistral3", "text_config": {"model_type": "qwen3", **sizes}}
+    three, two = ("transformers", "vllm", "sglang"), ("transformers", "vllm")
+    for config, names in ((gemma, three), (ocr, three), (qwen, two)):
         assert diff.engines(config, names=names).verdict == "agree"
 
 
