@@ -21,6 +21,7 @@ several axes of positions              transformers, vLLM, Flux; one parameter f
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
+16 bits alone                          FlashInfer, SGLang (kernels that refuse float32)     subject 35, calls 6
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
 any name, known by its use             code of one's own in Python                          uses 290
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
@@ -78,7 +79,7 @@ def find(target: Target, expected: Expected, layout: str | None, dtype: torch.dt
         return found
     except _checks.RopeError as e:
         if dtype == torch.float32 and any(re.search(_OF_DTYPE, error) for error in finder.errors):
-            for other in reversed(ROUNDING):
+            for other in reversed(ROUNDING):  # float16 first, which is finer
                 with contextlib.suppress(_checks.RopeError):
                     return find(target, expected, layout, other)
         if (library := adapter.library_of(target)) is not None:
