@@ -49,15 +49,12 @@ def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     weights = norm_weights(case.channels) if "weights" in subject.form.takes else None
     key = k.double() if weights is None else normed(subject, k, weights[1])
     keys = baseline.predict(key, case.positions(subject), key=True).flatten(0, 1)
+    close = subject.close + subject.rounding(keys)
     for options in ({}, {"padding": True}, {"halves": True}):
         # It may refuse caches that are not contiguous.
         with contextlib.suppress(CallError) if "halves" in options else contextlib.nullcontext():
             v, results = _call(subject, case, weights=weights, **options)
-            found = (
-                None
-                if results.stored is None
-                else _slots_fault(results.stored, keys, v.flatten(0, 1), subject.close + subject.rounding(keys))
-            )
+            found = None if results.stored is None else _slots_fault(results.stored, keys, v.flatten(0, 1), close)
             if found is not None:
                 how = "Keys and values follow each other in each block of one tensor. " if "halves" in options else ""
                 return found[0], how + found[1]

@@ -141,9 +141,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
             report.drop("wrong-pairing", "rest-not-passed")
         says = _FLAWS[structure.flaw]
         if structure.flaw == "not-a-rotation" and _rotates_in_16_bits(subject):
-            says += (
-                " With float16 tensors it rotates: of them, `.float()` is a copy, and of float32 tensors it is none."
-            )
+            says += " With float16 tensors it rotates: of them, `.float()` is a copy, but of float32 ones it is none."
         report.add(structure.flaw, says)
         return None
     multipliers = measure(subject, structure, SMALL[None])[0]
