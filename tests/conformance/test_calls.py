@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -946,6 +946,35 @@ class Options:
 def of_options(x: Tensor, positions: Tensor, options: Options) -> Tensor:
     angles = positions[..., None] * options.rope_theta ** (-torch.arange(32) / 32).double()
     return turn(x, angles.cos(), angles.sin())
+
+
+def test_a_stated_base_is_passed_also_if_it_is_optional() -> None:
+    def rope(x: Tensor, positions: Tensor, rope_theta: float = 10_000.0) -> Tensor:
+        angles = positions[..., None] * rope_theta ** (-torch.arange(32) / 32).double()
+        return turn(x, angles.cos(), angles.sin())
+
+    assert conformance.check(rope, base=500_000.0).codes == []
+    assert conformance.check(rope, rope=replace(HALF, base=500_000.0)).codes == []
+    assert conformance.check(rope).found["frequencies"] == "base 10000"
+
+
+class OfAPercentage(torch.nn.Module):
+    """Transformer Engine's, to which the size of the whole head is passed."""
+
+    def __init__(self, dim: int, rotary_percent: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        dim, self.dtype = int(dim * rotary_percent), dtype
+        self.inv_freq = 10_000.0 ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None] * self.inv_freq
+        return turn(x, angles.cos().to(self.dtype), angles.sin().to(self.dtype))
+
+
+def test_a_percentage_of_the_whole_head() -> None:
+    report = conformance.check(OfAPercentage, rope=Rope(64, 10_000.0, "half", rotary_dim=32))
+    assert report.verdict == "right", str(report)
+    assert report.found["dtype of tables"] == "that of x is passed, and not the default dtype=torch.bfloat16"
 
 
 def test_a_function_that_takes_a_config() -> None:

@@ -75,6 +75,7 @@ def written(
         always["rotary_share"] = str(rotary_dim / expected.head_dim)
     always |= {} if count is None else {"sections": str(expected.sizes_of_axes(count))}
     always |= {} if layer_type is None else {"layer_type": repr(layer_type)}
+    always |= {} if expected.base is None else {"base": str(base)}
     if expected.pairing is not None:
         always |= {role: required[role] for role in ("interleaved", "is_neox")}
     known = {role: text for role, text in required.items() if role not in call.optional} | always
@@ -148,7 +149,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
         is_of_tables = len(target.objects) == 2 and has_failed and not _computes_rows(target.objects[0])
         count = "seq_len" if is_of_tables else f"{tensor}[0].numel() // (num_heads * head_size)"
         lines.insert(0, f"tokens = {count}")
-        lines[:0] = ["# A grid of one column: the other axes stay at 0."] if is_grid else []
+        lines[:0] = ["# A grid of one column: the other axes stay at 0, and are not judged."] if is_grid else []
     lines += [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
     is_indexed = False

@@ -78,6 +78,7 @@ class Arguments:
     sizes: frozenset[str] = frozenset()  # the roles of those for sizes: "dim" and "rotary_dim"
     adapter: str = ""  # the function to write that passes options, if nothing says what they are
     unknown: tuple[str, ...] = ()  # the parameters that got None
+    defaults: str = ""  # the dtype that it has by default, instead of which that of x was passed
 
     def takes(self, channels: int, rotary_dim: int) -> bool:
         """Whether the constructor takes a number of channels of a head, and of rotated channels."""
@@ -119,7 +120,8 @@ def _by_name(
     for role, name in parameter_of.items():
         default = None if known[name].default is inspect.Parameter.empty else known[name].default
         if role == "dim":
-            values[name] = expected.head_dim if _is_of_head(name, used) else expected.rotary_dim
+            is_of_head = _is_of_head(name, used) or "rotary_share" in parameter_of  # of which it is the share
+            values[name] = expected.head_dim if is_of_head else expected.rotary_dim
         elif role == "rotary_dim":
             values[name] = expected.rotary_dim
         elif role == "rotary_share":
@@ -230,7 +232,9 @@ def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any
     if not _is_of_head(parameter_of.get("dim", "head_dim"), uses.roles(owner)):  # it may be of the rotated channels
         sizes |= {"rotary_dim"}
     adapter = fix if options and "config" not in parameter_of else ""
-    return built, Arguments(base, length, sizes, adapter, missing)
+    passed = {name: known[name].default for name, value in values.items() if isinstance(value, torch.dtype)}
+    defaults = ", ".join(f"{n}={d}" for n, d in passed.items() if isinstance(d, torch.dtype) and d != values[n])
+    return built, Arguments(base, length, sizes, adapter, missing, defaults)
 
 
 def is_constructor(target: Any) -> bool:

@@ -42,6 +42,8 @@ def run(subject: Subject, report: Report) -> None:
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
+    if subject.arguments is not None and subject.arguments.defaults:
+        report.found["dtype of tables"] = f"that of x is passed, and not the default {subject.arguments.defaults}"
     buffers = () if subject.module is None else subject.module.named_buffers()
     if rounded := ", ".join(name for name, buffer in buffers if buffer.is_floating_point()):
         reads = "which conformance.verify reads in a loaded model"
