@@ -134,6 +134,12 @@ def test_a_wrong_slice_is_described_by_its_first_pair(variant: str, pair: str, f
     assert report.found["frequencies"] == frequencies
 
 
+def test_the_first_pair_of_k_that_differs_is_named(tmp_path: Path) -> None:
+    report = checked(written(PROGRAMS["key_unlike_query__last_channels_of_a_wider_head"], tmp_path))
+    says = "Pair 0 of k is read from channels 42 and 53, and that of q read from 0 and 11."
+    assert report.findings[0].says == says
+
+
 def test_number_of_programs_and_bugs() -> None:
     assert len(PROGRAMS) >= 240
     assert len({bug_of(name) for name in PROGRAMS}) >= 50

@@ -457,6 +457,18 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     return f"no base fits: {measured.inv_freq[0]:.3g} to {measured.inv_freq[-1]:.3g} radians per token"
 
 
+def _say_pairs(of_k: Structure, of_q: Structure) -> str:
+    """Say which is the first pair of k that differs from that of q."""
+    for at, a, b in (("read from", of_k.ins, of_q.ins), ("written to", of_k.outs, of_q.outs)):
+        if a.shape == b.shape and not torch.equal(a, b):
+            i = int((a != b).any(1).nonzero()[0])
+            k, q = (" and ".join(map(str, each[i].tolist())) for each in (a, b))
+            return f"Pair {i} of k is {at} channels {k}, and that of q {at} {q}."
+    if of_k.pairs != of_q.pairs:
+        return f"{of_k.pairs} pairs of k rotate, and {of_q.pairs} of q."
+    return "The pairs of k are not rotated by one angle each."
+
+
 def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: Law, report: Report) -> Tensor:
     """Compare k with q, and return the multipliers of k, or those of q if k has a bug that prevents the measurement."""
     if not subject.has_k:
@@ -469,7 +481,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: La
     elif k_structure.flaw is not None or not (
         torch.equal(k_structure.ins, structure.ins) and torch.equal(k_structure.outs, structure.outs)
     ):
-        report.add("key-unlike-query", "The pairs of k differ from those of q.")
+        report.add("key-unlike-query", _say_pairs(k_structure, structure))
     else:
         k_multipliers = measure(subject, structure, SMALL[None], of="k")[0]
         sizes = float(k_multipliers.abs().median() / multipliers.abs().median())
