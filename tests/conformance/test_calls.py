@@ -954,6 +954,12 @@ def test_a_stated_base_is_passed_also_if_it_is_optional() -> None:
         return turn(x, angles.cos(), angles.sin())
 
     assert conformance.check(rope, base=500_000.0).codes == []
+    assert (
+        conformance.check(
+            lambda x, positions, *, base_frequency=1e4: rope(x, positions, base_frequency), base=5e5
+        ).codes
+        == []
+    )
     assert conformance.check(rope, rope=replace(HALF, base=500_000.0)).codes == []
     assert conformance.check(rope).found["frequencies"] == "base 10000"
 

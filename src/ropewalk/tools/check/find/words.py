@@ -101,6 +101,7 @@ _PARTS = {
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
+    "base": r"^(rope_|rotary_|rotary_emb_)?(base|theta)(_freq|_frequency)?$",
     "grid": GRID,
     "x": r"^(vec|vector|features?|feats?|tensor|x_.*|(?!num_|n_|max_|total_).*_tokens)$",
 }
