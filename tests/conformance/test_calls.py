@@ -916,11 +916,7 @@ def test_results_that_are_rounded_to_16_bits(dtype: torch.dtype) -> None:
     assert [(found.code, found.says) for found in report.findings] == [("wrong-output-dtype", says)]
 
 
-class OfTimes(torch.nn.Module):
-    def __init__(self, dim: int, base: float) -> None:
-        super().__init__()
-        self.inv_freq = base ** (-torch.arange(0, dim, 2).double() / dim)
-
+class OfTimes(OfAHead):
     def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
         angles = t.flatten()[:, None] * self.inv_freq
         return angles.cos()[:, None, None], angles.sin()[:, None, None]
