@@ -1006,6 +1006,16 @@ def test_the_head_of_mla_is_its_slice() -> None:
     assert report.codes == ["wrong-slice"], str(report)
 
 
+def test_a_slice_comes_before_16_bits() -> None:
+    def of_slice(x: Tensor, positions: Tensor) -> Tensor:
+        if x.shape[-1] != 64 and x.dtype == torch.float32:
+            raise TypeError("a float of another size")
+        return OfAHead(x.shape[-1], 100.0)(x, positions)
+
+    report = conformance.check(of_slice, rope=Rope(192, 100.0, "half", rotary_dim=64, rotary_offset=128))
+    assert ("dtype" in report.found, report.codes) == (False, []), str(report)
+
+
 def test_a_length_beside_a_factor_is_the_original_one() -> None:
     scaling = YaRN(4.0, original_max_position_embeddings=1024)
 

@@ -62,26 +62,35 @@ _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 Found = tuple[int, Subject]  # a call, and its score
 
 
-def find(target: Target, expected: Expected, layout: str | None, dtype: torch.dtype = torch.float32) -> Subject:
-    """Return the target as a `Subject`, which calls it in the way that rotates best.
+def find(target: Target, expected: Expected, layout: str | None) -> Subject:
+    """Return the target as a `Subject`, which calls it in the way that rotates best, in 16 bits if float32 fails.
 
     If no call takes whole heads, the target is expected to take their rotated channels, which its caller slices out.
 
     Raises:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
+    errors: list[str] = []
+    try:
+        return _find(target, expected, layout, torch.float32, errors)
+    except _checks.RopeError:
+        for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
+            with contextlib.suppress(_checks.RopeError):
+                return _find(target, expected, layout, dtype, [])
+        raise
+
+
+def _find(target: Target, expected: Expected, layout: str | None, dtype: torch.dtype, errors: list[str]) -> Subject:
+    """Find the call in one dtype. Why calls fail is appended to `errors`."""
     sliced, finder = for_slice(expected), _Finder(target, expected, dtype)
     try:
         found = finder.find(layout)
         if sliced is not None and sliced.head_dim < expected.head_dim and _rotates_all(found):
             with contextlib.suppress(_checks.RopeError):  # as in MLA, whose callers pass a slice
-                return find(target, sliced, layout, dtype)
+                return _find(target, sliced, layout, dtype, errors)
         return found
     except _checks.RopeError as e:
-        if dtype == torch.float32 and any(re.search(_OF_DTYPE, error) for error in finder.errors):
-            for other in reversed(ROUNDING):  # float16 first, which is finer
-                with contextlib.suppress(_checks.RopeError):
-                    return find(target, expected, layout, other)
+        errors += finder.errors
         if (library := adapter.library_of(target)) is not None:
             error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
             adapter.show(error, target, expected)
@@ -90,7 +99,7 @@ def find(target: Target, expected: Expected, layout: str | None, dtype: torch.dt
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
             raise
-    return find(target, sliced, layout, dtype)
+    return _find(target, sliced, layout, dtype, errors)
 
 
 class _Finder:
