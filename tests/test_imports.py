@@ -300,7 +300,7 @@ BUDGET = {
     "cache": 2000,
     "configs": 6564,
     "configs/tables": 2142,
-    "engines": 2891,
+    "engines": 2892,
     "integrations": 2450,
     "kernels": 1899,
     "parallel": 600,

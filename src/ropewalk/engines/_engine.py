@@ -9,7 +9,7 @@ the engine, or the reason why the engine cannot run the config. Rules read no fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -168,8 +168,8 @@ class Engine:
         unknown: why the engine cannot run a scheme that `rules` does not contain.
         files: the name of the table of model files.
         query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
-        no_rope_every: maps each model_type in which every n-th layer is not rotated, whatever the config states, to n,
-            and one that rotates although the base is null to 0.
+        no_rope_every: maps each model_type in which every n-th layer is not rotated, whatever the config states, to n.
+        null_base: the model_types whose layers with full attention it rotates by base 10000 if the base is null.
         other_class: the key of a config with which it rotates in a way that is not described here, or "".
         windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.
@@ -201,6 +201,7 @@ class Engine:
     files: str
     query_scale: str = ""
     no_rope_every: Mapping[str, int] = field(default_factory=dict)
+    null_base: Collection[str] = ()
     other_class: str = ""
     windows: frozenset[str] | None = None
     override: Override | Flags | None = None

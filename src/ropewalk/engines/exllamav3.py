@@ -79,6 +79,6 @@ EXLLAMAV3 = Engine(
     },
     files="exllamav3",
     without_length={"llama3": 8192},
-    no_rope_every={"olmo_hybrid": 0},  # read_rope_settings_default takes null for a missing key
+    null_base=("olmo_hybrid",),  # read_rope_settings_default takes null for a missing key
     unknown="Unknown rope_type (ValueError)",
 )

@@ -133,8 +133,8 @@ def engines(
     is_static = all(rope is None or rope.is_static for each in after.values() for rope in each.layers)
     limits = {name: each.max_position_embeddings or setting for name, each in after.items()}
     few = [name for name, limit in limits.items() if limit < setting and is_static and length is None]
-    says = f"accept no more than max_position_embeddings, {min(limits.values(), default=0):,} tokens, so raise it, too."
-    more = [f"{' and '.join(few)} {says if few[1:] else says.replace('accept', 'accepts', 1)}"] * bool(few)
+    says = f"no more than max_position_embeddings, {min(limits.values(), default=0):,} tokens, so raise it, too."
+    more = [f"{' and '.join(few)} accept{'s' * (len(few) == 1)} {says}"] if few else []
     return EngineDiff({**facts, "warnings": [*ropes.warnings, *more], "states": states, "verdict": verdict})
 
 
@@ -243,8 +243,8 @@ def beside_the_ropes(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, st
     scaled = ropes.query_scale is not None and ropes.query_scale.llama_4_scaling_beta is not None
     found = {}
     for each in chosen:
-        every = each.no_rope_every.get(ropes.model_type)
-        if every == 0 and not any(ropes.layers):
+        every = each.no_rope_every.get(ropes.model_type, 0)
+        if ropes.model_type in each.null_base and not any(ropes.layers):
             found[each.name] = "It reads a base of null as 10000, and rotates the layers with full attention."
         if every and unrotated != [*range(every - 1, len(ropes.layers), every)]:
             found[each.name] = f"It rotates all but each {every}th layer, whatever the config states."
