@@ -1168,20 +1168,7 @@ class TestAdapter:
 
         assert conformance.check(make, rope=rope).codes == []
 
-    @pytest.mark.parametrize(
-        "name",
-        ["rotate", "of_frames,apply_tables", "Grid.turned", "of_shape,apply_tables", "OfSize.turned", "OfSides.turned"],
-    )
-    def test_of_a_grid_has_one_column(self, tmp_path: Path, name: str) -> None:
-        (tmp_path / "2_axes.py").write_text(GRID + UNKNOWN)  # a name that cannot be imported by a statement
-        with pytest.raises(RopeError) as e:
-            conformance.check(f"{tmp_path / '2_axes.py'}:{name}")
-        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
-        names = "tables,apply_tables" if "," in name else "adapter" if name == "rotate" else "rotate"
-        report = conformance.check(f"{tmp_path / 'mine.py'}:{names}")
-        assert (report.verdict, report.found["pairing"]) == ("right", "half"), str(report)
-
-    def test_makes_an_object_once_unless_it_is_of_a_grid(self) -> None:
+    def test_makes_an_object_once(self) -> None:
         class OfTokens:
             def __init__(self, max_tokens: int) -> None: ...
             def __call__(self, x: Tensor) -> Tensor: ...
@@ -1258,40 +1245,6 @@ class TestAdapter:
 def apply_tables(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     return turn(query, cosines, sines), turn(key, cosines, sines)
 
-
-GRID = """
-def rotate(x, grid_hw):
-    rows, columns = grid_hw
-    assert x.shape[1] == rows * columns
-    return turn(x, torch.arange(rows).repeat_interleave(columns)[None])
-
-def of_frames(embed_dim, T, H, W):
-    assert H == W == 1
-    return fixed_tables(embed_dim)[0][:T], fixed_tables(embed_dim)[1][:T]
-
-def of_shape(spatial_shape, dim):
-    assert spatial_shape[1] == 1
-    return of_frames(dim, spatial_shape[0], 1, 1)
-
-class Grid:
-    def __init__(self, max_width, proj_dim, device):
-        assert (max_width, proj_dim) == (64, 64)
-
-    def turned(self, x, h, w):
-        return rotate(x, (h, w))
-
-class OfSize:
-    def __init__(self, input_size: tuple[int, int, int]):
-        assert input_size[1:] == (1, 1)
-        self.positions = torch.arange(input_size[0])[None]
-
-    def turned(self, x):
-        return turn(x, self.positions)
-
-class OfSides(OfSize):
-    def __init__(self, grid_h, grid_w):
-        super().__init__((grid_h, grid_w, 1))
-"""
 
 UNKNOWN = """
 import torch

@@ -77,7 +77,7 @@ IN_16_BITS = (
     "rotates_backwards__conjugate scaling_inverted segments_ignored__boundary_of_the_previous "
     "size_dependent__blocks_of_eight_heads table_wraps wrong_base wrong_gradient__only_of_the_keys "
     "wrong_pairing__vllm_49290 wrong_slot__values_in_the_order_of_tokens R:norm_over_all_heads R:dynamic_ntk "
-    "R:axes_in_the_names"
+    "R:axes_in_the_names R:norm_in_place_with_a_right_backward"
 )
 
 

@@ -93,6 +93,10 @@ BUGS: dict[str, Bug] = {
     ),
     "axis-ignored": Bug("an axis of the positions has no effect"),
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
+    "wrong-side": Bug(
+        "the tokens of a grid are counted with the wrong one of its sides",
+        "The row of token i is i // columns, and its column is i % columns.",
+    ),
     "sections-permuted": Bug("the sections are in another order"),
     "section-layout": Bug(
         "the pairs are divided among the axes in another way",

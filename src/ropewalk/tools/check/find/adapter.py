@@ -138,18 +138,14 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
     arguments |= {call.parameter_of[out]: out for out in outs}
-    roles = {role for obj in target.objects for role in words.read_call(function_of(obj)).parameter_of}
     objects = [f"{_object(obj)} = {_constructed(obj, expected)}" for obj in target.objects if is_constructor(obj)]
     objects = [*dict.fromkeys(objects)]
-    lines = [line for line in objects if re.search(r"=\(?tokens\b", line)]
-    objects = [line for line in objects if line not in lines]
-    is_grid = bool({"grid", "height", "frames"} & roles or lines)
-    if is_grid or any("tokens" in text for text in arguments.values()):
+    lines: list[str] = []
+    if any("tokens" in text for text in arguments.values()):
         tensor = next((role for role in ("q", "x") if role in call.parameter_of), "q")
         is_of_tables = len(target.objects) == 2 and has_failed and not _computes_rows(target.objects[0])
         count = "seq_len" if is_of_tables else f"{tensor}[0].numel() // (num_heads * head_size)"
         lines.insert(0, f"tokens = {count}")
-        lines[:0] = ["# A grid of one column: the other axes stay at 0, and are not judged."] if is_grid else []
     lines += [f"{out} = {text.replace('full', 'zeros').replace(', torch.nan', '')}" for out, text in outs.items()]
     texts = [*arguments.values(), *lines, *(["cos", "sin"] if is_open else [])]
     is_indexed = False
@@ -202,9 +198,6 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
         "unsqueeze_dim": "1",
         "k_positions": "positions",
         "seq_dim": "1",
-        "frames": "tokens",
-        "height": "1" if "frames" in call.parameter_of else "tokens",
-        "width": "1",
         "seq_len": "tokens" if _counts_tokens(call) else "int(positions.max()) + 1",
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
@@ -225,9 +218,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():
         role = role_of.get(name, "")
-        if role == "grid" and role not in call.optional:
-            arguments[name] = _grid(parameter)
-        elif role in known and role not in omitted:
+        if role in known and role not in omitted:
             arguments[name] = known[role]
         elif role in words.WORDS and role not in omitted and (name not in sizes or role != "head_size"):
             arguments[name] = role
@@ -239,11 +230,6 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
 def _computes_rows(make: Any) -> bool:
     """Return whether code that computes tables is told for which positions."""
     return bool({"positions", "seq_len", "x"} & {*words.read_call(function_of(make)).parameter_of})
-
-
-def _grid(parameter: inspect.Parameter) -> str:
-    """Return the sizes of a grid of one column, with as many axes as the annotation of a parameter states, or two."""
-    return f"(tokens{', 1' * max(1, str(parameter.annotation).count('int') - 1)})"
 
 
 def _called(obj: Any, arguments: dict[str, str]) -> str:
@@ -261,12 +247,8 @@ def _object(obj: Any) -> str:
 
 def _constructed(obj: Any, expected: Expected) -> str:
     owner = getattr(obj, "owner", obj)
-    known, sides = words.parameters(owner) or {}, iter(("tokens", "1", "1"))
     unstated = configs(owner)
     values = {n: "..." if value is None or n in unstated else repr(value) for n, value in chosen(obj, expected).items()}
-    for name in (name for name in known if values.get(name) == "..."):
-        is_side = re.search(words.GRID_AXIS, name)
-        values[name] = _grid(known[name]) if re.search(words.GRID, name) else next(sides) if is_side else "..."
     is_module = inspect.isclass(owner) and issubclass(owner, torch.nn.Module)
     return f"{name_of(owner)}({', '.join(f'{n}={text}' for n, text in values.items())}){'.eval()' * is_module}"
 

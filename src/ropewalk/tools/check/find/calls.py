@@ -18,6 +18,7 @@ norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2               
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
+the size of a grid (one frame)         Wan, DINOv3's and others' vision towers              grid 110
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
@@ -45,8 +46,15 @@ from torch.autograd.function import FunctionCtx
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
-from ropewalk.tools.check.find import adapter, memory, tables, words
-from ropewalk.tools.check.find.construct import Arguments, config_objects, construct, is_constructor, takes_sizes
+from ropewalk.tools.check.find import adapter, grid, memory, tables, words
+from ropewalk.tools.check.find.construct import (
+    Arguments,
+    config_objects,
+    construct,
+    has_sides,
+    is_constructor,
+    takes_sizes,
+)
 from ropewalk.tools.check.find.form import LAYOUTS, forms
 from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
@@ -107,7 +115,8 @@ class _Finder:
 
     def __init__(self, target: Target, expected: Expected, dtype: torch.dtype) -> None:
         self.target, self.expected = target, expected
-        self.axes = words.read_call(function_of(target.objects[-1])).axes
+        self.is_grid = any(grid.sizes_of(function_of(obj)) or has_sides(obj) for obj in target.objects)
+        self.axes = "2s" if self.is_grid else words.read_call(function_of(target.objects[-1])).axes
         self.given = GIVEN
         if (rope := expected.rope) is not None:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)
@@ -264,7 +273,13 @@ class _Finder:
             first, second = taking, None
         of_first = {} if second is None or not takes_sizes(first) else words.read_call(first).parameter_of
         if tokens := of_first.get("positions") or of_first.get("seq_len"):  # and sizes, as of a method
-            first, _ = construct(first, expected, tokens)
+            first, _ = construct(first, expected, (tokens,))
+        sides = grid.SIDES if has_sides(target) else None
+        of_grid = [*grid.sizes_of(first if second is None else second).values()]
+        if sides or grid.sizes_of(first):
+            first = grid.spread(first, sides, makes_tables=second is not None)
+        if second is not None and of_grid:
+            second = grid.spread(second)
         function = first if second is None else second
         nones = () if arguments is None else arguments.unknown
         self.unknown |= dict.fromkeys(nones)
@@ -319,6 +334,8 @@ class _Finder:
                     pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
                     names = (n for n in words.parameters(function) or () if n in passed)
                     named = [f"{n}={pairing[n]}" if pairing.get(n) else n for n in names]
+                    if self.is_grid:
+                        named = [n for n in named if n not in ("positions", "tensor_layout")] + of_grid
                     named += [f"{n}={value}" for n, value in fixed.items() if n not in of_configs]
                     text = f"f({', '.join(named)}){form.packed}"
                     text += f" of an object with {', '.join(f'{name}=None' for name in nones)}" if nones else ""
@@ -336,6 +353,7 @@ class _Finder:
                         channels=expected.channels if way.given is None else given.head_dim,
                         arguments=arguments,
                         axes=count,
+                        of_grid=self.is_grid,
                     )
 
 
@@ -576,7 +594,8 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
         is_of_dtype = "dtype" in words.filled(target, ())  # which q states in each call
         free = called.get("positions") or (called.get("seq_len", "") if is_of_dtype else "")
-        returned, arguments = construct(target, expected, free)
+        sizes = grid.sizes_of(target).values()
+        returned, arguments = construct(target, expected, [free] if free else sizes)
         returned = getattr(returned, "forward", returned) if not callable(returned) else returned
         return (returned if callable(returned) else TableSet(tables.tensors_of(returned))), arguments
     return memory.on_device(target), None

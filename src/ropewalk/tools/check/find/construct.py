@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import memory, uses
+from ropewalk.tools.check.find import grid, memory, uses
 from ropewalk.tools.check.find.target import Method, function_of, name_of
 from ropewalk.tools.check.find.words import (
     GRID,
@@ -91,11 +91,28 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     known = parameters(owner) or {}
     values = _by_name(known, expected, uses.roles(owner))
     values |= config_objects(owner, expected)
-    if is_constructor(constructor) and "positions" in read_call(function_of(constructor)).parameter_of:
-        required = [name for name, p in known.items() if p.default is p.empty]
-        values |= {name: (_SIDE, _SIDE) for name in required if re.search(GRID, name)}  # the largest positions
-        values |= {name: _SIDE for name in required if re.search(GRID_AXIS, name)}
+    if has_sides(constructor):
+        rows_and_columns = iter(grid.SIDES)
+        for name, is_side in _sides(owner).items():
+            frames = (1,) * (str(known[name].annotation).count("int") - 2)
+            values[name] = next(rows_and_columns, None) if is_side else (*frames, *grid.SIDES)
+    elif is_constructor(constructor):
+        values |= {name: _SIDE if side else (_SIDE, _SIDE) for name, side in _sides(owner).items()}  # the largest
     return values | filled(owner, values)
+
+
+def has_sides(constructor: Any) -> bool:
+    """Return whether a class is constructed with the size of a grid, so that its objects take no positions."""
+    if not is_constructor(constructor) or not _sides(getattr(constructor, "owner", constructor)):
+        return False
+    called = function_of(constructor)
+    return "positions" not in read_call(called).parameter_of and not grid.sizes_of(called)
+
+
+def _sides(owner: Any) -> dict[str, bool]:
+    """Return the required parameters for the size of a grid, and whether each is for one of its sides."""
+    known = {name: p for name, p in (parameters(owner) or {}).items() if p.default is p.empty}
+    return {name: not re.search(GRID, name) for name in known if re.search(f"{GRID}|{GRID_AXIS}", name)}
 
 
 def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
@@ -186,18 +203,18 @@ def _of_scaling(scaling: Any) -> dict[str, Any]:
     return {n: stated[key] for key, names in _SCALING.items() for n in (key, *names.split()) if stated[key] is not None}
 
 
-def construct(constructor: Any, expected: Expected, free: str = "") -> tuple[Any, Arguments]:
+def construct(constructor: Any, expected: Expected, free: Collection[str] = ()) -> tuple[Any, Arguments]:
     """Call a constructor with a value for each of its parameters, and return the object and what was passed.
 
-    If `free` names one of them, nothing is called, and all others are fixed. Those whose names are unknown get None.
+    If `free` names any of them, nothing is called, and all others are fixed. Those whose names are unknown get None.
 
     Raises:
         RopeError: the constructor raises.
     """
     owner, values = getattr(constructor, "owner", constructor), chosen(constructor, expected)
-    for name in (free, "dtype") if free else ():  # which the tensors of a call have
+    for name in (*free, "dtype") if free else ():  # which the tensors of a call have
         values.pop(name, None)
-    known = {name: p for name, p in (parameters(owner) or {}).items() if name != free}
+    known = {name: p for name, p in (parameters(owner) or {}).items() if name not in free}
     parameter_of = match(known, _NAMES, _PARTS, uses.roles(owner))
     missing = tuple(name for name in known if name in values and values[name] is None)
     others = (name for name in known if name not in (*values, "device", "dtype"))

@@ -25,6 +25,7 @@ _SIDES = ("frames", "height", "width")
 ROLES = {
     "config": ("config",),
     "base": ("base",),
+    **{side: (side,) for side in _SIDES},
     "head_size": ("head_size", "dim"),
     "num_heads": ("num_heads", "heads"),
     "embed_dim": ("embed_dim",),
@@ -33,7 +34,6 @@ ROLES = {
     "positions": ("positions",),
     "offset": ("offset",),
     "length": ("length", "seq_len"),
-    **{side: (side,) for side in _SIDES},
     "tokens": ("q", "k"),
     "table": (),  # one of cos and sin, or of both, which the other parameters say
     "cos": ("cos",),
@@ -196,6 +196,8 @@ class _Uses(ast.NodeVisitor):
             elif isinstance(node.op, ast.FloorDiv) and one is left and self._of(right):
                 self._is("embed_dim", left)
                 self._is("num_heads", right)
+            elif isinstance(node.op, ast.Mod) and one is left:  # the column of a token
+                self._is("width", right)
 
     def _power(self, base: ast.AST, exponent: ast.AST) -> None:
         if isinstance(base, ast.BinOp) and isinstance(base.op, ast.Div) and isinstance(base.left, ast.Constant):
@@ -273,6 +275,9 @@ class _Uses(ast.NodeVisitor):
         elif len(arguments) == 2 and isinstance(end, ast.BinOp) and isinstance(end.op, ast.Add):
             self._is("offset", arguments[0])
             self._is("length", end.right, end.left)
+        elif isinstance(end, ast.BinOp) and isinstance(end.op, ast.Mult) and self._of(end.left) and self._of(end.right):
+            self._is("height", end.left)
+            self._is("width", end.right)
         else:
             for name in self._of(end):
                 self.found.setdefault(name.removesuffix("/2"), set()).add("dim" if "/" in name else "length")

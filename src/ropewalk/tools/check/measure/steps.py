@@ -132,6 +132,11 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
         fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
         raise _checks.error("check", must, got, fix)
+    if structure.flaw is None and subject.of_grid and _depends_on_length(subject, on_a_line=False):
+        report.add(
+            "wrong-side", "The angles of a token differ between grids of 9 × 11 and 17 × 19. No more was judged."
+        )
+        return None
     plain = structure.pairing is None and subject.expected.axes is None
     blocks = structure.blocks if plain and (subject.axes or not subject.expected.pairing) else 0
     in_blocks = blocks > 0 and subject.axes in (None, blocks)  # as in CroCo, DUSt3R and VGGT
@@ -181,14 +186,20 @@ def _rotates_once(subject: Subject) -> bool:
     return False
 
 
-def _depends_on_length(subject: Subject) -> bool:
-    """Return whether 8 tokens are rotated differently if others follow them, where no positions are passed."""
-    if subject.way.positions != "none" and not (subject.way.tables or "").startswith(INDEXED[1]):
+def _depends_on_length(subject: Subject, *, on_a_line: bool = True) -> bool:
+    """Return whether 8 tokens are rotated differently if others follow them, where no positions are passed.
+
+    Those of a grid are in its first line, or else on its diagonal.
+    """
+    counts = subject.way.positions == "none" or subject.of_grid
+    if not counts and not (subject.way.tables or "").startswith(INDEXED[1]):
         return False
     new = subject if subject.rebuild is None else subject.rebuild()
     x, positions = new.equal_heads(16, 1), torch.arange(16)[None]
+    if subject.of_grid:
+        positions = torch.stack((positions * (not on_a_line), positions))
     with contextlib.suppress(CallError):
-        few, many = (new(x[:, :n], x[:, :n], positions[:, :n])[0] for n in (8, 16))
+        few, many = (new(x[:, :n], x[:, :n], positions[..., :n])[0] for n in (8, 16))
         return not torch.allclose(few, many[:, :8], atol=1e-3, equal_nan=True)
     return False
 
@@ -227,7 +238,7 @@ def _judge_head_sizes(baseline: Baseline) -> bool | str:
                 else:
                     continue
             resized = replace(resized, expected=replace(expected, rope=rope, head_dim=channels))
-            found = None if repeats.judge(resized, there) else _measure(resized, there)
+            found = _measure(resized, there)
             if found is not None and torch.equal(found.structure.ins, baseline.structure.ins):
                 continue  # it passes on the channels that these heads have in addition
             if found is not None and there.verdict == "right":

@@ -1,0 +1,119 @@
+"""`check` of code that takes the size of a grid, which it calls with tokens at any places of rows and columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ropewalk import RopeError, conformance
+
+HEAD = """
+import torch
+
+def angles_of(rows, columns, dim=64, base=100.0):
+    places = torch.arange(rows * columns)
+    inv_freq = base ** (-torch.arange(0, dim // 2, 2).double() / (dim // 2))
+    return torch.cat(((places // columns)[:, None] * inv_freq, (places % columns)[:, None] * inv_freq), dim=-1)
+
+def turn(x, angles):
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+"""
+PROGRAMS = {
+    "rotate": """
+def rotate(x, grid_hw):
+    rows, columns = grid_hw
+    return turn(x, angles_of(rows, columns)[:, None])
+""",
+    "Video": """
+class Video(torch.nn.Module):
+    def __init__(self, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, q, k, grid_sizes):
+        for frames, rows, columns in grid_sizes.tolist():
+            angles = angles_of(rows, columns, self.head_dim).repeat(frames, 1)[:, None]
+        return turn(q, angles), turn(k, angles)
+""",
+    "of_other_names": """
+def of_other_names(q, k, down: int, across: int):
+    places = torch.arange(down * across)
+    inv_freq = 100.0 ** (-torch.arange(0, 32, 2).double() / 32)
+    angles = torch.cat(((places // across)[:, None] * inv_freq, (places % across)[:, None] * inv_freq), dim=-1)
+    return turn(q, angles), turn(k, angles)
+""",
+    "in_place": """
+def in_place(q, k, h, w):
+    assert q.shape[1] == h * w
+    for x in (q, k):
+        x.copy_(turn(x, angles_of(h, w)[:, None]))
+""",
+    "Patches.turned": """
+class Patches:
+    def __init__(self, dim, input_size: tuple[int, int, int]):
+        self.angles = angles_of(*input_size[1:], dim)
+
+    def turned(self, x):
+        return turn(x, self.angles)
+""",
+    "Sides": """
+class Sides(torch.nn.Module):
+    def __init__(self, head_dim, grid_h, grid_w):
+        super().__init__()
+        self.angles = angles_of(grid_h, grid_w, head_dim)
+
+    def forward(self, x):
+        return turn(x, self.angles)
+""",
+    "of_frames,apply_tables": """
+def of_frames(embed_dim, T, H, W):
+    angles = angles_of(H, W, embed_dim).repeat(T, 1)
+    return angles.cos(), angles.sin()
+
+def apply_tables(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+""",
+    "Tables,turn": """
+class Tables:
+    def __init__(self, dim):
+        self.dim = dim
+
+    def __call__(self, shape):
+        return angles_of(*shape, self.dim).view(*shape, -1)
+""",
+}
+
+
+def checked(tmp_path: Path, name: str, *replaced: str) -> conformance.Report:
+    path = tmp_path / "theirs.py"
+    path.write_text((HEAD + PROGRAMS[name]).replace(*replaced) if replaced else HEAD + PROGRAMS[name])
+    return conformance.check(f"{path}:{name}", base=100.0, pairing="half")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_right_code(tmp_path: Path, name: str) -> None:
+    report = checked(tmp_path, name)
+    assert report.codes == [], str(report)
+    assert report.found["axes"] == "pairs 0 to 15 height, 16 to 31 width"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "codes"),
+    [
+        ("rotate", "// columns", "// rows", ["wrong-side"]),
+        ("of_other_names", "% across", "% down", ["wrong-side"]),
+        ("of_frames,apply_tables", "// columns", "// rows", ["wrong-side"]),
+        ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
+        ("in_place", "for x in (q, k)", "for x in (q,)", ["key-not-rotated"]),
+    ],
+)
+def test_bugs(tmp_path: Path, name: str, old: str, new: str, codes: list[str]) -> None:
+    assert checked(tmp_path, name, old, new).codes == codes
+
+
+def test_coordinates_that_depend_on_the_size_are_not_judged(tmp_path: Path) -> None:
+    with pytest.raises(RopeError, match="must not depend on the number of tokens"):
+        checked(tmp_path, "rotate", "angles_of(rows, columns)", "(angles_of(rows, columns) / rows / columns)")
