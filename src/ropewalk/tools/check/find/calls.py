@@ -383,7 +383,7 @@ def _places(
     groups = [layouts[:1], layouts[1:]] if layouts[0] == "thd" else [layouts]
     for group in groups:
         for way in ways(call, count, tables=bool(sources), mode=mode):
-            for name, passed in tables.passed(sources, call, way, way.fitting(group)):
+            for name, passed in tables.passed(sources, call, way, way.fitting(group), is_stated=layout is not None):
                 yield passed, name
 
 

@@ -34,6 +34,7 @@ class Source:
     positions: str = "rows"  # for which they can be computed, as in `Way`
     given: Rope | None = None  # that of exact tables
     is_final: bool = False  # with a row for each token, although the function is passed positions, too
+    is_whole: bool = False  # with the axes of size 1 that they are computed with, as for broadcasting
 
 
 # The axes of tables before the columns (b is batch, s is seq, 1 is for the heads) → how they are made from [b, s, …].
@@ -44,13 +45,16 @@ _AXES: dict[str, Callable[[Tensor], Tensor]] = {
     "sb1": lambda table: table.transpose(0, 1).unsqueeze(2),
     "s": lambda table: table[0],
     "s11": lambda table: table[0, :, None, None],
+    "own": lambda table: table,
 }
 # Layout of q and k → the axes of tables with rows that a function of it takes: without those of the heads, and with.
 _WITH_ROWS = {"bshd": ("bs", "bs1"), "bhsd": ("bs", "b1s"), "sbhd": ("bs", "sb1"), "bsd": ("bs",)}
 _UNSQUEEZED = {"bhsd": 1, "bshd": 2}  # layout → the value of unsqueeze_dim for tables with rows
 
 
-def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str]) -> Iterator[tuple[str, Way]]:
+def passed(
+    sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[str], *, is_stated: bool
+) -> Iterator[tuple[str, Way]]:
     """Yield each way to pass tables with each layout of q and k, the most likely first.
 
     In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
@@ -61,6 +65,7 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
         call: the roles of the function's parameters.
         way: how positions are passed.
         layouts: those of q and k.
+        is_stated: whether the user states the layout, which tables with axes for it must then fit as they are.
     """
     roles = call.parameter_of
     if not sources:
@@ -80,12 +85,17 @@ def passed(sources: Sequence[Source], call: Call, way: Way, layouts: Sequence[st
         places = [(name, axes, 0) for name in layouts for axes in _WITH_ROWS.get(name, ()) if has_rows]
         places += [("thd", "bs", 0)] if "thd" in layouts and sources[0].given is None else []  # as it computes them
         places += [(name, "s", 0) for name in layouts] + [(name, "s11", 0) for name in layouts if name in far]
+    if whole := [source for source in sources if source.is_whole]:
+        places[:0] = [(name, "own", 0) for name in layouts]
+        sources = whole if is_stated else sources
     if sources[0].given is None:  # as they are before they get an axis for the heads
-        places.sort(key=lambda place: place[1] not in ("bs", "s"))
+        places.sort(key=lambda place: place[1] not in ("bs", "s", "own"))
     groups = [[source] for source in sources] if sources[0].given is None else [sources]  # of formats, in each layout
     for group in groups:
         for (layout, axes, axis), source, order in product(places, group, orders):
             if not is_given and source.is_final != ("b" in axes) and not (source.is_final and layout == "thd"):
+                continue
+            if source.is_whole != (axes == "own"):
                 continue
             fixed = {roles["unsqueeze_dim"]: axis} if "unsqueeze_dim" in roles else {}
             yield layout, _passed(source, way, order, axes, fixed)
@@ -101,7 +111,7 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
             reads_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)  # if wrong
             rows = torch.arange(count + 16 * reads_more)[None]
         values: list[Any] = [*source.make(q, rows)]
-        if "b" not in axes and source.given is None and any(len(t) not in (1, rows.shape[-2]) for t in values):
+        if axes in ("s", "s11") and source.given is None and any(len(t) not in (1, rows.shape[-2]) for t in values):
             raise ValueError("the first axis of the tables is not that of the batch")
         is_of_each_axis = rows.ndim == 3 and source.given is not None
         values = [torch.stack([*map(_AXES[axes], t)]) if is_of_each_axis else _AXES[axes](t) for t in values]
@@ -187,10 +197,21 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
             raise IndexError("the tables have no more rows than there are tokens")
         return tuple(t.reshape([1] * (rows == 1) + [size for size in t.shape if size > 1]) for t in tables)
 
+    def own(find: Callable[[Tensor, Tensor], Tables], name: str, shown: Tables) -> list[Source]:
+        """Return the source of rows of tables with axes of size 1, if they have any."""
+        if not any(1 in t.shape[:-1] for t in shown):
+            return []
+
+        def rows(q: Tensor, positions: Tensor) -> Tables:
+            return tuple(t.index_select(t.shape.index(max(t.shape[:-1])), positions[0]) for t in find(q, positions))
+
+        return [Source(f"{name}, as they are", rows, "rows" if is_passed_positions else "shared", is_whole=True)]
+
     if isinstance(first, TableSet):
         rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
         whole = Source("all rows", lambda *_: tuple(t[None] for t in flat(first)), "none")
-        return [rows, whole] if count is None or is_passed_positions else []
+        kept = own(lambda *_: first, INDEXED[0], first)
+        return [*kept, rows, whole] if count is None or is_passed_positions else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
 
@@ -216,7 +237,15 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         return sources + [replace(source, is_final=True) for source in sources if is_passed_positions]
     if "seq_len" in parameter_of:
         name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
-        return [Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(make(q, {name: max(int(p.max()) + 1, 2)}))))]
+
+        def up_to(q: Tensor, p: Tensor) -> Tables:
+            return make(q, {name: max(int(p.max()) + 1, 2)})
+
+        try:
+            kept = own(up_to, INDEXED[1], up_to(torch.zeros(1, 1, 1, 64), torch.arange(8)))
+        except Exception:  # any call of theirs then raises
+            kept = []
+        return [*kept, Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(up_to(q, p))))]
     if x := parameter_of.get("x"):
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {x: p}), p))
         shared = Source("for shared positions", lambda q, p: _rows(make(q, {x: p[0]}), p[:1]), "shared")
