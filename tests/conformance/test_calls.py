@@ -1168,6 +1168,16 @@ class TestAdapter:
 
         assert conformance.check(make, rope=rope).codes == []
 
+    def test_of_meta_has_a_switch_for_the_scaling(self) -> None:
+        def tables(dim: int, end: int, theta: float = 10_000.0, use_scaled: bool = False) -> tuple[Tensor, Tensor]:
+            positions = torch.arange(end) / (4 if use_scaled else 1)
+            angles = positions[:, None] * theta ** (-torch.arange(0, dim, 2).double() / dim)
+            return angles.cos(), angles.sin()
+
+        scaled = Rope(64, 10_000.0, "half", scaling=Linear(4.0))
+        assert conformance.check((tables, turn), rope=scaled).codes == []
+        assert conformance.check((tables, turn), rope=replace(scaled, scaling=None)).codes == []
+
     def test_makes_an_object_once(self) -> None:
         class OfTokens:
             def __init__(self, max_tokens: int) -> None: ...

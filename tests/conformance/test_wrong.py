@@ -140,6 +140,12 @@ def test_the_first_pair_of_k_that_differs_is_named(tmp_path: Path) -> None:
     assert report.findings[0].says == says
 
 
+def test_a_base_that_is_never_read_is_named(tmp_path: Path) -> None:
+    report = checked(written(PROGRAMS["wrong_base__never_read"], tmp_path))
+    assert report.findings[0].says == "The base is 10000 instead of 500000. The code never reads rope_theta."
+    assert report.found["never read"] == "rope_theta"
+
+
 def test_number_of_programs_and_bugs() -> None:
     assert len(PROGRAMS) >= 240
     assert len({bug_of(name) for name in PROGRAMS}) >= 50

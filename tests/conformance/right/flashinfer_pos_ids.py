@@ -21,4 +21,8 @@ def apply_rope_pos_ids(q, k, pos_ids, rotary_dim=None, interleave=False, rope_sc
 
 
 TARGET = "apply_rope_pos_ids"
-GIVEN = {"pairing": "half", "base": 10000.0}
+GIVEN = {"pairing": "half", "base": 500_000.0}
+BUGS = {
+    # The base that is passed is not read.
+    "wrong_base__never_read": [("rope_theta ** (", "1e4 ** (")],
+}

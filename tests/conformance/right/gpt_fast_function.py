@@ -13,3 +13,7 @@ def apply_rotary_emb(x, freqs_cis):
 
 TARGET = "apply_rotary_emb"
 GIVEN = {"pairing": "interleaved"}
+BUGS = {
+    # The second channel of each pair has the cosine where the sine belongs.
+    "cos_and_sin_swapped__in_one_channel": [("b * cos + a * sin", "b * sin + a * cos")],
+}

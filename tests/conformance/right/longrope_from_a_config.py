@@ -53,7 +53,7 @@ BUGS = {
     # The long factors are always used, even for short sequences.
     "length_ignored__always_long": [('"long_factor" if long else "short_factor"', '"long_factor"')],
     # The lists of factors are swapped. One list of 1, and one of a number, are a plain and a linear scaling.
-    "length_ignored__lists_swapped": [
+    "lengths_exchanged": [
         ('"long_factor" if long else "short_factor"', '"short_factor" if long else "long_factor"'),
         ("[1 + i / 50 for i in range(32)]", "[1.0] * 32"),
         ("[1.0 + i for i in range(32)]", "[8.0] * 32"),

@@ -139,6 +139,7 @@ BUGS: dict[str, Bug] = {
         "the scaling does not depend on the sequence length as it should",
         "Compute the frequencies from the length of the sequence, not from the position of each token.",
     ),
+    "lengths-exchanged": Bug("the frequencies of short and of long sequences are exchanged"),
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep it in float32; .bfloat16() rounds it."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
     "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 if x is float32."),

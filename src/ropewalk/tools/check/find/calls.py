@@ -168,11 +168,14 @@ class _Finder:
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
             chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
         passed = chosen.passed.union(*(other.passed for other in others))
+        rest = [name for name in chosen.parameters if name not in passed]
+        unread = tuple(name for name in rest if not words.reads(chosen.form.function, name))
         return replace(
             chosen,
             needs_equal_heads=chosen.form.packing == "stacked",
             others=tuple(others),
-            not_passed=tuple(name for name in chosen.parameters if name not in passed),
+            not_passed=tuple(name for name in rest if name not in unread),
+            unread=unread,
         )
 
     def _find_axes(self, best: Found | None, layout: str | None) -> Found | None:
@@ -424,10 +427,10 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     if (found := structure.infer(maps, subject.close)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
-            {None: 10, "attention-factor": 8, "not-a-rotation": 6}.get(found.flaw, 2)
+            {None: 10, "attention-factor": 8, "cos-and-sin-swapped": 8, "not-a-rotation": 6}.get(found.flaw, 2)
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
-            + 1 * bool((at_0.angle().abs() < subject.close).all())
+            + 1 * bool(((at_0.angle().abs() < subject.close) & (at_0 != 0)).all())
             - 1 * (given is not None and not _has_frequencies(given, found, maps[1], max(1e-4, subject.close)))
         )
     if subject.layout in ONE_ROW:

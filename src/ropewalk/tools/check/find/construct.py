@@ -48,6 +48,7 @@ _NAMES = {
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
     "scaling": "rope_scaling rope_parameters freq_config scaling_config",
+    "scaled": "use_scaled use_scaled_rope",
 }
 _DIM = r"^(?!n_|num_|position_dim|(seq|unsqueeze)_dim).*(dim|width|feature)|^d_"
 _PARTS = {"base": r"(^|_)(base|theta)(_|$)", "rotary_share": "fraction|percent|proportion|partial"}
@@ -164,6 +165,8 @@ def _by_name(
                 values[name] = tuple(values[name].items())
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
+        elif role == "scaled":
+            values[name] = scaling is not None
         elif role == "dtype" and (default is None or isinstance(default, torch.dtype)):
             values[name] = expected.dtype or torch.float32
         elif role in ("embed_dim", "heads") and {"embed_dim", "heads"} <= {*parameter_of} and "dim" not in parameter_of:

@@ -183,7 +183,7 @@ def read_call(called: Callable[..., Any]) -> Call:
     if not is_alike or not all(re.search(_PARTS["positions_1"], name) for name in (first, *axes.values())):
         roles = {role: name for role, name in roles.items() if role == "positions" or role not in axes}
     optional = {role for role, name in roles.items() if known[name].default is not inspect.Parameter.empty}
-    unread = {role for role in optional if not _reads(called, roles[role])}
+    unread = {role for role in optional if not reads(called, roles[role])}
     if not _PLACES & ({*roles} - unread):  # then its result cannot depend on where the tokens are
         unread -= _PLACES
     roles = {role: name for role, name in roles.items() if role not in unread}
@@ -197,7 +197,7 @@ def read_call(called: Callable[..., Any]) -> Call:
     return Call(roles, frozenset(optional), stated, guessed=frozenset(guessed))
 
 
-def _reads(called: Callable[..., Any], name: str) -> bool:
+def reads(called: Callable[..., Any], name: str) -> bool:
     """Return whether a function reads one of its parameters. Some have parameters that they ignore."""
     function = code_of(called)
     if (code := getattr(inspect.unwrap(function), "__code__", None)) is None:

@@ -19,6 +19,7 @@ from ropewalk.tools.check.report import Grade
 
 FAR = 5_000
 _ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored", "length-ignored"}
+_ROW_BUGS |= {"lengths-exchanged"}
 
 
 def judge(baseline: Baseline, sure: Collection[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -39,6 +40,8 @@ def run(subject: Subject, report: Report) -> None:
     }
     if unstated := [name for name, value in stated.items() if value is None]:
         report.found["not judged"] = f"{', '.join(unstated)}, which {_checks.argument('config')} states"
+    if subject.unread:
+        report.found["never read"] = ", ".join(subject.unread)
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
@@ -264,6 +267,7 @@ _FLAWS = {
     "not-a-rotation": "The two channels of a pair do not become (a cos − b sin, b cos + a sin) for any one angle.",
     "mixed-pairings": "The two channels of a pair are multiplied by the cosines of different angles.",
     "attention-factor": "cos and sin are multiplied by different factors.",
+    "cos-and-sin-swapped": "They are swapped in one of the two channels of each pair. No more was judged.",
 }
 
 
@@ -408,7 +412,8 @@ def _judge_law(
     report.found["attention factor"] = f"{law.round_digits(measured.factor):.6g}"
     explained = {"wrong-slice", "axis-frequencies", "mixed-pairings"} & {*report.codes}
     if measured.code is not None and not (measured.code == "wrong-frequencies" and explained):
-        report.add(measured.code, measured.says)
+        unread = [name for name in subject.unread if re.search("base|theta", name)] * (measured.code == "wrong-base")
+        report.add(measured.code, measured.says + "".join(f" The code never reads {name}." for name in unread))
     describe = "not judged: check passes the tables" if subject.way.given is not None else None
     report.found["frequencies"] = describe or _describe_frequencies(measured, structure, rope)
     expected_factor = 1.0 if rope is None else rope.attention_factor

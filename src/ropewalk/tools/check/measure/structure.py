@@ -154,5 +154,7 @@ def _flaw(blocks: Tensor, close: float) -> str | None:
         first_row.abs(), second_row.abs(), atol=max(1e-4, close)
     ):
         return "not-a-rotation"
+    if torch.allclose(first_row, 1j * second_row.conj(), atol=close):
+        return "cos-and-sin-swapped"
     varies = [bool((row - row[:1]).abs().max() > close) for row in (first_row, second_row)]
     return "mixed-pairings" if all(varies) else "not-a-rotation"
