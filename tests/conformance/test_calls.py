@@ -1168,6 +1168,19 @@ class TestAdapter:
 
         assert conformance.check(make, rope=rope).codes == []
 
+    def test_of_mla_splits_the_rest_off(self) -> None:
+        class Rotary:
+            def __init__(self, qk_nope_head_dim: int, qk_rope_head_dim: int) -> None:
+                self.sizes = qk_nope_head_dim, qk_rope_head_dim
+
+            def __call__(self, positions: Tensor, q: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+                tables = at_positions(cos_sin_cache(self.sizes[1], 128), positions)
+                rest, rotated = q.split(self.sizes, dim=-1)
+                return torch.cat((rest, turn(rotated, *tables)), dim=-1), turn(k_pe, *tables)
+
+        rope = Rope(96, 100.0, "half", rotary_dim=32, rotary_offset=64)
+        assert conformance.check(Rotary, rope=rope).codes == []
+
     def test_of_meta_has_a_switch_for_the_scaling(self) -> None:
         def tables(dim: int, end: int, theta: float = 10_000.0, use_scaled: bool = False) -> tuple[Tensor, Tensor]:
             positions = torch.arange(end) / (4 if use_scaled else 1)

@@ -865,6 +865,19 @@ class TestReport:
         says = conformance.check(lambda dim, base: rotary(dim, base=base, max_positions=300)).findings[0].says
         assert says == "Position 301 has the angles of 299, the last of a table of 300 rows."
 
+    def test_the_last_row_of_a_slice_is_broadcast(self) -> None:
+        """A call from the last row on is not refused, and one past it is."""
+
+        def f(x: Tensor, start_pos: int) -> Tensor:
+            angles = torch.arange(253)[start_pos : start_pos + x.shape[1], None] * 100.0 ** (-torch.arange(32) / 32)
+            return turned(x, angles[:, None])
+
+        report = conformance.check(f)
+        assert report.codes == [], str(report)
+        assert next(grade.says for grade in report.grades if grade.name == "far positions").startswith(
+            "fails past position 252"
+        )
+
     def test_a_base_that_is_not_passed_on(self) -> None:
         """As theta in FluxPosEmbed (diffusers issue 10111), where no table is cached."""
 

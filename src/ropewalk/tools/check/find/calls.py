@@ -55,7 +55,7 @@ from ropewalk.tools.check.find.construct import (
     is_constructor,
     takes_sizes,
 )
-from ropewalk.tools.check.find.form import LAYOUTS, forms
+from ropewalk.tools.check.find.form import LAYOUTS, ONE_KEY_HEAD, forms
 from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
 from ropewalk.tools.check.find.target import Method, Target, function_of
@@ -91,6 +91,8 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
 def _find(target: Target, expected: Expected, layout: str | None, dtype: torch.dtype, errors: list[str]) -> Subject:
     """Find the call in one dtype. Why calls fail is appended to `errors`."""
     sliced, finder = for_slice(expected), _Finder(target, expected, dtype)
+    if sliced is not None and words.read_call(function_of(target.objects[-1])).parameter_of.get("k") in ONE_KEY_HEAD:
+        return _find(target, sliced, layout, dtype, errors)
     try:
         found = finder.find(layout)
         if sliced is not None and sliced.head_dim < expected.head_dim and _rotates_all(found):

@@ -175,6 +175,7 @@ def _by_name(
             values[name] = expected.head_dim
     values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
     parts = {
+        "nope": 0 if expected.rope is None else expected.rope.rotary_offset,  # the channels before those that rotate
         "orig|train": getattr(scaling, _ORIGINAL, None),
         "scal": getattr(scaling, "factor", None),
         _DIM: expected.head_dim,

@@ -21,6 +21,9 @@ from ropewalk.tools.check.find.words import FUSED, Call, Roles, accept_keywords
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 """The layouts that are tried."""
 
+ONE_KEY_HEAD = ("k_pe", "k_rope")
+"""The names of k in latent attention, which has one head of it, of the rotated channels alone."""
+
 EPS = 1e-6
 """The eps that is passed to a norm."""
 
@@ -320,7 +323,7 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
     elif {"head_size", "num_heads"} & roles:
         packings = ("flat", "each")
     caches = [*_CACHES] if {"key_cache", "slots"} <= roles else [""]
-    key_heads = ("kept", "dropped") if call.parameter_of.get("k") in ("k_pe", "k_rope") else ("",)
+    key_heads = ("kept", "dropped") if call.parameter_of.get("k") in ONE_KEY_HEAD else ("",)
     norms = (False, True) if "q_weight" in roles else (False,)
     by_name = accept_keywords(function)
     if layout in ONE_HEAD:

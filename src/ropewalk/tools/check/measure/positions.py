@@ -48,6 +48,11 @@ def _measure_far(
                 code, says = "wrong-far-positions", f"{says} The next position is right."
             if code == "wrong-far-positions" and is_beyond_length(baseline.subject, int(positions[first])):
                 return None, errors, BEYOND
+            if code == "table-clamps" and baseline.subject.way.positions == "offset":
+                try:  # or only the last row of a slice is broadcast, and farther on calls fail
+                    baseline.measure(positions + len(positions), dtype)
+                except CallError as e:
+                    return None, errors, f"fails past position {int(positions[first]) - 1}: {e}"
             fault = fault or (code, says)
             if dtype in ROUNDING and code in ("low-precision-tables", "wrong-far-positions") and positions[-1] < 4_096:
                 continue  # farther on, the cause may be clearer
