@@ -816,7 +816,7 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
         (of_a_period, "call", "f(x, offset, max_period)"),
         (from_an_offset, "call", "f(q, k, pos, mask=None)"),
         (OnlyForward, "rotated channels", "0 to 63 of 64"),
-        (along_an_axis, "not passed", "position_ids"),
+        (along_an_axis, "never read", "position_ids"),
         (of_one_head, "layout", "td"),
         (at_positions_of_each, "positions", "separate for each row of the batch"),
         (at_ids_of_each, "positions", "separate for each row of the batch"),

@@ -829,7 +829,7 @@ class TestReport:
     @pytest.mark.parametrize("name", ["cache", "past_k", "layer_past", "use_cache", "past_key_value"])
     def test_decoding_that_was_not_tried(self, name: str) -> None:
         scope: dict[str, Any] = {"rotated": rotated}
-        exec(f"def f(x, positions, {name}=None, scale=1.0): return rotated(x, positions)", scope)
+        exec(f"def f(x, positions, {name}=None, scale=1.0): return rotated(x, positions), {name}", scope)
         report = conformance.check(scope["f"])
         assert str(report).startswith(f"f: right, but decoding was not tried (not passed: {name})\n")
         assert report.to_dict()["untried"] == [name]
