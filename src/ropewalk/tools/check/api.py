@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,6 +111,15 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
         return
     try:
         steps.run(subject, report)
+    except steps.SizeError as e:
+        if len(loaded.objects) < 2:
+            raise
+        report.found = {"tables": "not judged: their angles depend on the number of tokens, so exact ones are passed"}
+        report.findings, report.grades = [], []
+        try:
+            _run(replace(loaded, objects=loaded.objects[1:]), expectation, layout, report)
+        except _checks.RopeError:
+            raise e from None
     except CallError as e:
         new = subject if subject.rebuild is None else subject.rebuild()
         if not states.takes_64_tokens(subject) and states.takes_64_tokens(new):

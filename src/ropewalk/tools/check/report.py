@@ -142,6 +142,7 @@ class Report:
 
     def __str__(self) -> str:
         untried = f", but decoding was not tried (not passed: {', '.join(self.untried)})" if self.untried else ""
+        untried = ", but its tables were not judged" if "tables" in self.found else untried
         lines = [f"{self.target}: {self.verdict}{untried}"]
         for finding in self.findings:
             bug = finding.bug

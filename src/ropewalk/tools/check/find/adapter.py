@@ -25,7 +25,7 @@ _LIBRARIES = {
 }
 _TO = """
 def to(x):
-    return {array}((x.detach().float() if x.is_floating_point() else x).numpy()) if torch.is_tensor(x) else x
+    return {array}((x.float() if x.is_floating_point() else x).numpy()) if torch.is_tensor(x) else x
 """
 
 

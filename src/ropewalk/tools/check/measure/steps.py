@@ -28,6 +28,10 @@ _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incre
 """Words in the names of parameters that only calls of decoding have."""
 
 
+class SizeError(_checks.RopeError):
+    """The angles of a token depend on the number of tokens."""
+
+
 def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
     if subject.expected.is_slice:
@@ -134,7 +138,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw is None and _depends_on_length(subject):
         must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
         fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
-        raise _checks.error("check", must, got, fix)
+        raise SizeError(*_checks.error("check", must, got, fix).args)
     if structure.flaw is None and subject.of_grid and _depends_on_length(subject, on_a_line=False):
         report.add(
             "wrong-side", "The angles of a token differ between grids of 9 × 11 and 17 × 19. No more was judged."
