@@ -842,6 +842,32 @@ def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
     assert report.found[row] == value
 
 
+@pytest.mark.parametrize(
+    ("axes", "layout", "of_a_length"),
+    [((0, 0), "bhsd", False), ((0, 2), "bshd", True), ((1, 1), "sbhd", False)],
+)
+def test_tables_that_broadcast_state_the_layout(axes: tuple[int, int], layout: str, of_a_length: bool) -> None:
+    def whole(dim: int, max_positions: int) -> list[Tensor]:
+        return [t.unsqueeze(axes[0]).unsqueeze(axes[1]) for t in cos_sin_cache(dim, max_positions, 100.0).chunk(2, -1)]
+
+    class Rotary:
+        def __init__(self, dim: int) -> None:
+            self.dim = dim
+
+        def __call__(self, seq_len: int) -> list[Tensor]:
+            return whole(self.dim, seq_len)
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.double().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+    tables = Rotary if of_a_length else whole
+    report = conformance.check((tables, turn))
+    assert (report.codes, report.found["layout"]) == ([], layout)
+    with pytest.raises(RopeError, match="must be callable"):
+        conformance.check((tables, turn), layout="bshd" if layout != "bshd" else "bhsd")
+
+
 def test_code_that_applies_tables_that_are_not_judged() -> None:
     report = conformance.check((Relative, turn))
     assert (report.codes, report.found["tables"][:10]) == ([], "not judged")

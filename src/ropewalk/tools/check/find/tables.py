@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -215,7 +216,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
     call = words.read_call(first)
     parameter_of = call.parameter_of
 
-    def make(q: Tensor, named: dict[str, Any]) -> Tables:
+    def make(q: Tensor, named: dict[str, Any], first: Any = first) -> Tables:
         lengths = [value for value in named.values() if isinstance(value, int)] * ("seq_dim" in parameter_of)
         x = q.flatten()[:1].expand(lengths * 3) if lengths else q  # of which one axis is read
         known = {"x": x} if layer_type is None else {"x": x, "layer_type": layer_type}
@@ -242,8 +243,9 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
             return make(q, {name: max(int(p.max()) + 1, 2)})
 
         try:
-            kept = own(up_to, INDEXED[1], up_to(torch.zeros(1, 1, 1, 64), torch.arange(8)))
-        except Exception:  # any call of theirs then raises
+            shown = make(torch.zeros(1, 1, 1, 64), {name: 8}, copy.deepcopy(first))  # which may keep the first length
+            kept = own(up_to, INDEXED[1], shown)
+        except Exception:  # it cannot be copied, or any call of it raises
             kept = []
         return [*kept, Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(up_to(q, p))))]
     if x := parameter_of.get("x"):
