@@ -842,6 +842,44 @@ def test_rare_signatures_are_called(target: Any, row: str, value: str) -> None:
     assert report.found[row] == value
 
 
+class OfNorms(torch.nn.Module):
+    def __init__(self, head_dim: int, order: str = "first", shared: bool = False) -> None:
+        super().__init__()
+        self.q_norm = torch.nn.RMSNorm(head_dim, eps=1e-5)
+        self.k_norm = self.q_norm if shared else torch.nn.RMSNorm(head_dim, eps=1e-5)
+        self.order = order
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = at_positions(cos_sin_cache(64, 1 << 13), positions)
+        pairs = (q, self.q_norm), (k, self.k_norm)
+        if self.order == "last":
+            return tuple(norm(turn(x, cos, sin)) for x, norm in pairs)  # type: ignore[return-value]
+        if self.order == "of q":
+            return turn(self.q_norm(q), cos, sin), turn(self.q_norm(k), cos, sin)
+        return tuple(turn(norm(x), cos, sin) for x, norm in pairs)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("order", "shared", "codes"),
+    [("first", False, []), ("first", True, []), ("last", False, ["wrong-norm"]), ("of q", False, ["wrong-norm"])],
+)
+def test_norms_that_a_module_has(order: str, shared: bool, codes: list[str]) -> None:
+    def make(head_dim: int) -> OfNorms:
+        return OfNorms(head_dim, order, shared)
+
+    report = conformance.check(make, base=100.0)
+    assert report.codes == codes, str(report)
+    assert (report.found["call"], report.found["norm"]) == ("f(q, k, positions)", "of each head, times weight")
+
+
+def test_a_mask_is_no_position() -> None:
+    def from_mask(x: Tensor, attention_mask: Tensor) -> Tensor:
+        return turn(x, *tables_at(attention_mask.long().cumsum(-1) - 1))
+
+    with pytest.raises(RopeError, match="whose meaning is known, got attention_mask"):
+        conformance.check(from_mask)
+
+
 @pytest.mark.parametrize(
     ("axes", "layout", "of_a_length"),
     [((0, 0), "bhsd", False), ((0, 2), "bshd", True), ((1, 1), "sbhd", False)],

@@ -15,6 +15,7 @@ layouts bsd, td, bds (one head each)   courses and tutorials, Falcon, time serie
 layouts d, 1111d (one token each)      tutorials of one vector; grids and videos            form 10, ways 5
 q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention      form 30
 norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                           form 15
+norms that a module has                attention of Qwen 3 and others                       norms 55
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
@@ -46,7 +47,7 @@ from torch.autograd.function import FunctionCtx
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
-from ropewalk.tools.check.find import adapter, grid, memory, tables, words
+from ropewalk.tools.check.find import adapter, grid, memory, norms, tables, words
 from ropewalk.tools.check.find.construct import (
     Arguments,
     config_objects,
@@ -286,6 +287,10 @@ class _Finder:
         if second is not None and of_grid:
             second = grid.spread(second)
         function = first if second is None else second
+        inner = norms.of_module(first, expected.channels) if isinstance(first, torch.nn.Module) else {}
+        if second is None and inner:
+            function = norms.passed(first, inner)
+            self.found["eps"] = norms.eps_of(inner["q_weight"])
         nones = () if arguments is None else arguments.unknown
         self.unknown |= dict.fromkeys(nones)
         call = Call({}) if isinstance(function, TableSet) else words.read_call(function)
@@ -339,6 +344,7 @@ class _Finder:
                     pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
                     names = (n for n in words.parameters(function) or () if n in passed)
                     named = [f"{n}={pairing[n]}" if pairing.get(n) else n for n in names]
+                    named = [n for n in named if n not in inner]
                     if self.is_grid:
                         named = [n for n in named if n not in ("positions", "tensor_layout")] + of_grid
                     named += [f"{n}={value}" for n, value in fixed.items() if n not in of_configs]

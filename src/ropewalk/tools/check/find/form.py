@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache as compute_once
@@ -94,6 +95,11 @@ class Form:
         return bool((FUSED | {"q_out"}) & {*self.call.parameter_of}) or self.packing == "flat"
 
     @property
+    def shares_norm(self) -> bool:
+        """Whether q and k have the same weights of a norm."""
+        return self.has_k and "q_weight" in self.call.parameter_of and "k_weight" not in self.call.parameter_of
+
+    @property
     def takes(self) -> frozenset[str]:
         """What a fused call takes besides q, k and positions: "v", "slots", "weights" (of its norm)."""
         roles = {*self.call.parameter_of}
@@ -145,7 +151,7 @@ class Form:
         if "q_weight" in roles and weights is None:
             weights = (torch.ones(q.shape[-1], dtype=q.dtype),) * 2
             if slots is None:
-                sizes = [_sizes_of_heads(x) for x in (q, k) if x is not None]
+                sizes = [_sizes_of_heads(x) / math.sqrt(1 - self.eps) for x in (q, k) if x is not None]
                 q = (q / sizes[0]).to(q.dtype)
                 k = None if k is None else (k / sizes[1]).to(k.dtype)
         key = q if k is None else k

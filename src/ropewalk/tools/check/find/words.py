@@ -250,7 +250,9 @@ def match(
     for name, use in (used or {}).items():
         if use == "tokens" and {"x", "qkv", "kv", "x1"} & {*found}:
             use = "table" if not _PLACES & {*found} else "like"
-        free = (role for role in uses.ROLES[use] if role in names and role not in found)
+        if use == "table" and parts and re.search(parts["positions"], plain[name]):
+            use = "positions"
+        free = (role for role in uses.ROLES[use] if role in names and role not in found and "mask" not in name)
         if name in required and name not in found.values() and (role := next(free, "")):
             found[role] = name
     last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")

@@ -46,7 +46,7 @@ def _value_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
 def _stored_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare the caches with the rotated keys and the values in the slots that are passed."""
     subject, (_, k) = baseline.subject, case.tensors()
-    weights = norm_weights(case.channels) if "weights" in subject.form.takes else None
+    weights = norm_weights(subject, case.channels) if "weights" in subject.form.takes else None
     key = k.double() if weights is None else normed(subject, k, weights[1])
     keys = baseline.predict(key, case.positions(subject), key=True).flatten(0, 1)
     close = subject.close + subject.rounding(keys)
@@ -97,10 +97,10 @@ def _list(slots: set[int]) -> str:
     return ", ".join(map(str, sorted(slots)[:8]))
 
 
-def norm_weights(channels: int) -> tuple[Tensor, Tensor]:
-    """Return different weights of the norms of q and of k."""
+def norm_weights(subject: Subject, channels: int) -> tuple[Tensor, Tensor]:
+    """Return different weights of the norms of q and of k, if each has its own."""
     w = 1 + 0.5 * waves(1, 1, 2, channels, 4)[0, 0]
-    return w[0], w[1]
+    return w[0], w[0 if subject.form.shares_norm else 1]
 
 
 def normed(subject: Subject, x: Tensor, weight: Tensor | float) -> Tensor:
@@ -112,7 +112,11 @@ def normed(subject: Subject, x: Tensor, weight: Tensor | float) -> Tensor:
 
 def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare with the norm of each head by its own weight, then the rotation."""
-    form, weights, positions = baseline.subject.form, norm_weights(case.channels), case.positions(baseline.subject)
+    form, weights, positions = (
+        baseline.subject.form,
+        norm_weights(baseline.subject, case.channels),
+        case.positions(baseline.subject),
+    )
     if form.added[0] != form.added[1]:
         q, k = ("1 + weight" if added else "weight" for added in form.added)
         return "wrong-norm", f"The norm of q multiplies by {q}, and that of k by {k}."

@@ -116,7 +116,8 @@ def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | 
     """Return the code of what is wrong with the gradients of the weights of a norm, and a description, or None."""
     subject, positions, tensors = baseline.subject, case.positions(baseline.subject), case.tensors()
     for index, (name, x) in enumerate(zip("qk", tensors, strict=True)):
-        weights = [weight.clone().requires_grad_() for weight in norm_weights(case.channels)]
+        weights = [weight.clone().requires_grad_() for weight in norm_weights(subject, case.channels)]
+        weights = weights[:1] * 2 if subject.form.shares_norm else weights
         with torch.enable_grad():
             results = subject.fused(*tensors, positions, weights=weights)
             out, right = (results.q, results.k)[index], normed(subject, x, weights[index])

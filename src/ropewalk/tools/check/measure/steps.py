@@ -135,15 +135,14 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw == "xpos":
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
-    if structure.flaw is None and _depends_on_length(subject):
+    if structure.flaw is None and (reason := _depends_on_length(subject)):
+        if reason == "wrong-side":
+            says = "The angles of a token differ between grids of 9 × 11 and 17 × 19. No more was judged."
+            report.add("wrong-side", says)
+            return None
         must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
         fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
         raise SizeError(*_checks.error("check", must, got, fix).args)
-    if structure.flaw is None and subject.of_grid and _depends_on_length(subject, on_a_line=False):
-        report.add(
-            "wrong-side", "The angles of a token differ between grids of 9 × 11 and 17 × 19. No more was judged."
-        )
-        return None
     plain = structure.pairing is None and subject.expected.axes is None
     blocks = structure.blocks if plain and (subject.axes or not subject.expected.pairing) else 0
     in_blocks = blocks > 0 and subject.axes in (None, blocks)  # as in CroCo, DUSt3R and VGGT
@@ -193,22 +192,31 @@ def _rotates_once(subject: Subject) -> bool:
     return False
 
 
-def _depends_on_length(subject: Subject, *, on_a_line: bool = True) -> bool:
-    """Return whether 8 tokens are rotated differently if others follow them, where no positions are passed.
+def _depends_on_length(subject: Subject) -> str:
+    """Return "length" if tokens are rotated differently if others follow them, where no positions are passed, or "".
 
-    Those of a grid are in its first line, or else on its diagonal.
+    On a grid, it is "wrong-side" if most have the angles of other tokens, and not others.
     """
-    counts = subject.way.positions == "none" or subject.of_grid
-    if not counts and not (subject.way.tables or "").startswith(INDEXED[1]):
-        return False
+    if (
+        subject.way.positions != "none"
+        and not (subject.way.tables or "").startswith(INDEXED[1])
+        and not subject.of_grid
+    ):
+        return ""
     new = subject if subject.rebuild is None else subject.rebuild()
-    x, positions = new.equal_heads(16, 1), torch.arange(16)[None]
-    if subject.of_grid:
-        positions = torch.stack((positions * (not on_a_line), positions))
+
+    def turned(*sides: int) -> Tensor:
+        positions = torch.cartesian_prod(*map(torch.arange, sides)).view(-1, len(sides)).mT[:, None]
+        x = new.equal_heads(positions.shape[-1], 1)
+        out, _ = new(x, x, positions if subject.of_grid else positions[0])
+        return out[0, :, 0].view(*sides, -1)
+
     with contextlib.suppress(CallError):
-        few, many = (new(x[:, :n], x[:, :n], positions[..., :n])[0] for n in (8, 16))
-        return not torch.allclose(few, many[:, :8], atol=1e-3, equal_nan=True)
-    return False
+        few, many = (turned(9, 11), turned(17, 19)) if subject.of_grid else (turned(8), turned(16))
+        if not torch.allclose(few, many[tuple(map(slice, few.shape[:-1]))], atol=1e-3, equal_nan=True):
+            among = torch.cdist(few.flatten(0, -2), many.flatten(0, -2)).amin(1) < 1e-2
+            return "wrong-side" if subject.of_grid and float(among.float().mean()) > 0.5 else "length"
+    return ""
 
 
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
