@@ -32,6 +32,17 @@ BUGS = {
     ],
     # The exponents of the frequencies are computed in bfloat16.
     "low_precision_frequencies__exponents": [("2).float() /", "2).bfloat16() /")],
+    # x is in bfloat16 before it is multiplied, and its gradient is that of float32.
+    "low_precision_input": [("x.float().chunk", "(x + (x.bfloat16() - x).detach()).float().chunk")],
+    # All calls write to one tensor.
+    "result_overwritten": [
+        ("        rows = positions", "        rows, self.out = positions, getattr(self, 'out', x.new_empty(1 << 23))"),
+        (
+            "        return torch.cat",
+            "        out = self.out[: x.numel()].view_as(x)\n        return out.copy_(torch.cat",
+        ),
+        (".type_as(x)", ".type_as(x))"),
+    ],
     # Positions past the end of the table get its last row.
     "table_clamps": [("rows = positions", "rows = positions.clamp(max=len(self.cos) - 1)")],
     # Positions past the end of the table start at its first row again.

@@ -140,11 +140,13 @@ BUGS: dict[str, Bug] = {
         "Compute the frequencies from the length of the sequence, not from the position of each token.",
     ),
     "lengths-exchanged": Bug("the frequencies of short and of long sequences are exchanged"),
+    "low-precision-input": Bug("x is rounded to 16 bits", "Compute in float32 what is passed in float32."),
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep it in float32; .bfloat16() rounds it."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
     "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 if x is float32."),
     "low-precision-positions": Bug("positions are rounded to 16 bits", "Keep them as integers until the product."),
     "wrong-frequencies": Bug("the frequencies are wrong", "Compare them with those of `ropewalk explain`, or of Rope."),
+    "result-overwritten": Bug("the next call overwrites the result of a call", "Return a new tensor."),
     "earlier-calls-matter": Bug(
         "the result depends on earlier calls", "Keep no state in forward that the arguments do not determine."
     ),

@@ -179,13 +179,13 @@ def _by_name(
         "orig|train": getattr(scaling, _ORIGINAL, None),
         "scal": getattr(scaling, "factor", None),
         _DIM: expected.head_dim,
-        "heads": 4,
+        "heads|_head$": 4,
         "len|ctx|context|(max|num|n)_(pos|seq|tok)": expected.table_length or 4096,
         "offset|start": 0,
     }
     for part, size in parts.items():
         for name, p in known.items():
-            if p.default is p.empty and size is not None and re.search(part, name):
+            if (p.default is p.empty or part == "nope") and size is not None and re.search(part, name):
                 values.setdefault(name, size)
     return values
 

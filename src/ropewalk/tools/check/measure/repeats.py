@@ -30,6 +30,13 @@ def judge(subject: Subject, report: Report) -> bool:
             code, says, case = found
             report.add(code, f"{says} No more was judged.", str(case))
             return True
+    q, k = usual(subject).tensors()
+    out = _call(subject, usual(subject))[0]
+    kept = out.clone()
+    subject(-q, -k, torch.arange(q.shape[1])[None])
+    if not torch.equal(out, kept):
+        report.add("result-overwritten", "It changes when the same is called with −x. No more was judged.")
+        return True
     report.grade("the same call again", "the same bits, as expected", True)
     return False
 
