@@ -117,6 +117,19 @@ def test_telechat(trained: int, alpha: float | None) -> None:
     assert from_config(config).rope == Rope(16, 1e4, "half", scaling=scaling)
 
 
+def test_a_file_that_shares_its_model_type_with_a_model_without_a_rope() -> None:
+    """The published file of Jina Embeddings 3, whose class in transformers has another model_type."""
+    file = {"model_type": "xlm-roberta", "hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 2}
+    file |= {"max_position_embeddings": 8194, "position_embedding_type": "rotary", "rotary_emb_base": 20000.0}
+    jina = {**file, "model_type": "jina_embeddings_v3", "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+    del jina["rotary_emb_base"], jina["position_embedding_type"]
+    assert from_config(file).layers == from_config(jina).layers == (Rope(64, 2e4, "half"),) * 2
+    states = diff.engines(file, names=["transformers", "transformers-4", "vllm"]).facts["states"]
+    assert [*states.values()] == ["absent", "absent", "unknown"]  # transformers' model of this name has no rope
+    with pytest.raises(RopeError, match="xlm-roberta has no rotary positions: it has learned absolute positions"):
+        from_config({**file, "position_embedding_type": "absolute"})
+
+
 def test_qwen() -> None:
     config = {
         "model_type": "qwen",

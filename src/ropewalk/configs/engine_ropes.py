@@ -10,7 +10,7 @@ from ropewalk._checks import RopeError, error
 from ropewalk.configs import hf, mistral, other_formats, source
 from ropewalk.configs.hf import find_text
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.models import ARCHITECTURES, name_of
 from ropewalk.configs.reader import PAIRING_KEY, SECTIONS
 from ropewalk.configs.source import Request
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
@@ -118,11 +118,13 @@ def distinct_ropes(ropes: ModelRopes, values: Mapping[str, Any], *chosen: Engine
 
 def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ConfigRope` that all ropes of a config share."""
-    path, text = find_text(values)
+    (path, text), model = find_text(values), str(values.get("model_type"))
+    if getattr(ARCHITECTURES.get(model), "refusal", ""):  # engines that have it by this name mean the other model
+        model = name_of(model, values)
     return {
         "model_type": ropes.model_type,
         "longest": ropes.max_position_embeddings,
-        "model": "/".join((str(values.get("model_type")), *([ropes.model_type] if path else []))),
+        "model": "/".join((model, *([ropes.model_type] if path else []))),
         "known": ropes.model_type in ARCHITECTURES,
         "whole": values,
         "values": text,

@@ -19,7 +19,7 @@ from ropewalk.configs import axes_rules, unread_keys
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.layers import NO_ROPE, windows
 from ropewalk.configs.model_ropes import ModelRopes, VisionRopes
-from ropewalk.configs.models import ARCHITECTURES, row_of, vocabulary
+from ropewalk.configs.models import ARCHITECTURES, name_of, vocabulary
 from ropewalk.configs.reader import TRAINED, ConfigValue, Fields, Reader
 from ropewalk.configs.source import Request
 from ropewalk.configs.tables.no_rope import FOPE
@@ -297,8 +297,7 @@ def _find_row(c: Reader) -> Architecture:
         fix = 'Add it, such as "llama", if the keys are those of a config as transformers writes it; '
         fix += "other programs use other keys."
         raise c.error("model_type", "must be a string", shown(model_type), fix)
-    row = row_of(model_type, c.config)
-    if row is not None:
+    if (row := ARCHITECTURES.get(name_of(model_type, c.config))) is not None:
         return row
     if c.passed_pairing is not None:
         from ropewalk.configs.families import unknown

@@ -13,7 +13,7 @@ from ropewalk._checks import length as checked_length
 from ropewalk.configs.architecture import Architecture, HeadQueryScale, QueryScale
 from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layers import Kind
-from ropewalk.configs.models import row_of
+from ropewalk.configs.models import ARCHITECTURES, name_of
 from ropewalk.configs.reader import SECTIONS
 from ropewalk.configs.source import to_plain
 from ropewalk.rope.axes import Axes
@@ -273,7 +273,7 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     if not ropes.layers:
         fix = "Keep the config that was read."
         raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", fix)
-    row = row_of(ropes.like or ropes.model_type, ropes.config or {})
+    row = ARCHITECTURES.get(name_of(ropes.like or ropes.model_type, ropes.config or {}))
     if row is None or ropes.config is None:
         raise error(
             _WHO,

@@ -11,15 +11,15 @@ from ropewalk.configs.tables.no_rope import NO_ROPE_MODELS
 from ropewalk.configs.tables.not_in_transformers import REMOTE
 from ropewalk.configs.tables.several_axes import SEVERAL_AXES
 from ropewalk.configs.tables.text import TEXT
-from ropewalk.configs.tables.wrappers import BY_CLASS
+from ropewalk.configs.tables.wrappers import SHARED_NAMES
 
 ARCHITECTURES: dict[str, Architecture] = {**TEXT, **SEVERAL_AXES, **REMOTE, **NO_ROPE_MODELS}
 
 
-def row_of(model_type: str, config: Mapping[str, Any]) -> Architecture | None:
-    """Return the row of a model_type, or that of another model whose files have the same model_type (Grok 2)."""
-    classes, other = BY_CLASS.get(model_type, (None, ""))
-    return ARCHITECTURES.get(other if classes and config.get("architectures") == classes else model_type)
+def name_of(model_type: str, config: Mapping[str, Any]) -> str:
+    """Return the key of the row: the model_type, or that of another model whose files have the same one (Grok 2)."""
+    key, value, other = SHARED_NAMES.get(model_type, ("", None, ""))
+    return other if key and config.get(key) == value else model_type
 
 
 def register(model_type: str, row: Architecture) -> None:
@@ -31,7 +31,4 @@ def register(model_type: str, row: Architecture) -> None:
 @cache
 def vocabulary() -> frozenset[str]:
     """Return all config keys about rotation that are valid for at least one model."""
-    keys: set[str] = set()
-    for model in ARCHITECTURES.values():
-        keys |= model.keys() | model.keys_without_effect.keys()
-    return frozenset(keys)
+    return frozenset[str]().union(*(row.keys() | row.keys_without_effect.keys() for row in ARCHITECTURES.values()))

@@ -15,7 +15,7 @@ import numpy as np
 from ropewalk._checks import RopeError, error, shown, without_fix
 from ropewalk.configs import hf, model_ropes, source
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.models import row_of
+from ropewalk.configs.models import ARCHITECTURES, name_of
 from ropewalk.configs.reader import Reader, other_pairing
 from ropewalk.configs.source import Request
 from ropewalk.rope.rope import Rope
@@ -71,7 +71,7 @@ def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
         raise error(ropes.source, must, f"{ropes.model_type}, for which it is not known", fix)
     model_type = str(ropes.config["model_type"])
     must = f"the {ropes.file_format} must state what the config.json of a {model_type} states"
-    row = row_of(model_type, ropes.config)
+    row = ARCHITECTURES.get(name_of(model_type, ropes.config))
     try:
         c = Reader(ropes.config, ropes.source, "", Request())
         kinds = () if row is None else tuple(row.kinds_of_layers(c))

@@ -38,9 +38,7 @@ _OTHER_POSITIONS = {
 NO_ROPE_MODELS: dict[str, Architecture] = {
     **{name: other_positions(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "git": other_positions(
-        "git",
-        "learned absolute positions. Only Grok 2, whose file also says git, has a rope: its architectures are "
-        "['Grok1ForCausalLM']",
+        "git", "learned absolute positions. Only Grok 2 has a rope: its architectures are ['Grok1ForCausalLM']"
     ),
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
     "interns1_pro": replace(refused("", FOPE), source="vLLM models/interns1_pro.py", in_transformers=False),

@@ -115,10 +115,11 @@ TEXT_AS = {
     "isaac": ("isaac_text", ()),
     "minimax_m3_vl": ("minimax_m3_vl_text", ()),
 }
-# Model_types of two models: maps them to the `architectures` of the other one, and to the model_type to read it as.
-BY_CLASS = {
-    "bailing_hybrid": (["BailingMoeV2_5ForCausalLM"], "bailing_moe_v2_5"),
-    "git": (["Grok1ForCausalLM"], "grok-1"),
+# Model_types of two models: maps them to a key of the other one and its value, and to the model_type to read it as.
+SHARED_NAMES: dict[str, tuple[str, object, str]] = {
+    "bailing_hybrid": ("architectures", ["BailingMoeV2_5ForCausalLM"], "bailing_moe_v2_5"),
+    "git": ("architectures", ["Grok1ForCausalLM"], "grok-1"),
+    "xlm-roberta": ("position_embedding_type", "rotary", "xlm-roberta-flash"),
 }
 
 DEFAULTS: dict[str, dict[str, float]] = json.loads(
