@@ -303,6 +303,14 @@ class TestSentences:
         assert [*found.facts["states"].values()] == states
         assert "only mlx-lm reads it" in " ".join(found.facts["warnings"])
 
+    @pytest.mark.parametrize(("channels", "wanted"), [(32, "same"), (64, "differs"), (None, "differs")])
+    def test_a_key_of_the_converter_of_llama_cpp(self, channels: int | None, wanted: str) -> None:
+        """Bamba's files have it. `conversion/granite.py` writes rope.dimension_count only if it is there."""
+        config = {**LLAMA_5, "model_type": "bamba", "attn_layer_indices": [1], "attn_rotary_emb": channels}
+        config |= {"architectures": ["BambaForCausalLM"], "head_dim": None}
+        found = diff.engines(config, names=["transformers", "llama.cpp"])
+        assert [*found.facts["states"].values()] == ["same", wanted]
+
     def test_a_text_model_whose_class_is_not_in_transformers(self) -> None:
         """InternLM2Config reads rope_theta at the top, and a rope_scaling of two keys, in SGLang and on the hub."""
         text = {**LLAMA_5, "model_type": "internlm2"}

@@ -279,7 +279,7 @@ class TestCodeThatUsesTheTables:
         )
         assert note in str(accelerate(model))
         assert relative(output(model, ids), expected) <= NEAR
-        assert "attn_rotary_emb was not read" in str(accelerate(tiny_models.build("bamba", attn_rotary_emb=8)))
+        assert "rotary_emb_dim was not read" in str(accelerate(tiny_models.build("bamba", rotary_emb_dim=8)))
 
     def test_a_model_type_that_is_not_known(self, llama: Any) -> None:
         """Its function shows the pairing."""

@@ -240,7 +240,7 @@ BASES = (
 )
 OF_LAYERS = "layer_rope_theta"
 """A key with the base of each layer, or 0 for a layer that does not rotate."""
-FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim")
+FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim", "attn_rotary_emb")
 SECTIONS = ("rope_scaling", "rope_parameters")
 _PRIMES = (20011.0, 30011.0, 40009.0, 50021.0, 60013.0, 70001.0, 80021.0, 90001.0, 110017.0, 120011.0, 130003.0)
 MISSING = object()
@@ -447,7 +447,7 @@ class Trace:
         return {path: self._fraction(path, 0.5) for path in dict.fromkeys(("partial_rotary_factor", *paths))}
 
     def _fraction(self, path: str, fraction: float) -> float:
-        return int(self.head * fraction) if path == "rotary_dim" else fraction
+        return int(self.head * fraction) if path in ("rotary_dim", "attn_rotary_emb") else fraction
 
     def _bases(self) -> list[str]:
         of_layers = [OF_LAYERS] if self.reference.of_layers else []

@@ -31,7 +31,10 @@ from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are allowed with every scheme."""
-_OF_MLX_LM = {"rope_traditional": "only mlx-lm reads it, and true means interleaved pairs there"}
+_OF_ENGINES = {
+    "rope_traditional": "only mlx-lm reads it, and true means interleaved pairs there",
+    "attn_rotary_emb": "only llama.cpp's converter reads it, as the number of channels that rotate",
+}
 
 
 def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weights | None = None) -> ModelRopes:
@@ -125,7 +128,7 @@ def _read_text(c: Reader) -> ModelRopes:
             unread_keys.refuse_misspelt(c, vocabulary())
         raise
     if any(row.kinds.values()):  # in a model that never rotates, such keys have no effect
-        c.warnings += unread_keys.refuse(c, {**_OF_MLX_LM, **row.keys_without_effect}, row.keys())
+        c.warnings += unread_keys.refuse(c, {**_OF_ENGINES, **row.keys_without_effect}, row.keys())
     return replace(ropes, warnings=tuple(c.warnings))
 
 
@@ -294,8 +297,7 @@ def _find_row(c: Reader) -> Architecture:
     """
     model_type = c.get("model_type")
     if not isinstance(model_type, str):
-        fix = 'Add it, such as "llama", if the keys are those of a config as transformers writes it; '
-        fix += "other programs use other keys."
+        fix = 'Add it, such as "llama", if the keys are those of transformers. Other programs use other keys.'
         raise c.error("model_type", "must be a string", shown(model_type), fix)
     if (row := ARCHITECTURES.get(name_of(model_type, c.config))) is not None:
         return row

@@ -301,7 +301,7 @@ def _rotary_dim(file: ModelFile, config: ConfigRope) -> int | str:
     value = _first(config.values, file.fraction, file.otherwise_fraction)
     if isinstance(value, str) or value is None:
         return value or f"{path} is not a number"
-    return int(value) if path == "rotary_dim" else int(rope.head_dim * value)
+    return int(value) if path in ("rotary_dim", "attn_rotary_emb") else int(rope.head_dim * value)
 
 
 def _first(values: Mapping[str, Any], paths: tuple[str, ...], otherwise: float | str | None) -> float | str | None:
