@@ -128,6 +128,28 @@ def test_what_a_trainer_does_not_run(trainer: str, model_type: str, scaling: Any
     assert reason in found[1]
 
 
+def test_gemma_4_in_megatron() -> None:
+    """Megatron-Bridge#4916: the class in modeling_gemma4.py divides the exponents by the whole head (v0.6.0)."""
+    keys = {"sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    keys["full_attention"] = {"rope_theta": 1e6, "rope_type": "proportional", "partial_rotary_factor": 0.25}
+    gemma = {"model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 128, "num_hidden_layers": 2}
+    gemma |= {"layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 8192}
+    local, full = from_config({**gemma, "rope_parameters": keys}, engine="megatron").layers
+    assert local is not None
+    assert full is not None
+    assert local.inv_freq == pytest.approx([1e4 ** (-i / 32) for i in range(32)], rel=1e-6)
+    assert full.inv_freq == pytest.approx([1e6 ** (-i / 64) for i in range(16)] + [0.0] * 48, rel=1e-6)
+
+
+def test_a_slice_of_the_head_in_megatron() -> None:
+    """The class of YaRN rotates the whole head, but DeepSeek-V4 the last 64 of 512 channels."""
+    v4 = {"model_type": "deepseek_v4", "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
+    v4 |= {"compress_ratios": [4, 128], "compress_rope_theta": 1.6e5, "index_head_dim": 128, "rope_theta": 1e4}
+    v4 |= {"max_position_embeddings": 131_072, "rope_scaling": BETAS}
+    [*_, row] = diff.engines(v4, names=("transformers", "megatron")).facts["ropes"]
+    assert row["engines"][1]["refused"] == "how it rotates the last channels of a head was not recorded"
+
+
 def test_megatron_is_named_by_the_bridge_that_reads_configs() -> None:
     """Megatron-LM reads none: its scripts took `--rope-scaling-factor` and trained with 8 (its issue 6305)."""
     for name in ("megatron", "Megatron-Bridge"):

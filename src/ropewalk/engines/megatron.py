@@ -48,8 +48,9 @@ def _default(config: ConfigRope, scaling: None) -> Answer:
 
 
 def _dropped(config: ConfigRope, scaling: Any) -> Answer:
-    notes = ("Its bridge drops this scaling without a warning.",)
-    return _any_scheme(config, scaling) or Answer(config.with_scaling(None), notes=notes)
+    own = scaling.rope_type == "proportional" and config.model_type.startswith("gemma4")  # in modeling_gemma4.py
+    notes = ("A bridge without lines for this scheme drops it without a warning.",) * (not own)
+    return _any_scheme(config, scaling) or Answer(config.rope if own else config.with_scaling(None), notes=notes)
 
 
 def _linear(config: ConfigRope, scaling: Linear) -> Answer:
@@ -86,17 +87,16 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         note = "Its bridge does not scale the frequencies, but the attention factor of YaRN is applied."
         rope = config.with_scaling(PerPair(factors=(1.0,) * (config.rope.rotary_dim // 2), attention_factor=factor))
         return Answer(rope, notes=(note,), reads=frozenset({"factor", "mscale", "mscale_all_dim"}))
+    if config.rope.rotary_offset:
+        return Answer(None, refusal="how it rotates the last channels of a head was not recorded", why="unknown")
     missing = [key for key in ("beta_fast", "beta_slow") if section.get(key) is None]
     if missing:
         return Answer(None, refusal=f"it needs {' and '.join(missing)} in the scaling (TypeError: NoneType)")
     truncate = bool(section.get("truncate"))
-    notes: tuple[str, ...] = ()
-    if truncate != scaling.truncate:
-        notes = ("Its bridge has no default for truncate, so the ramp is not rounded.",)
+    notes = ("Its bridge has no default for truncate, so the ramp is not rounded.",) * (truncate != scaling.truncate)
     scaling = replace(scaling, truncate=truncate)
     rope = replace(config.rope, rotary_dim=config.rope.head_dim)
-    if rope != config.rope:
-        notes = (*notes, "Its class of YaRN rotates the whole head.")
+    notes += ("Its class of YaRN rotates the whole head.",) * (rope != config.rope)
     rope = replace(rope, scaling=with_attention_factor(scaling, factor))
     return Answer(rope, notes=notes, rounding=_UNFUSED)  # apply_rope_fusion is switched off for this class
 
