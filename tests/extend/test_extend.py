@@ -277,6 +277,15 @@ def test_only_layers_without_a_window_are_scaled() -> None:
     assert [(plan.method, plan.layers) for plan in found.plans] == [("none", [])]
     assert keys(of(found, "vLLM")["commands"][0]) == {"max_position_embeddings": LONG}
     assert "--override-kv exaone4.context_length=int:131072" in of(found, "llama.cpp")["notes"][0]
+    # Those of Muse Glimmer too, whose flags of YaRN change nothing (meta-oss-cookbook#37, src/models/muse-glimmer.cpp).
+    glimmer = {**FLAT, "model_type": "muse_glimmer_text", "num_hidden_layers": 4, "sliding_window": 2048}
+    glimmer |= {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "layer_rope_theta": [5e5] * 3 + [0]}
+    glimmer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "head_dim": 64}
+    del glimmer["rope_theta"]
+    found = extend({"model_type": "muse_glimmer", "text_config": glimmer}, LONG)
+    assert [entry["name"] for entry in found.facts["engines"] if not entry["commands"]] == []
+    assert of(found, "llama.cpp")["commands"] == ["llama-server -m MODEL.gguf -c 131072"]
+    assert "context_length=int:131072" in of(found, "llama.cpp")["notes"][0]
 
 
 def test_an_engine_without_the_windows_of_a_model() -> None:

@@ -172,8 +172,9 @@ def read(table: str, config: ConfigRope) -> Reading:
     if kind != config.kind:
         notes.append(f"It does not read layer_types, and gives these layers the rope of {kind}.")
     rope = config.ropes.get(kind, config.rope)
-    # A file must read layers without a kind alike, whatever kind it takes them for.
-    parts = [*file.kinds.values()] if kind in ("", _ALL) and file.kinds else [file.kinds.get(kind, file)]
+    # A file must read layers without a kind or a window alike, whatever kind it takes them for.
+    own = file.kinds.get("sliding_attention" if kind in ("", _ALL) and config.window else kind)
+    parts = [own or file] if own or kind not in ("", _ALL) else [*file.kinds.values()] or [file]
     if rope is not None and all(part.rotates and not part.kinds for part in parts):
         first, *others = [_read(part, replace(config, rope=rope, kind=kind), [*notes]) for part in parts]
         if all((other.config, other.stop) == (first.config, first.stop) for other in others):
@@ -222,8 +223,7 @@ def _read(file: ModelFile, config: ConfigRope, notes: list[str]) -> Reading:
     if config.by_transformers is not None and not notes:
         read, scaled = (" or ".join(found) or "no key" for found in (file.base, file.scaling))
         notes.append(f"Of what is stated twice, it reads the base from {read} and the scaling from {scaled}.")
-    pairing = file.pairing or rope.pairing
-    if pairing != rope.pairing:
+    if (pairing := file.pairing or rope.pairing) != rope.pairing:
         notes.append(f"It rotates with the pairing {pairing} and not {rope.pairing}.")
     numbers = {"base": base, "scaling": scaling, "rotary_dim": rotary_dim, "pairing": pairing}
     changed: dict[str, Any] = {key: value for key, value in numbers.items() if value != getattr(rope, key)}
