@@ -867,6 +867,14 @@ def test_the_published_files_of_nomic() -> None:
         ropes = from_config(config)
         np.testing.assert_allclose(ropes.rope.inv_freq, module.inv_freq, rtol=FLOAT32_POWER)
         assert (ropes.rope.pairing, len(ropes.layers), ropes.trained_length) == ("half", 12, 2048)
-    for key, value in (("rotary_emb_fraction", 0.5), ("rotary_emb_interleaved", True), ("rotary_scaling_factor", 2)):
+    # The cards of nomic-embed-text tell the user to set it for 8,192 tokens.
+    scaled = NomicBertRotaryEmbedding(NomicBertConfig.from_dict({**both, "rotary_scaling_factor": 2}))
+    scaled(torch.zeros(1), torch.arange(8192)[None])
+    ropes = from_config({**old, "rotary_scaling_factor": 2})
+    np.testing.assert_allclose(ropes.rope.inv_freq, scaled.inv_freq, rtol=FLOAT32_POWER)
+    assert ropes.warnings == (
+        "rotary_scaling_factor has no effect: only Nomic's own code reads it, as dynamic NTK's factor.",
+    )
+    for key, value in (("rotary_emb_fraction", 0.5), ("rotary_emb_interleaved", True)):
         with pytest.raises(RopeError, match=key):
             from_config({**old, key: value})

@@ -116,6 +116,19 @@ def test_old_llama_states_no_base(path: Path) -> None:
     assert from_config(write(path, SIZES, architecture="qwen2"), base=1e6).rope == Rope(16, 1e6, "half")
 
 
+@pytest.mark.parametrize(
+    "architecture", ["baichuan", "falcon", "gptneox", "minicpm", "minicpm3", "orion", "phi2", "plamo", "xverse"]
+)
+def test_an_architecture_for_which_no_base_is_written(path: Path, architecture: str) -> None:
+    """In llama.cpp's conversion/*.py their converters call add_rope_freq_base for a stated rope_theta at most."""
+    size = 24 if architecture == "falcon" else 8
+    keys = {**SIZES, "block_count": 32, "attention.key_length": 24, "rope.dimension_count": size}
+    ropes = from_config(write(path, keys, architecture=architecture))
+    assert ropes.rope.base == 10_000.0
+    assert f"no {architecture}.rope.freq_base, for which llama.cpp uses 10000" in ropes.warnings[0]
+    assert from_config(path, base=1e6).rope.base == 1e6
+
+
 def test_a_switch_that_is_off(path: Path) -> None:
     ropes = from_config(write(path, {**LLAMA, "rope.scaling.finetuned": False}, architecture="granite"))
     assert ropes.layers == (None,) * 3

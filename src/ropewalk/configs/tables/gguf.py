@@ -78,24 +78,23 @@ def _kv_heads(other: str) -> Layers:
     return Layers({_FULL: MODEL_KIND, other: None}, LayerFlags(KV_HEADS, _FULL, other, _FULL))
 
 
+_UNWRITTEN = ImpliedBase(
+    10_000.0, "llama.cpp's converter may write none for it", "Compare it with the base in the model's config.json."
+)
 _FIXED_BASE = Layers({ALL: Kind((), implied_base=10_000.0, scaled=False)}, ALL)
 _LOCAL_WITH_BASE_AND_HEAD = replace(_LOCAL_WITH_BASE, head_dim_key=HEAD_SWA, dim_key=DIM_SWA)
-
-
-def _refused_row(why: str) -> GgufRow:
-    return GgufRow(None, refusal=why)
 
 
 UNROTATED = Layers({NO_ROPE: None}, NO_ROPE)
 ROWS: dict[str, GgufRow] = {
     # ---- all layers rotate alike, and llama.cpp reads no further keys or tensors ----
     "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
-    "olmo pockettts xverse": GgufRow("interleaved"),
-    "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma gptneox grovemoe hrm_text hunyuan-moe "
-    "hy_v3 jais2 jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm orion "
-    "pangu-embedded phi2 plamo qwen qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2 talkie": GgufRow(
-        "half"
-    ),
+    "olmo pockettts": GgufRow("interleaved"),
+    "xverse": GgufRow("interleaved", implied_base=_UNWRITTEN),
+    "gptneox orion phi2 plamo": GgufRow("half", implied_base=_UNWRITTEN),
+    "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma grovemoe hrm_text hunyuan-moe "
+    "hy_v3 jais2 jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm "
+    "pangu-embedded qwen qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2 talkie": GgufRow("half"),
     "minimax-m3": GgufRow("half", _in("minimax-m3"), indexer=Indexer("half")),
     # ---- all layers rotate alike, and llama.cpp reads further keys or tensors ----
     # Llama is interleaved because the converter permutes its q and k.
@@ -111,11 +110,11 @@ ROWS: dict[str, GgufRow] = {
         ),
     ),
     "llama-embed": GgufRow("interleaved", freqs="read", longrope="by type", whole_head="required"),
-    "falcon": GgufRow("half", whole_head="required"),
+    "falcon": GgufRow("half", whole_head="required", implied_base=_UNWRITTEN),
     # Nanbeige runs its layers several times, and eagle3 is a draft of one layer.
     "arcee eagle3 nanbeige": GgufRow("interleaved", freqs="read"),
     "exaone": GgufRow("half", freqs="read"),
-    "minicpm": GgufRow("interleaved", freqs="read", longrope="by type"),
+    "minicpm": GgufRow("interleaved", freqs="read", longrope="by type", implied_base=_UNWRITTEN),
     "apertus": GgufRow("half", freqs="read", longrope="by type"),
     "granite granitemoe": GgufRow("interleaved", freqs="read", longrope="by type", finetuned_is_switch=True),
     "graniteswitch": GgufRow("interleaved", _in("granite-switch"), finetuned_is_switch=True),
@@ -181,7 +180,7 @@ ROWS: dict[str, GgufRow] = {
         yarn_attention="one",
         indexer=Indexer("interleaved", _SPARSE, tail=True),
     ),
-    "minicpm3": GgufRow("half", _in("minicpm3"), latent=True, longrope="by tensors"),
+    "minicpm3": GgufRow("half", _in("minicpm3"), latent=True, longrope="by tensors", implied_base=_UNWRITTEN),
     "plm": GgufRow("interleaved", _in("plm"), latent=True),
     # ---- tokens have several positions ----
     "paddleocr qwen2vl": GgufRow("half", axes="mrope"),
@@ -273,6 +272,7 @@ ROWS: dict[str, GgufRow] = {
         "interleaved",
         _in("baichuan"),
         layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, ALL, count=32, alike=NO_ROPE),
+        implied_base=_UNWRITTEN,
     ),
     "smollm3": GgufRow(
         "interleaved", _in("smollm3"), layers=Layers({ALL: MODEL_KIND, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
@@ -308,8 +308,8 @@ ROWS: dict[str, GgufRow] = {
     "glm5-next jamba kimi-k3 kimi-linear nemotron_h nemotron_h_moe": GgufRow("half", layers=UNROTATED, latent=True),
     # ---- no Rope describes them ----
     "arwkv7 bert bloom clip gpt2 gptj jais jina-bert-v2 mamba mamba2 mpt refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 "
-    "t5encoder wavtokenizer-dec": _refused_row("llama.cpp rotates nothing in this architecture."),
-    "dflash": _refused_row("It drafts in the layout of several models, which is not supported yet."),
+    "t5encoder wavtokenizer-dec": GgufRow(None, refusal="llama.cpp rotates nothing in this architecture."),
+    "dflash": GgufRow(None, refusal="It drafts in the layout of several models, which is not supported yet."),
 }
 """Maps the names of architectures, separated by spaces, to the row that they share."""
 

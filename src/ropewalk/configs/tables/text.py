@@ -88,6 +88,7 @@ TEXT: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=("rope_theta", "rotary_emb_base"))},
         fixed={"rotary_emb_fraction": (1.0, "another fraction"), "rotary_emb_interleaved": (False, "another pairing")},
         trained_length=functions.own_length("max_trained_positions"),
+        keys_without_effect={"rotary_scaling_factor": "only Nomic's own code reads it, as dynamic NTK's factor"},
     ),
     "exaone": row("exaone", layers=("num_layers", "num_hidden_layers")),
     "jetmoe": row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
