@@ -295,6 +295,43 @@ class TestSentences:
         kimi["rope_scaling"] = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
         assert diff.engines(kimi, names=["vllm", "sglang"]).verdict == "agree"
 
+    @pytest.mark.parametrize(
+        ("model_type", "keys", "base"),
+        [
+            ("baichuan", {"hidden_size": 4096, "num_attention_heads": 32}, 1e4),
+            ("internlm2", {"rope_theta": 1e6}, 1e6),
+            ("internlm2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e4),
+            ("qwen", {"rotary_emb_base": 1e6, "seq_length": 2048}, 1e4),
+        ],
+    )
+    def test_models_whose_own_config_class_sglang_loads(
+        self, model_type: str, keys: dict[str, Any], base: float
+    ) -> None:
+        """As their files of SGLang 0.5.23 read the attributes of their config classes in transformers 5.19."""
+        config = {key: value for key, value in LLAMA_5.items() if key != "rope_parameters"} | {"model_type": model_type}
+        [row] = diff.engines({**config, **keys}, names=["sglang"]).facts["ropes"]
+        [found] = row["at"][0]["engines"].values()
+        assert row["engines"][0]["judged"]
+        assert found["inv_freq"][1] == pytest.approx(base ** (-1 / len(found["inv_freq"])))
+
+    def test_phi_4_multimodal(self) -> None:
+        """vLLM and SGLang run its text model as Llama, with the lists and the fraction of its own config class."""
+        short, long = [1.0] * 24, [2.0] * 24
+        config = {**LLAMA_5, "model_type": "phi4mm", "hidden_size": 1024, "num_attention_heads": 16}
+        del config["rope_parameters"]
+        config |= {"partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "rope_theta": 1e4}
+        config |= {"original_max_position_embeddings": 4096, "num_key_value_heads": 16}
+        scaling = {"type": "longrope", "short_factor": short, "long_factor": long}
+        [row] = diff.engines({**config, "rope_scaling": scaling}, names=["vllm", "sglang"]).facts["ropes"]
+        assert all(engine["judged"] for engine in row["engines"])
+        for at, factors in zip(row["at"], ((long, short), (long, long)), strict=True):
+            for engine, factor in zip(at["engines"].values(), factors, strict=True):
+                expected = 10_000.0 ** (-np.arange(24) / 24) / factor
+                np.testing.assert_allclose(engine["inv_freq"], expected, rtol=1e-6)
+        yarn = {"type": "yarn", "factor": 2.0}
+        [row] = diff.engines({**config, "rope_scaling": yarn}, names=["vllm", "sglang"]).facts["ropes"]
+        assert all("must be a dictionary with three fields" in engine["refused"] for engine in row["engines"])
+
     @pytest.mark.parametrize(("traditional", "states"), [(False, ["same", "same"]), (True, ["same", "unknown"])])
     def test_a_key_of_mlx_lm(self, traditional: bool, states: list[str]) -> None:
         """`models/llama.py` of mlx-lm passes rope_traditional to `nn.RoPE`, whose pairs are interleaved then."""
