@@ -313,7 +313,7 @@ class TestRefusals:
             diff.engines(yarn(), **arguments)
 
     def test_configs_in_formats_of_one_program(self) -> None:
-        with pytest.raises(RopeError, match=r"must be a config\.json of Hugging Face, got another format"):
+        with pytest.raises(RopeError, match=r"FluxTransformer2DModel of diffusers\. What engines read is known for"):
             from_config({"_class_name": "FluxTransformer2DModel"}, engine="vllm")
         with pytest.raises(RopeError, match=r"factor requires Meta's params\.json"):
             from_config(yarn(), engine="vllm", factor=8.0)

@@ -60,8 +60,8 @@ def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
         note = "It was compared as the config.json of the same model, converted for transformers."
         asked = replace(asked, pairing=None, base=None)
     if source.is_denoiser(values):
-        must = "what engines read must be a config.json of Hugging Face"
-        raise error(name, must, "another format", "Pass the config.json of the model.")
+        fix = "What engines read is known for language models. dataclasses.replace(rope, base=BASE) has another base."
+        raise error(name, "the config must be that of a language model", f"{values['_class_name']} of diffusers", fix)
     known = source.without_keys(values, find_engine_keys(values), name)
     ropes = hf.read(known, name, asked)
     path, text = find_text(values)
