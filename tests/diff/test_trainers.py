@@ -141,6 +141,20 @@ def test_gemma_4_in_megatron() -> None:
     assert full.inv_freq == pytest.approx([1e6 ** (-i / 64) for i in range(16)] + [0.0] * 48, rel=1e-6)
 
 
+def test_gemma_3_with_images_in_megatron() -> None:
+    """gemma3_vl_bridge.py has the lines about rotation of gemma3_bridge.py, whose models were run (v0.6.0)."""
+    text = {"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 6, "sliding_window_pattern": 6}
+    text |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131_072}
+    for scaling, state in ((None, "same"), ({"rope_type": "linear", "factor": 8.0}, "same"), (BETAS, "differs")):
+        config = {"model_type": "gemma3", "text_config": {**text, "rope_scaling": scaling}}
+        found = diff.engines(config, names=("transformers", "megatron"))
+        assert found.facts["states"]["Megatron-Bridge"] == state
+        assert all(row["engines"][1]["judged"] for row in found.facts["ropes"])
+        alone = diff.engines(config["text_config"], names=("transformers", "megatron"))
+        ropes = [[row["at"] for row in one.facts["ropes"]] for one in (found, alone)]
+        assert ropes[0] == ropes[1]
+
+
 def test_a_slice_of_the_head_in_megatron() -> None:
     """The class of YaRN rotates the whole head, but DeepSeek-V4 the last 64 of 512 channels."""
     v4 = {"model_type": "deepseek_v4", "head_dim": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
