@@ -299,7 +299,7 @@ BUDGET = {
     "attention": 1500,
     "cache": 2000,
     "configs": 6564,
-    "configs/tables": 2142,
+    "configs/tables": 2139,
     "engines": 2892,
     "integrations": 2450,
     "kernels": 1899,
