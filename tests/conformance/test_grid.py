@@ -69,12 +69,17 @@ class Sides(torch.nn.Module):
 """,
     "of_frames,apply_tables": """
 def of_frames(embed_dim, T, H, W):
-    angles = angles_of(H, W, embed_dim).repeat(T, 1)
+    time = torch.arange(T)[:, None] * 100.0 ** (-torch.arange(0, embed_dim // 2, 2).double() / (embed_dim // 2))
+    angles = torch.cat((time.repeat_interleave(H * W, 0), angles_of(H, W, embed_dim // 2).repeat(T, 1)), dim=-1)
     return angles.cos(), angles.sin()
 
 def apply_tables(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+""",
+    "of_side,turn": """
+def of_side(grid_size: int, n_elem: int):
+    return angles_of(grid_size, grid_size, n_elem)
 """,
     "Tables,turn": """
 class Tables:
@@ -97,7 +102,8 @@ def checked(tmp_path: Path, name: str, *replaced: str) -> conformance.Report:
 def test_right_code(tmp_path: Path, name: str) -> None:
     report = checked(tmp_path, name)
     assert report.codes == [], str(report)
-    assert report.found["axes"] == "pairs 0 to 15 height, 16 to 31 width"
+    parts = "pairs 0 to 15 time, 16 to 23 height, 24 to 31 width", "pairs 0 to 15 height, 16 to 31 width"
+    assert report.found["axes"] == parts[name != "of_frames,apply_tables"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +112,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("rotate", "// columns", "// rows", ["wrong-side"]),
         ("of_other_names", "% across", "% down", ["wrong-side"]),
         ("of_frames,apply_tables", "// columns", "// rows", ["wrong-side"]),
+        ("of_frames,apply_tables", "T)[:, None]", "T)[:, None] ** 2", ["wrong-frequencies"]),
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
         ("in_place", "for x in (q, k)", "for x in (q,)", ["key-not-rotated"]),
     ],

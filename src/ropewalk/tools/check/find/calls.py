@@ -19,7 +19,7 @@ norms that a module has                attention of Qwen 3 and others           
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
-the size of a grid (one frame)         Wan, DINOv3's and others' vision towers              grid 110
+the size of a grid                     Wan, DINOv3's and others' vision towers              grid 125
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
@@ -118,8 +118,11 @@ class _Finder:
 
     def __init__(self, target: Target, expected: Expected, dtype: torch.dtype) -> None:
         self.target, self.expected = target, expected
-        self.is_grid = any(grid.sizes_of(function_of(obj)) or has_sides(obj) for obj in target.objects)
-        self.axes = "2s" if self.is_grid else words.read_call(function_of(target.objects[-1])).axes
+        of_grid = [function_of(obj) for obj in target.objects if grid.sizes_of(function_of(obj)) or has_sides(obj)]
+        self.is_grid = bool(of_grid)
+        self.axes = words.read_call(function_of(target.objects[-1])).axes
+        if of_grid:
+            self.axes = f"{grid.axes_of(of_grid[0])}s"
         self.given = GIVEN
         if (rope := expected.rope) is not None:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +18,13 @@ _TENSORS = ("q", "k", "v", "x", "qkv")
 _SIZES = ("frames", "height", "width", "grid")
 
 
+_MOST = 20_000  # tokens of the largest grid
 # The size of a grid in one argument, with the frames of a video, and for each row of a batch.
-_FORMS: tuple[Callable[[int, int, int], Any], ...] = (
-    lambda rows, columns, _: (rows, columns),
-    lambda rows, columns, _: (1, rows, columns),
-    lambda rows, columns, batch: torch.tensor([[rows, columns]] * batch),
-    lambda rows, columns, batch: torch.tensor([[1, rows, columns]] * batch),
+_FORMS: tuple[Callable[[tuple[int, ...], int], Any], ...] = (
+    lambda sides, _: sides,
+    lambda sides, _: (*(1,) * (3 - len(sides)), *sides),
+    lambda sides, batch: torch.tensor([sides] * batch),
+    lambda sides, batch: torch.tensor([(*(1,) * (3 - len(sides)), *sides)] * batch),
 )
 
 
@@ -37,8 +38,16 @@ def sizes_of(function: Any) -> dict[str, str]:
     return {role: call.parameter_of[role] for role in _SIZES if role in required}
 
 
+def axes_of(function: Any) -> int:
+    """Return the number of sides: three if a parameter is for the frames of a video."""
+    names, known = sizes_of(function), words.parameters(function) or {}
+    one = names.get("grid", "")
+    is_video = "frames" in names or (one and ("thw" in one or str(known[one].annotation).count("int") == 3))
+    return 3 if is_video else 2
+
+
 def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables: bool = False) -> Any:
-    """Return a function of positions "2s" on rows and columns that calls one of a grid. A video has one frame.
+    """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
     The tokens are put at their places on the smallest grid that has all of them, which is not a square, or on one of
     `sides`, and are read there from the result. Of tables, the rows at these places are returned.
@@ -46,18 +55,15 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
     roles, known = words.read_call(function).parameter_of, words.parameters(function) or {}
     names = {} if sides else sizes_of(function)
     tensors = [] if makes_tables else [roles[role] for role in _TENSORS if role in roles]
-    forms: list[Callable[[int, int, int], Any] | None] = (
-        [*_FORMS] if "grid" in names else [None]
-    )  # or only that which works
+    is_square = "grid" in names and known[names["grid"]].annotation in (int, "int")
+    forms = [lambda sides, _: sides[-1]] if is_square else [*_FORMS]  # or only that which works
 
-    def call(given: dict[str, Any], rows: int, columns: int) -> list[Tensor]:
-        error = None
+    def call(given: dict[str, Any], sizes: tuple[int, ...]) -> list[Tensor]:
+        error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[::-1], 1), strict=False))
         for i, form in enumerate(forms):
-            sizes: Any = dict(zip(_SIZES, (1, rows, columns), strict=False))
-            if form is not None:
-                sizes["grid"] = form(rows, columns, len(given[tensors[0]]) if tensors else 1)
+            values: dict[str, Any] = stated | {"grid": form(sizes, len(given[tensors[0]]) if tensors else 1)}
             try:
-                returned = function(**given, **{name: sizes[role] for role, name in names.items()})
+                returned = function(**given, **{name: values[role] for role, name in names.items()})
             except Exception as e:  # it takes the sizes in another form
                 error = error or e
                 continue
@@ -67,12 +73,14 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
         raise error or TypeError("no form of the sizes is known")
 
     def counted(positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
-        rows, columns = ((int(p.max()) + 1) | 1 for p in positions)  # odd: code that merges patches has another order
-        columns += 2 * (rows == columns)
-        if rows > SIDES[0]:
-            raise IndexError(f"grids of over {SIDES[0]} rows are not tried")
-        rows, columns = sides or (rows, columns)
-        place, axis = positions[0] * columns + positions[1], re.search("[st]", tensor_layout).start()  # type: ignore[union-attr]
+        *others, rows, columns = ((int(p.max()) + 1) | 1 for p in positions)  # odd, as code that merges patches is not
+        columns = max(rows, columns) if is_square else columns + 2 * (rows == columns)
+        sizes = sides or (*others, columns if is_square else rows, columns)
+        if (count := math.prod(sizes)) > _MOST or any(n > max(sizes) for n in (rows, columns)):
+            raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
+        place, axis = positions[0], min(tensor_layout.find(name) % 9 for name in "st")
+        for p, size in zip(positions[1:], sizes[1:], strict=True):
+            place = place * size + p
         copy = (place[:, None] == place).tril(-1).sum(-1)  # of several tokens at one place, each has a grid of its own
         order = [(copy == n).nonzero().flatten() for n in range(int(copy.max()) + 1)]
         parts = []
@@ -80,19 +88,21 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
             given = dict(passed)
             for name in tensors:
                 x = passed[name]
-                empty = x.new_zeros(*x.shape[:axis], rows * columns, *x.shape[axis + 1 :])
+                empty = x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :])
                 given[name] = empty.index_copy(axis, place[tokens], x.index_select(axis, tokens))
-            found = call(given, rows, columns)
+            found = call(given, sizes)
             if not tensors:  # tables, which may have an axis for each side
-                found = [x if rows * columns in x.shape[:-1] else x.flatten(0, 1) for x in found]
-                found = [x.movedim(x.shape.index(rows * columns), 0) for x in found]
+                found = [x if count in x.shape[:-1] else x.flatten(0, len(sizes) - 1) for x in found]
+                found = [x.movedim(x.shape.index(count), 0) for x in found]
             parts.append([x.index_select(axis, place[tokens]) for x in found])
         back = torch.cat(order).argsort()
         out = tuple(torch.cat(part, axis).index_select(axis, back) for part in zip(*parts, strict=True))
         return out if len(out) > 1 else out[0]
 
     kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in known.items() if name not in names.values()]
-    own: dict[str, Any] = {"positions": "2s"} | ({"tensor_layout": str} if tensors else {})
+    own: dict[str, Any] = {"positions": f"{2 if sides else axes_of(function)}s"} | (
+        {"tensor_layout": str} if tensors else {}
+    )
     added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=a) for n, a in own.items()]
     counted.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
     counted.__wrapped__ = code_of(function)  # type: ignore[attr-defined]

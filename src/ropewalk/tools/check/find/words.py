@@ -248,11 +248,13 @@ def match(
                 break
     required = [name for name, p in known.items() if p.default is inspect.Parameter.empty]
     for name, use in (used or {}).items():
+        if "mask" in name or (name.startswith("grid") and re.search(GRID, name)):
+            continue
         if use == "tokens" and {"x", "qkv", "kv", "x1"} & {*found}:
             use = "table" if not _PLACES & {*found} else "like"
-        if use == "table" and parts and re.search(parts["positions"], plain[name]):
+        if use == "table" and "positions" in names and re.search(_PARTS["positions"], plain[name]):
             use = "positions"
-        free = (role for role in uses.ROLES[use] if role in names and role not in found and "mask" not in name)
+        free = (role for role in uses.ROLES[use] if role in names and role not in found)
         if name in required and name not in found.values() and (role := next(free, "")):
             found[role] = name
     last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")

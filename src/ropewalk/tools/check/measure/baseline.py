@@ -24,6 +24,11 @@ def measure(
     subject: Subject, structure: Structure, positions: Tensor, dtype: torch.dtype = torch.float32, *, of: str = "q"
 ) -> Tensor:
     """Measure the multipliers of q or k, complex128 `[batch, seq, pairs]`, at positions `[…, batch, seq]`."""
+    if subject.of_grid and positions.ndim == 2:  # the largest grids have too many tokens
+        axes = torch.eye(subject.axes or 0, dtype=torch.int64)[:, :, None, None] * positions
+        alone = torch.stack([measure(subject, structure, each, dtype, of=of) for each in axes])
+        at_0 = measure(subject, structure, 0 * axes[0], dtype, of=of)
+        return at_0 * (alone / at_0).prod(0)
     x = structure.unit_input(subject.channels).to(dtype).expand(*positions.shape[-2:], 2, -1).contiguous()
     q_out, k_out = subject(x, x, positions)
     return structure.multipliers(q_out if k_out is None or of == "q" else k_out)[:, :, 0]

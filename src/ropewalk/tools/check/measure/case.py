@@ -15,6 +15,7 @@ from ropewalk.tools.check.find.ways import ONE_ROW
 
 KNOWN = 64  # positions of the plain call
 _DOCUMENT = 3  # tokens of each document, if the target takes several in one row
+_SIDE = 8  # rows and columns of the usual grid
 TOKENS, HEADS = 5, 8  # usual sizes: the numbers of heads of most models are powers of two
 _FAR = 41  # the first position, if it can be chosen: far enough from 0 for the slowest pairs to rotate visibly
 _SMALLER = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -48,6 +49,8 @@ class Case:
         from_0 = torch.arange(self.tokens).expand(self.rows, -1)
         if subject.way.positions in ("packed", "runs"):
             return from_0 % _DOCUMENT
+        if subject.of_grid:
+            return from_0 % _SIDE
         other = (from_0 + _FAR + 7 * torch.arange(self.rows)[:, None]) % KNOWN
         return next((p for p in (other, (from_0 + _FAR) % KNOWN, from_0 + _FAR) if subject.accepts(p)), from_0)
 

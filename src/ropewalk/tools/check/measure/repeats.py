@@ -34,7 +34,7 @@ def judge(subject: Subject, report: Report) -> bool:
     out = _call(subject, usual(subject))[0]
     kept = out.clone()
     subject(-q, -k, torch.arange(q.shape[1])[None])
-    if not torch.equal(out, kept):
+    if _distance(out, kept):
         report.add("result-overwritten", "It changes when the same is called with −x. No more was judged.")
         return True
     report.grade("the same call again", "the same bits, as expected", True)

@@ -104,7 +104,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
     if _judge_heads(subject, report):
         return None
-    maps = subject.linear_maps(SMALL[None, :16])
+    maps = subject.linear_maps(_few(subject))
     if maps.dtype not in (torch.float32, torch.float64):
         says = f"The input is float32, and the output is {str(maps.dtype).removeprefix('torch.')}. No more was judged."
         report.add("wrong-output-dtype", says)
@@ -164,25 +164,31 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
 
+def _few(subject: Subject) -> Tensor:
+    """Return the positions at which pairs are found, `[1, seq]`."""
+    return SMALL[None, : 8 if subject.of_grid else 16]
+
+
 def _rounds_results(subject: Subject, report: Report) -> bool:
     """Report float32 results that are rounded to 16 bits, and return whether they are. Report rounded inputs, too."""
     q, k = usual(subject).tensors()
     out, _ = subject(q, k, conditions.FIRST)
-    more = 1 + 2.0**-13  # which 16 bits do not hold
-    if float((subject(more * q, more * k, conditions.FIRST)[0] - more * out).abs().max()) > 5e-5:
-        report.add("low-precision-input", "If x is multiplied by 1 + 2⁻¹³, the result is not.")
     name = next((name for dtype, name in law.NAMES.items() if torch.equal(out, out.to(dtype).float())), "")
     if name:
         report.drop("low-precision-tables")
         says = f"The input is float32, and all numbers of the output are rounded to {name}. No more was judged."
         report.add("wrong-output-dtype", says)
-    return bool(name)
+        return True
+    more = 1 + 2.0**-13  # which 16 bits do not hold
+    if float((subject(more * q, more * k, conditions.FIRST)[0] - more * out).abs().max()) > 5e-5:
+        report.add("low-precision-input", "If x is multiplied by 1 + 2⁻¹³, the result is not.")
+    return False
 
 
 def _rotates_in_16_bits(subject: Subject) -> bool:
     with contextlib.suppress(CallError):
         narrow = replace(subject, form=replace(subject.form, dtype=torch.float16))
-        found = infer(narrow.linear_maps(SMALL[None, :16]), narrow.close)
+        found = infer(narrow.linear_maps(_few(subject)), narrow.close)
         return found is not None and found.flaw is None
     return False
 
@@ -191,7 +197,7 @@ def _rotates_once(subject: Subject) -> bool:
     """Return whether the first call of a new object rotates pairs, each by an angle."""
     with contextlib.suppress(CallError):
         new = None if subject.rebuild is None else subject.rebuild()
-        first = None if new is None else infer(new.linear_maps(SMALL[None, :16]), new.close)
+        first = None if new is None else infer(new.linear_maps(_few(new)), new.close)
         return first is not None and first.flaw is None
     return False
 
@@ -216,7 +222,8 @@ def _depends_on_length(subject: Subject) -> str:
         return out[0, :, 0].view(*sides, -1)
 
     with contextlib.suppress(CallError):
-        few, many = (turned(9, 11), turned(17, 19)) if subject.of_grid else (turned(8), turned(16))
+        frames = (3,) * (subject.axes == 3)
+        few, many = (turned(*frames, 9, 11), turned(*frames, 17, 19)) if subject.of_grid else (turned(8), turned(16))
         if not torch.allclose(few, many[tuple(map(slice, few.shape[:-1]))], atol=1e-3, equal_nan=True):
             among = torch.cdist(few.flatten(0, -2), many.flatten(0, -2)).amin(1) < 1e-2
             return "wrong-side" if subject.of_grid and float(among.float().mean()) > 0.5 else "length"
@@ -505,7 +512,7 @@ def _judge_k(subject: Subject, structure: Structure, multipliers: Tensor, of: La
     """Compare k with q, and return the multipliers of k, or those of q if k has a bug that prevents the measurement."""
     if not subject.has_k:
         return multipliers
-    k_structure = infer(subject.linear_maps(SMALL[None, :16], of="k"), subject.close)
+    k_structure = infer(subject.linear_maps(_few(subject), of="k"), subject.close)
     if _report_crossed(subject, report):
         return multipliers
     if k_structure is None:
