@@ -872,6 +872,39 @@ def test_norms_that_a_module_has(order: str, shared: bool, codes: list[str]) -> 
     assert (report.found["call"], report.found["norm"]) == ("f(q, k, positions)", "of each head, times weight")
 
 
+class OfFlux:
+    def __init__(self, axes_dim: tuple[int, ...] = (32, 32, 32, 32)) -> None:
+        self.axes_dim = axes_dim
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        each = (ids[:, i, None] * 100.0 ** (-torch.arange(0, n, 2).double() / n) for i, n in enumerate(self.axes_dim))
+        return torch.cat([*each], dim=-1)
+
+
+def test_the_widths_of_axes_say_how_many_there_are() -> None:
+    report = conformance.check((OfFlux, lambda x, angles: turn(x, angles.cos(), angles.sin())), base=100.0)
+    assert report.codes == [], str(report)
+    assert report.found["axes"] == "pairs 0 to 7 axis 0, 8 to 15 axis 1, 16 to 23 axis 2, 24 to 31 axis 3"
+
+
+def test_starts_of_rows_in_whole_tables() -> None:
+    """As in Transformer Engine, but all rows get the start of the first."""
+
+    def rotate(t: Tensor, freqs: Tensor, start_positions: Tensor | None = None) -> Tensor:
+        start = 0 if start_positions is None else int(start_positions[0])
+        angles = freqs[start : start + len(t)]
+        a, b = t.double().chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(t)
+
+    class Rotary:
+        def __call__(self, seq_len: int) -> Tensor:
+            return (torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(32) / 32).double())[:, None, None]
+
+    report = conformance.check((Rotary, rotate))
+    assert (report.codes, report.found["layout"]) == (["first-row-positions"], "sbhd")
+
+
 def test_a_mask_is_no_position() -> None:
     def from_mask(x: Tensor, attention_mask: Tensor) -> Tensor:
         return turn(x, *tables_at(attention_mask.long().cumsum(-1) - 1))

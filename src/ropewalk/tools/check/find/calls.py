@@ -123,6 +123,10 @@ class _Finder:
         self.axes = words.read_call(function_of(target.objects[-1])).axes
         if of_grid:
             self.axes = f"{grid.axes_of(of_grid[0])}s"
+        first = words.parameters(getattr(target.objects[0], "owner", target.objects[0])) or {}
+        widths = next((first[name].default for name in ("axes_dim", "axes_dims") if name in first), None)
+        if not self.axes and isinstance(widths, list | tuple):  # of each axis
+            self.axes = str(len(widths))
         self.given = GIVEN
         if (rope := expected.rope) is not None:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)

@@ -149,6 +149,8 @@ def _by_name(
             values[name] = expected.base or default or 10_000.0
         elif role == "length":
             values[name] = _original_length(scaling, known) or expected.table_length or default or 4096
+        elif role == "axes_dim" and default and sum(default) != expected.head_dim:
+            values[name] = [2 * size for size in expected.sizes_of_axes(len(default))]
         elif role in ("sections", "axes_dim") and (default is None or "dim" in parameter_of or expected.axes):
             values[name] = [(1 if role == "sections" else 2) * size for size in expected.sizes_of_axes()]
         elif role == "mixed" and expected.axes is not None:

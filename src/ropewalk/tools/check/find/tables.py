@@ -206,7 +206,7 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         def rows(q: Tensor, positions: Tensor) -> Tables:
             return tuple(t.index_select(t.shape.index(max(t.shape[:-1])), positions[0]) for t in find(q, positions))
 
-        return [Source(f"{name}, as they are", rows, "rows" if is_passed_positions else "shared", is_whole=True)]
+        return [Source(f"{name}, as they are", rows, is_whole=True)]
 
     if isinstance(first, TableSet):
         rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
