@@ -791,6 +791,14 @@ class OfFrames:
         return at_positions(cos_sin_cache(self.dim, frames), torch.arange(frames))
 
 
+class OfAnEngine(torch.nn.Module):
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(query, *tables_at(positions)), turn(key, *tables_at(positions))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_native(*args, **kwargs)
+
+
 def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
     """Of a grid: half of the pairs turn by the row, and the others by the column, which is 0."""
     angles = torch.arange(seq_len)[:, None] * 100.0 ** (-torch.arange(16) / 16)
@@ -833,6 +841,7 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
         ((cos_sin_cache, on_axes_of_a_table), "axes", "pairs 0 to 15 height, 16 to 31 width"),
         (from_places_of_both, "positions", "counted from an offset"),
         (up_to_a_length, "call", "f(x, positions, max_seq_len)"),
+        (OfAnEngine, "call", "f(positions, query, key)"),
         ((targets.Method(OfFrames, "tables"), turn), "frequencies", "base 100"),
     ],
 )
@@ -870,6 +879,19 @@ def test_norms_that_a_module_has(order: str, shared: bool, codes: list[str]) -> 
     report = conformance.check(make, base=100.0)
     assert report.codes == codes, str(report)
     assert (report.found["call"], report.found["norm"]) == ("f(q, k, positions)", "of each head, times weight")
+
+
+def test_weights_in_the_order_of_the_other_pairing() -> None:
+    """As torchtune converts those of Llama."""
+    config = {"model_type": "llama", "head_dim": 64, "hidden_size": 64, "num_attention_heads": 1, "rope_theta": 100.0}
+    config |= {"num_hidden_layers": 1}
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, *tables_at(positions), interleaved=True)
+
+    assert conformance.check(rotate, config=config).codes == ["wrong-pairing"]
+    report = conformance.check(rotate, config=config, pairing="interleaved")
+    assert (report.codes, report.found["pairing"]) == ([], "interleaved")
 
 
 class OfFlux:

@@ -51,8 +51,8 @@ def check(
         head_dim: the number of channels of a head, if neither config nor rope is passed. None means 64.
         base: the expected base. With a config, as for `from_config`. Without one, None accepts the base that a class
             was constructed with, or any base that fits the measured angles.
-        pairing: the expected pairing, "half" or "interleaved". With a config, as for `from_config`. Without one, None
-            accepts both.
+        pairing: the expected pairing, "half" or "interleaved". With a config that requires the other, weights are
+            expected to be converted. Without one, None accepts both.
         factor, download: as for `from_config`, if a config is passed.
         layout: the layout of the tensors: "bshd", "bhsd", "sbhd" or "thd"; "bsd", "td" or "bds" (one head for each
             call); "bhds"; or "d" or "1111d" (one token of one head). None tries all layouts.

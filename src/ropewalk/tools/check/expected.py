@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ropewalk import Axes, ModelRopes, Rope, _checks, from_config
+from ropewalk._layout import Pairing
 from ropewalk.tools.check.find.target import Target, name_of
 
 
@@ -110,7 +111,14 @@ def read(
     if rope is not None:
         expected = _of_rope(rope, 2048)
         return replace(expected, table_length=expected.length)
-    ropes = _read(config, reading)
+    notes: tuple[str, ...] = ()
+    try:
+        ropes = _read(config, reading)
+    except _checks.RopeError:
+        if pairing is None:
+            raise
+        ropes = _read(config, {name: value for name, value in reading.items() if name != "pairing"})
+        notes = (f"its weights must be in the order of the pairing {pairing!r}, as `ropewalk convert` writes them.",)
     tower = ropes.vision
     if tower is not None and (not ropes.layers or "vision" in name_of(target.objects[0]).lower()):
         if len(tower.ropes) != 1:
@@ -124,6 +132,7 @@ def read(
             axis_names=tower.axis_names,
         )
     layer, layer_rope = _choose_layer(ropes.layers, layer)
+    layer_rope = replace(layer_rope, pairing=cast(Pairing, pairing)) if notes else layer_rope
     longest = ropes.max_position_embeddings
     return replace(
         _of_rope(layer_rope, ropes.trained_length or 2048),
@@ -132,7 +141,7 @@ def read(
         table_length=None if longest is None else min(longest, 163_840),  # that of DeepSeek V3
         config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
-        notes=ropes.warnings,
+        notes=(*ropes.warnings, *notes),
         axis_names=ropes.axis_names,
     )
 

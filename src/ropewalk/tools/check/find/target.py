@@ -162,4 +162,10 @@ def code_of(obj: Any) -> Any:
 
 def _called(cls: type) -> str:
     calls = next((each for each in cls.__mro__ if "__call__" in vars(each)), None)
-    return "forward" if hasattr(cls, "forward") and calls in (None, torch.nn.Module) else "__call__"
+    if not hasattr(cls, "forward") or calls not in (None, torch.nn.Module):
+        return "__call__"
+    passes_on = {p.kind for p in [*inspect.signature(cls.forward).parameters.values()][1:]} == {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+    return "forward_native" if passes_on and hasattr(cls, "forward_native") else "forward"  # as in vLLM
