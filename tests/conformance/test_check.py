@@ -671,6 +671,16 @@ class TestFoundAlone:
             conformance.check(f, layout="bshd")
         assert conformance.check(f, layout="bshd", base=10_000.0).codes == ["heads-differ"]
 
+    def test_the_number_of_the_head_is_added(self) -> None:
+        """As in a kernel that walks the heads as tokens (emlx 121), where nothing is stated but the layout."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            at = positions[..., None] + torch.arange(x.shape[2])
+            return turned(x, at[..., None] * 10_000.0 ** (-torch.arange(0, x.shape[-1], 2).double() / x.shape[-1]))
+
+        (finding,) = conformance.check(f, layout="bshd").findings
+        assert (finding.code, finding.says[:48]) == ("heads-differ", "The number of the head is added to the position.")
+
     def test_halves_of_blocks(self) -> None:
         """As in code for music: blocks of other sizes, with channels between them that rest."""
 

@@ -97,8 +97,8 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
         for name, is_side in _sides(owner).items():
             frames = (1,) * (str(known[name].annotation).count("int") - 2)
             values[name] = next(rows_and_columns, None) if is_side else (*frames, *grid.SIDES)
-    elif is_constructor(constructor):
-        values |= {name: _SIDE if side else (_SIDE, _SIDE) for name, side in _sides(owner).items()}  # the largest
+    elif is_constructor(constructor):  # the largest positions
+        values |= {name: _SIDE if side else (_SIDE, _SIDE) for name, side in _sides(owner).items()}
     return values | filled(owner, values)
 
 

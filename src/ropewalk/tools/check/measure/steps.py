@@ -323,11 +323,13 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 of, each = subject.expected, out[0].transpose(0, 1).flatten(1)
                 is_own = int((torch.cdist(each, each) < 1e-3).sum()) == heads and subject.way.given is None
                 turns = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
-                if is_own and turns and not (of.rope or of.base or of.pairing):
+                is_added = bool((out[:, :-1, 1] - out[:, 1:, 0]).abs().max() < 1e-3)  # head 1 is at the next position
+                if is_own and turns and not is_added and not (of.rope or of.base or of.pairing):
                     must, got = "all heads must have the same angles, as in text", "angles of its own for each head"
                     raise _checks.error("check", must, got, "If they are learned, check one head alone.")
                 listed = ", ".join(map(str, wrong[:8]))
                 says = f"Of {heads} heads of {name}, numbers {listed} differ. No more was judged."
+                says = f"The number of the head is added to the position. {says}" if is_added else says
                 report.add("heads-differ", says, str(usual(subject, heads=heads)))
                 return True
     return False
