@@ -48,7 +48,7 @@ Examples:
 @click.option(
     "--pairing",
     type=click.Choice(["half", "interleaved"]),
-    help="The expected pairing; needed for an unknown model_type.",
+    help="The expected pairing; needed for an unknown model_type or converted weights.",
 )
 @_options.factor
 @_options.download
