@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from ropewalk import Axes, ModelRopes, Rope, _checks, from_config
 from ropewalk._layout import Pairing
@@ -111,28 +112,26 @@ def read(
     if rope is not None:
         expected = _of_rope(rope, 2048)
         return replace(expected, table_length=expected.length)
-    notes: tuple[str, ...] = ()
-    try:
-        ropes = _read(config, reading)
-    except _checks.RopeError:
-        if pairing is None:
-            raise
-        ropes = _read(config, {name: value for name, value in reading.items() if name != "pairing"})
-        notes = (f"its weights must be in the order of the pairing {pairing!r}, as `ropewalk convert` writes them.",)
-    tower = ropes.vision
+    ropes, converted = _read(config, reading)
+    notes, tower = ropes.warnings, ropes.vision
+    if converted is not None:
+        notes = (
+            *notes,
+            f"its weights must be in the order of the pairing {converted!r}, as `ropewalk convert` writes.",
+        )
     if tower is not None and (not ropes.layers or "vision" in name_of(target.objects[0]).lower()):
         if len(tower.ropes) != 1:
             fix = "Check each rope alone: pass it as rope."
             raise _checks.error("check", "the tower must have one rope", f"{len(tower.ropes)}", fix)
         return replace(
-            _of_rope(tower.ropes[0], 2048),
+            _of_rope(tower.ropes[0] if converted is None else replace(tower.ropes[0], pairing=converted), 2048),
             model_type=tower.model_type,
             config=getattr(config, "vision_config", config) if hasattr(config, "to_dict") else tower.config,
-            notes=ropes.warnings,
+            notes=notes,
             axis_names=tower.axis_names,
         )
     layer, layer_rope = _choose_layer(ropes.layers, layer)
-    layer_rope = replace(layer_rope, pairing=cast(Pairing, pairing)) if notes else layer_rope
+    layer_rope = layer_rope if converted is None else replace(layer_rope, pairing=converted)
     longest = ropes.max_position_embeddings
     return replace(
         _of_rope(layer_rope, ropes.trained_length or 2048),
@@ -141,20 +140,26 @@ def read(
         table_length=None if longest is None else min(longest, 163_840),  # that of DeepSeek V3
         config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
-        notes=(*ropes.warnings, *notes),
+        notes=notes,
         axis_names=ropes.axis_names,
     )
 
 
-def _read(config: Any, reading: Mapping[str, Any]) -> ModelRopes:
-    """Read all ropes of a config, or only those of text tokens if the others cannot be read."""
+def _read(config: Any, reading: Mapping[str, Any]) -> tuple[ModelRopes, Pairing | None]:
+    """Read all ropes of a config, or only those of text tokens if the others cannot be read.
+
+    Return the stated pairing as well if the config requires the other one, or None.
+    """
     try:
-        return from_config(config, **reading)
-    except _checks.RopeError as e:
-        try:
-            return from_config(config, text_only=True, **reading)
-        except _checks.RopeError:
-            raise e from None
+        return from_config(config, **reading), None
+    except _checks.RopeError:
+        others: list[tuple[dict[str, Any], Pairing | None]] = [({"text_only": True, **reading}, None)]
+        if (pairing := reading.get("pairing")) in ("half", "interleaved"):
+            others.append(({name: value for name, value in reading.items() if name != "pairing"}, pairing))
+        for options, converted in others:
+            with contextlib.suppress(_checks.RopeError):
+                return from_config(config, **options), converted
+        raise
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:

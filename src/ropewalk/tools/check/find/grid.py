@@ -1,4 +1,4 @@
-"""Call code that counts the rows and columns of a grid as if it took the position of each token on both."""
+"""Call code that counts frames, rows and columns of a grid as if it took the position of each token on them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ropewalk.tools.check.find.target import code_of
 SIDES = (65, 67)  # rows and columns of the largest grid: more than positions are measured, and not a square
 _TENSORS = ("q", "k", "v", "x", "qkv")
 _SIZES = ("frames", "height", "width", "grid")
-
-
 _MOST = 20_000  # tokens of the largest grid
 # The size of a grid in one argument, with the frames of a video, and for each row of a batch.
 _FORMS: tuple[Callable[[tuple[int, ...], int], Any], ...] = (
