@@ -77,6 +77,20 @@ def apply_tables(x, cos, sin):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 """,
+    "OfLatents,turn": """
+class OfLatents(torch.nn.Module):
+    def __init__(self, patch_size: int, rope_dim: list[int]):
+        super().__init__()
+        self.patch_size, self.rope_dim = patch_size, rope_dim
+
+    def forward(self, hidden_states):
+        batch, channels, num_frames, height, width = hidden_states.shape
+        sides = num_frames, height // self.patch_size, width // self.patch_size
+        places = torch.meshgrid(*map(torch.arange, sides), indexing="ij")
+        each = zip(places, self.rope_dim)
+        each = [p.reshape(-1, 1) * 100.0 ** (-torch.arange(0, n, 2).double() / n) for p, n in each]
+        return torch.cat(each, dim=-1)[:, None]
+""",
     "of_side,turn": """
 def of_side(grid_size: int, n_elem: int):
     return angles_of(grid_size, grid_size, n_elem)
@@ -102,8 +116,11 @@ def checked(tmp_path: Path, name: str, *replaced: str) -> conformance.Report:
 def test_right_code(tmp_path: Path, name: str) -> None:
     report = checked(tmp_path, name)
     assert report.codes == [], str(report)
-    parts = "pairs 0 to 15 time, 16 to 23 height, 24 to 31 width", "pairs 0 to 15 height, 16 to 31 width"
-    assert report.found["axes"] == parts[name != "of_frames,apply_tables"]
+    of_video = {
+        "of_frames,apply_tables": "pairs 0 to 15 time, 16 to 23 height, 24 to 31 width",
+        "OfLatents,turn": "pairs 0 to 7 time, 8 to 19 height, 20 to 31 width",
+    }
+    assert report.found["axes"] == of_video.get(name, "pairs 0 to 15 height, 16 to 31 width")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +131,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("of_frames,apply_tables", "// columns", "// rows", ["wrong-side"]),
         ("of_frames,apply_tables", "T)[:, None]", "T)[:, None] ** 2", ["wrong-frequencies"]),
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
+        ("OfLatents,turn", "num_frames, height, width = h", "num_frames, width, height = h", ["wrong-side"]),
         ("in_place", "for x in (q, k)", "for x in (q,)", ["key-not-rotated"]),
     ],
 )

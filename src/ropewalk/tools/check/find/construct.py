@@ -141,7 +141,8 @@ def _by_name(
             is_of_head = _is_of_head(name, used) or "rotary_share" in parameter_of  # of which it is the share
             values[name] = expected.head_dim if is_of_head else expected.rotary_dim
         elif role == "rotary_dim":
-            values[name] = expected.rotary_dim
+            widths = [2 * size for size in expected.sizes_of_axes()]
+            values[name] = widths if "list[" in str(known[name].annotation).lower() else expected.rotary_dim
         elif role == "rotary_share":
             pairs = expected.rotary_dim // 2 if expected.rope is None else int((expected.rope.inv_freq != 0).sum())
             values[name] = 2 * pairs / expected.head_dim
@@ -177,6 +178,8 @@ def _by_name(
             values[name] = expected.head_dim
     values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
     parts = {
+        "attn_scal|attention_scal": 1.0 if expected.rope is None else expected.rope.attention_factor,
+        "^patch_size": 1,
         "nope": 0 if expected.rope is None else expected.rope.rotary_offset,  # the channels before those that rotate
         "orig|train": getattr(scaling, _ORIGINAL, None),
         "scal": getattr(scaling, "factor", None),
@@ -188,7 +191,7 @@ def _by_name(
     for part, size in parts.items():
         for name, p in known.items():
             if (p.default is p.empty or part == "nope") and size is not None and re.search(part, name):
-                values.setdefault(name, size)
+                values.setdefault(name, (1, 1, 1) if "[int" in str(p.annotation) and part == "^patch_size" else size)
     return values
 
 
@@ -314,7 +317,8 @@ def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key in keys:
         known = {key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY)}
-        values |= {key: fixed[key]} if key in fixed else _by_name(known, expected)
+        of_model = {key: 4 * expected.head_dim} if re.search("hidden_(dim|size)$", key) else {}
+        values |= {key: fixed[key]} if key in fixed else of_model or _by_name(known, expected)
     return values
 
 

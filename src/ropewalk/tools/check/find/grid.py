@@ -15,7 +15,7 @@ from ropewalk.tools.check.find.target import code_of
 
 SIDES = (65, 67)  # rows and columns of the largest grid: more than positions are measured, and not a square
 _TENSORS = ("q", "k", "v", "x", "qkv")
-_SIZES = ("frames", "height", "width", "grid")
+_SIZES = ("frames", "height", "width", "grid", "latent")
 _MOST = 20_000  # tokens of the largest grid
 # The size of a grid in one argument, with the frames of a video, and for each row of a batch.
 _FORMS: tuple[Callable[[tuple[int, ...], int], Any], ...] = (
@@ -31,7 +31,7 @@ def sizes_of(function: Any) -> dict[str, str]:
     call = words.read_call(function)
     roles = {*call.parameter_of}
     required = roles - call.optional
-    if not required & {"grid", "height"} or required & {"positions", "cos", "freqs_cis"}:
+    if not required & {"grid", "height", "latent"} or required & {"positions", "cos", "freqs_cis"}:
         return {}
     return {role: call.parameter_of[role] for role in _SIZES if role in required}
 
@@ -40,8 +40,8 @@ def axes_of(function: Any) -> int:
     """Return the number of sides: three if a parameter is for the frames of a video."""
     names, known = sizes_of(function), words.parameters(function) or {}
     one = names.get("grid", "")
-    is_video = "frames" in names or (one and ("thw" in one or str(known[one].annotation).count("int") == 3))
-    return 3 if is_video else 2
+    is_video = bool(one) and ("thw" in one or str(known[one].annotation).count("int") == 3)
+    return 3 if is_video or {"frames", "latent"} & {*names} else 2
 
 
 def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables: bool = False) -> Any:
@@ -60,6 +60,7 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
         error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[::-1], 1), strict=False))
         for i, form in enumerate(forms):
             values: dict[str, Any] = stated | {"grid": form(sizes, len(given[tensors[0]]) if tensors else 1)}
+            values["latent"] = torch.zeros(1, 1, *(n * patch for n, patch in zip(sizes, _patch(function), strict=True)))
             try:
                 returned = function(**given, **{name: values[role] for role, name in names.items()})
             except Exception as e:  # it takes the sizes in another form
@@ -105,3 +106,10 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
     counted.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
     counted.__wrapped__ = code_of(function)  # type: ignore[attr-defined]
     return counted
+
+
+def _patch(function: Any) -> tuple[int, int, int]:
+    """Return the frames, rows and columns of a patch that an object has, or 1 of each."""
+    known = vars(getattr(function, "__self__", function))
+    side = known.get("patch_size", 1)
+    return tuple(side) if isinstance(side, list | tuple) else (known.get("patch_size_t", 1), side, side)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -25,7 +26,7 @@ _SIDES = ("frames", "height", "width")
 ROLES = {
     "config": ("config",),
     "base": ("base",),
-    **{side: (side,) for side in _SIDES},
+    **{side: (side,) for side in (*_SIDES, "latent")},
     "head_size": ("head_size", "dim"),
     "num_heads": ("num_heads", "heads"),
     "embed_dim": ("embed_dim",),
@@ -163,7 +164,8 @@ class _Uses(ast.NodeVisitor):
         if isinstance(value, ast.Name) and ast.unparse(target) in ("(cos, sin)", "(sin, cos)"):
             self._is("table", value)
         if isinstance(value, ast.Attribute) and value.attr == "shape" and len(getattr(target, "elts", ())) > 2:
-            self._is("tokens", value.value)
+            is_latent = re.search(r"h(eight)?, w(idth)?\)$|w(idth)?, h(eight)?\)$", ast.unparse(target).lower())
+            self._is("latent" if is_latent else "tokens", value.value)
 
     def visit_comprehension(self, node: ast.comprehension | ast.For) -> None:
         if isinstance(node.iter, ast.Tuple | ast.List):  # such as (q, k)

@@ -76,6 +76,7 @@ SPELLINGS = {
     "frames": "T",
     "height": "h end_y",
     "width": "w end_x",
+    "latent": "",  # [batch, channels, …, rows, columns], of which the shape alone is read
     "unsqueeze_dim": "",
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
@@ -85,7 +86,7 @@ SPELLINGS = {
 }
 _NAMES = WORDS | SPELLINGS
 _AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
-GRID = r"^((grid|input|img|image|feat|spatial|patch)_)?(size|shape|resolution|hw)s?$"
+GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape|resolution|hw)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {
@@ -248,6 +249,8 @@ def match(
                 break
     required = [name for name, p in known.items() if p.default is inspect.Parameter.empty]
     for name, use in (used or {}).items():
+        if use == "latent" and use in names and name in known:
+            found = {role: n for role, n in found.items() if n != name} | {use: name}
         if "mask" in name or (name.startswith("grid") and re.search(GRID, name)):
             continue
         if use == "tokens" and {"x", "qkv", "kv", "x1"} & {*found}:
