@@ -60,7 +60,9 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
         error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[::-1], 1), strict=False))
         for i, form in enumerate(forms):
             values: dict[str, Any] = stated | {"grid": form(sizes, len(given[tensors[0]]) if tensors else 1)}
-            values["latent"] = torch.zeros(1, 1, *(n * patch for n, patch in zip(sizes, _patch(function), strict=True)))
+            if "latent" in names:
+                pixels = (n * patch for n, patch in zip(sizes, _patch(function), strict=True))
+                values["latent"] = torch.zeros(1, 1, *pixels)
             try:
                 returned = function(**given, **{name: values[role] for role, name in names.items()})
             except Exception as e:  # it takes the sizes in another form
