@@ -927,6 +927,15 @@ def test_starts_of_rows_in_whole_tables() -> None:
     assert (report.codes, report.found["layout"]) == (["first-row-positions"], "sbhd")
 
 
+def test_attention_is_no_rotation() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (turn(x, *tables_at(torch.arange(x.shape[1])[None])) for x in (q, k))
+        return torch.einsum("bshd,bthd,bthe->bshe", q, k, v), k, v
+
+    with pytest.raises(RopeError, match="must only rotate, got code whose first result depends on v"):
+        conformance.check(attend)
+
+
 def test_a_mask_is_no_position() -> None:
     def from_mask(x: Tensor, attention_mask: Tensor) -> Tensor:
         return turn(x, *tables_at(attention_mask.long().cumsum(-1) - 1))

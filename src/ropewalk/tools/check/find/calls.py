@@ -165,6 +165,9 @@ class _Finder:
         layers = [name for name, part in parts if getattr(part, "weight", torch.empty(0)).ndim == 2]
         if layers and best[0] < _IN_PAIRS:
             raise words.no_call(f"{self.target.name} must only rotate", f"code with layers {', '.join(layers)}")
+        if "v" in chosen.form.takes and _mixes_v(chosen):
+            got = "code whose first result depends on v, as attention"
+            raise words.no_call(f"{self.target.name} must only rotate", got)
         if "weights" in chosen.form.takes:
             self.found["added"] = _added_to_weights(chosen)
         if _writes_into_its_input(chosen):
@@ -495,6 +498,13 @@ def _score_of_fused(subject: Subject, positions: Tensor) -> int:
 
 def _tokens(subject: Subject) -> Tensor:
     return case.waves(1, _TOKENS, _HEADS, subject.channels, 1)
+
+
+def _mixes_v(subject: Subject) -> bool:
+    """Return whether another v changes the result for q."""
+    x, positions = _tokens(subject), torch.arange(_TOKENS)[None]
+    first, second = (subject.fused(x, x, positions, v=v).q for v in (x, -x))
+    return bool((first - second).abs().max() > subject.close)
 
 
 def _writes_into_its_input(subject: Subject) -> bool:

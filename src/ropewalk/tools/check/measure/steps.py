@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,10 +38,12 @@ def run(subject: Subject, report: Report) -> None:
         report.found["head"] = "only the rotated channels, which the caller slices out"
     tables = f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     report.found["call"] = subject.signature + tables
-    stated = {
+    stated: dict[str, Any] = {
         "pairing": subject.expected.rope or subject.expected.pairing,
         "base, scaling, attention factor": subject.expected.rope or subject.expected.base or subject.way.given,
     }
+    if subject.axes is not None:
+        stated["order of the axes"] = subject.expected.axes
     if unstated := [name for name, value in stated.items() if value is None]:
         report.found["not judged"] = f"{', '.join(unstated)}, which {_checks.argument('config')} states"
     if subject.unread:
