@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -879,6 +880,30 @@ def test_norms_that_a_module_has(order: str, shared: bool, codes: list[str]) -> 
     report = conformance.check(make, base=100.0)
     assert report.codes == codes, str(report)
     assert (report.found["call"], report.found["norm"]) == ("f(q, k, positions)", "of each head, times weight")
+
+
+@pytest.mark.parametrize(
+    ("read", "codes"),
+    [
+        ("ModelArgs(**{k: v for k, v in params.items() if k in ('dim', 'rope_theta')}).rope_theta", []),
+        ("dict(**params)['rope_theta']", []),
+        ("params.get('theta', 10_000.0)", ["wrong-base"]),
+    ],
+)
+def test_the_keys_of_a_params_json_and_no_others(tmp_path: Path, read: str, codes: list[str]) -> None:
+    keys = {"dim": 256, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5, "vocab_size": 8, "rope_theta": 100.0}
+    (path := tmp_path / "params.json").write_text(json.dumps(keys))
+    scope = {"ModelArgs": SimpleNamespace, "torch": torch}
+    exec(
+        "def tables(params, end):\n"
+        f"    base = {read}\n"
+        "    angles = torch.arange(end)[:, None] * base ** (-torch.arange(0, 64, 2).double() / 64)\n"
+        "    return angles.cos(), angles.sin()",
+        scope,
+    )
+    for config in (path, keys):
+        report = conformance.check((scope["tables"], functools.partial(turn, interleaved=True)), config=config)
+        assert report.codes == codes, str(report)
 
 
 def test_weights_in_the_order_of_the_other_pairing() -> None:

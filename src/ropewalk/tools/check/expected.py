@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ropewalk import Axes, ModelRopes, Rope, _checks, from_config
@@ -138,7 +141,7 @@ def read(
         output_order=ropes.output_order,
         model_type=ropes.model_type,
         table_length=None if longest is None else min(longest, 163_840),  # that of DeepSeek V3
-        config=config if hasattr(config, "to_dict") else None if ropes.file_format else ropes.config,
+        config=config if hasattr(config, "to_dict") else _keys_of(config, ropes),
         layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
         notes=notes,
         axis_names=ropes.axis_names,
@@ -160,6 +163,15 @@ def _read(config: Any, reading: Mapping[str, Any]) -> tuple[ModelRopes, Pairing 
             with contextlib.suppress(_checks.RopeError):
                 return from_config(config, **options), converted
         raise
+
+
+def _keys_of(config: Any, ropes: ModelRopes) -> Mapping[str, Any] | None:
+    """Return the keys of a config, or None for a file whose keys code does not read."""
+    if not ropes.file_format:
+        return ropes.config
+    if isinstance(config, str | os.PathLike) and str(config).endswith("params.json") and os.path.isfile(config):
+        return dict(json.loads(Path(config).read_text("utf-8")))
+    return config if ropes.file_format == "params.json" and isinstance(config, Mapping) else None
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:

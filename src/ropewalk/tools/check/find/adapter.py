@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -223,7 +224,7 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         elif role in words.WORDS and role not in omitted and (name not in sizes or role != "head_size"):
             arguments[name] = role
         elif parameter.default is inspect.Parameter.empty:
-            arguments[name] = "..." if sizes.get(name) is None else repr(sizes[name])
+            arguments[name] = "..." if isinstance(sizes.get(name), SimpleNamespace | None) else repr(sizes[name])
     return arguments
 
 

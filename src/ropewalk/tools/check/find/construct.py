@@ -292,6 +292,14 @@ class _Config(SimpleNamespace):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def keys(self) -> Iterable[str]:
+        """Return the names of the attributes, with which `**` reads all of them."""
+        return vars(self).keys()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return the names and the values of the attributes, like `dict.items`."""
+        return vars(self).items()
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute or the default, like `dict.get`."""
         return getattr(self, key, default)
