@@ -139,6 +139,12 @@ def test_bugs(tmp_path: Path, name: str, old: str, new: str, codes: list[str]) -
     assert checked(tmp_path, name, old, new).codes == codes
 
 
+def test_a_factor_of_all_axes_counts_once(tmp_path: Path) -> None:
+    assert (
+        checked(tmp_path, "rotate", "turn(x, angles_of", "turn(1.2 * x, angles_of").found["attention factor"] == "1.2"
+    )
+
+
 def test_coordinates_that_depend_on_the_size_are_not_judged(tmp_path: Path) -> None:
     for by in ("rows / columns", "min(rows, columns)"):
         with pytest.raises(RopeError, match="must not depend on the number of tokens"):

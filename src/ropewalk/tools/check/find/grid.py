@@ -47,8 +47,8 @@ def axes_of(function: Any) -> int:
 def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables: bool = False) -> Any:
     """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
-    The tokens are put at their places on the smallest grid that has all of them, which is not a square, or on one of
-    `sides`, and are read there from the result. Of tables, the rows at these places are returned.
+    The tokens are put at their places on the smallest grid that has all of them, or on one of `sides`, and are read
+    there from the result. Of tables, the rows at these places are returned.
     """
     roles, known = words.read_call(function).parameter_of, words.parameters(function) or {}
     names = {} if sides else sizes_of(function)
@@ -75,8 +75,8 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
 
     def counted(positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
         *others, rows, columns = ((int(p.max()) + 1) | 1 for p in positions)  # odd, as code that merges patches is not
-        columns = max(rows, columns) if is_square else columns + 2 * (rows == columns)
-        sizes = sides or (*others, columns if is_square else rows, columns)
+        rows, columns = (max(rows, columns),) * 2 if is_square else (rows, columns)
+        sizes = sides or (*others, rows, columns)
         if (count := math.prod(sizes)) > _MOST or any(n > max(sizes) for n in (rows, columns)):
             raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
         place, axis = positions[0], min(tensor_layout.find(name) % 9 for name in "st")
