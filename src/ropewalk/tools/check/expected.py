@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,11 +166,12 @@ def _read(config: Any, reading: Mapping[str, Any]) -> tuple[ModelRopes, Pairing 
 
 def _keys_of(config: Any, ropes: ModelRopes) -> Mapping[str, Any] | None:
     """Return the keys of a config, or None for a file whose keys code does not read."""
-    if not ropes.file_format:
-        return ropes.config
-    if isinstance(config, str | os.PathLike) and str(config).endswith("params.json") and os.path.isfile(config):
-        return dict(json.loads(Path(config).read_text("utf-8")))
-    return config if ropes.file_format == "params.json" and isinstance(config, Mapping) else None
+    if ropes.file_format != "params.json":
+        return None if ropes.file_format else ropes.config
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config, "params.json") if Path(config).is_dir() else Path(config)
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else None
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import words
-from ropewalk.tools.check.find.target import code_of
 
 SIDES = (65, 67)  # rows and columns of the largest grid: more than positions are measured, and not a square
 _TENSORS = ("q", "k", "v", "x", "qkv")
@@ -100,14 +99,11 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
         out = tuple(torch.cat(part, axis).index_select(axis, back) for part in zip(*parts, strict=True))
         return out if len(out) > 1 else out[0]
 
-    kept = [p.replace(kind=p.KEYWORD_ONLY) for name, p in known.items() if name not in names.values()]
-    own: dict[str, Any] = {"positions": f"{2 if sides else axes_of(function)}s"} | (
-        {"tensor_layout": str} if tensors else {}
-    )
-    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=a) for n, a in own.items()]
-    counted.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
-    counted.__wrapped__ = code_of(function)  # type: ignore[attr-defined]
-    return counted
+    kept = [p for name, p in known.items() if name not in names.values()]
+    kind, count = inspect.Parameter.KEYWORD_ONLY, 2 if sides else axes_of(function)
+    own = {"positions": f"{count}s"} | ({"tensor_layout": "str"} if tensors else {})
+    added = (inspect.Parameter(name, kind, annotation=annotation) for name, annotation in own.items())
+    return words.stands_for(counted, function, [*kept, *added])
 
 
 def _patch(function: Any) -> tuple[int, int, int]:

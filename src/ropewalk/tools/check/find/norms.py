@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import words
-from ropewalk.tools.check.find.target import code_of
 
 
 def of_module(module: torch.nn.Module, channels: int) -> dict[str, torch.nn.Module]:
@@ -52,8 +51,5 @@ def passed(function: Any, norms: dict[str, torch.nn.Module]) -> Any:
                     norm.__dict__.pop(name, None)
                     norm._parameters[name] = weight
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    known = [p.replace(kind=kind) for p in (words.parameters(function) or {}).values()]
-    with_weights.__signature__ = inspect.Signature([*known, *(inspect.Parameter(r, kind) for r in norms)])  # type: ignore[attr-defined]
-    with_weights.__wrapped__ = code_of(function)  # type: ignore[attr-defined]
-    return with_weights
+    own = (inspect.Parameter(role, inspect.Parameter.KEYWORD_ONLY) for role in norms)
+    return words.stands_for(with_weights, function, [*(words.parameters(function) or {}).values(), *own])

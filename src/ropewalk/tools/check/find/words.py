@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -301,6 +301,13 @@ def with_object(function: Any, target: Any, built: Any) -> Any:
     taking: Any = partial(function, **{names[0]: getattr(built, "__self__", built)})
     taking.__signature__ = inspect.Signature([p for n, p in known.items() if n != names[0]])
     return taking
+
+
+def stands_for(wrapper: Any, function: Any, known: Iterable[inspect.Parameter]) -> Any:
+    """Return a wrapper of a function with these parameters, by name, whose use the code of the function says."""
+    named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in known]
+    wrapper.__signature__, wrapper.__wrapped__ = inspect.Signature(named), code_of(function)
+    return wrapper
 
 
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:

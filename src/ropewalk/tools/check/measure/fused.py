@@ -112,11 +112,8 @@ def normed(subject: Subject, x: Tensor, weight: Tensor | float) -> Tensor:
 
 def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Compare with the norm of each head by its own weight, then the rotation."""
-    form, weights, positions = (
-        baseline.subject.form,
-        norm_weights(baseline.subject, case.channels),
-        case.positions(baseline.subject),
-    )
+    own = baseline.subject
+    form, weights, positions = own.form, norm_weights(own, case.channels), case.positions(own)
     if form.added[0] != form.added[1]:
         q, k = ("1 + weight" if added else "weight" for added in form.added)
         return "wrong-norm", f"The norm of q multiplies by {q}, and that of k by {k}."

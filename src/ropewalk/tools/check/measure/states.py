@@ -18,8 +18,8 @@ from ropewalk.tools.check.measure.positions import BEYOND, LONGEST_CALL, is_beyo
 from ropewalk.tools.check.report import Grade
 
 FAR = 5_000
-_ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored", "length-ignored"}
-_ROW_BUGS |= {"lengths-exchanged"}
+_ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored"}
+_ROW_BUGS |= {"length-ignored", "lengths-exchanged"}
 
 
 def judge(baseline: Baseline, sure: Collection[str]) -> None:
