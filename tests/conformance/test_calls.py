@@ -963,7 +963,9 @@ def test_attention_is_no_rotation() -> None:
 
 def test_a_mask_is_no_position() -> None:
     def from_mask(x: Tensor, attention_mask: Tensor) -> Tensor:
-        return turn(x, *tables_at(attention_mask.long().cumsum(-1) - 1))
+        positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
+        angles = positions[..., None].float() * 100.0 ** (-torch.arange(32) / 32)
+        return turn(x, angles.cos(), angles.sin())
 
     with pytest.raises(RopeError, match="whose meaning is known, got attention_mask"):
         conformance.check(from_mask)

@@ -58,6 +58,11 @@ BUGS = {
         ("[1 + i / 50 for i in range(32)]", "[1.0] * 32"),
         ("[1.0 + i for i in range(32)]", "[8.0] * 32"),
     ],
+    # They are swapped from the last position of a short sequence on.
+    "lengths_exchanged__one_earlier": [
+        ('"long_factor" if long else "short_factor"', '"short_factor" if long else "long_factor"'),
+        ("int(positions.max()) >=", "int(positions.max()) + 1 >="),
+    ],
     # The factors are chosen by the position of each token instead of the length of the sequence.
     "length_ignored__per_token": [
         ("int(positions.max()) >=", "positions[:, :, None, None] >="),
