@@ -866,19 +866,35 @@ class OfNorms(torch.nn.Module):
             return tuple(norm(turn(x, cos, sin)) for x, norm in pairs)  # type: ignore[return-value]
         if self.order == "of q":
             return turn(self.q_norm(q), cos, sin), turn(self.q_norm(k), cos, sin)
+        if self.order == "no weight":
+            return turn(self.q_norm(q), cos, sin), turn(torch.nn.functional.rms_norm(k, k.shape[-1:]), cos, sin)
+        if self.order == "of all":
+            return tuple(turn(all_heads(x) * norm.weight, cos, sin) for x, norm in pairs)  # type: ignore[return-value]
         return tuple(turn(norm(x), cos, sin) for x, norm in pairs)  # type: ignore[return-value]
 
 
+def all_heads(x: Tensor) -> Tensor:
+    return torch.nn.functional.rms_norm(x.flatten(-2), (x.shape[-2] * x.shape[-1],), eps=1e-5).view(x.shape)
+
+
 @pytest.mark.parametrize(
-    ("order", "shared", "codes"),
-    [("first", False, []), ("first", True, []), ("last", False, ["wrong-norm"]), ("of q", False, ["wrong-norm"])],
+    ("order", "shared", "says"),
+    [
+        ("first", False, ""),
+        ("first", True, ""),
+        ("last", False, "The norm of q is taken after the rotation."),
+        ("of q", False, "The norm of k is multiplied by the weight of the other."),
+        ("no weight", False, "The norm of k is not multiplied by its weight."),
+        ("of all", False, "The norm of q is that of all heads together, and not of each head."),
+    ],
 )
-def test_norms_that_a_module_has(order: str, shared: bool, codes: list[str]) -> None:
+def test_norms_that_a_module_has(order: str, shared: bool, says: str) -> None:
     def make(head_dim: int) -> OfNorms:
         return OfNorms(head_dim, order, shared)
 
     report = conformance.check(make, base=100.0)
-    assert report.codes == codes, str(report)
+    assert report.codes == ["wrong-norm"] * bool(says), str(report)
+    assert says in str(report)
     assert (report.found["call"], report.found["norm"]) == ("f(q, k, positions)", "of each head, times weight")
 
 

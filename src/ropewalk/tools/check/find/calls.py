@@ -533,11 +533,17 @@ def _writes_into_its_input(subject: Subject) -> bool:
 
 
 def _added_to_weights(subject: Subject) -> tuple[float, float]:
-    """Return 1 if the norm of q adds 1 to its weights, and the same for k: with weights of 0, the result is not 0."""
-    x, zeros = _tokens(subject), torch.zeros(subject.channels)
-    results = subject.fused(x, x, torch.arange(_TOKENS)[None], weights=(zeros, zeros))
-    q, k = (float(out is not None and out.abs().max() > 1e-3) for out in (results.q, results.k))
-    return q, q if results.k is None else k
+    """Return 1 if the norm of q adds 1 to its weights, so that weights of 0 give no 0, and the same for k."""
+    x, w = _tokens(subject), torch.ones(subject.channels)
+    none, one = (subject.fused(x, x, torch.arange(_TOKENS)[None], weights=(n * w, n * w)) for n in (0, 1))
+
+    def adds(out: Tensor | None, of_one: Tensor | None) -> float:
+        if out is None or of_one is None or torch.equal(out, of_one):  # it has no weight
+            return 0.0
+        return float(out.abs().max() > 1e-3)
+
+    q, k = adds(none.q, one.q), adds(none.k, one.k)
+    return q, q if none.k is None else k
 
 
 def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:

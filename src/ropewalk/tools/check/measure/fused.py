@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,13 +118,32 @@ def _norm_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     if form.added[0] != form.added[1]:
         q, k = ("1 + weight" if added else "weight" for added in form.added)
         return "wrong-norm", f"The norm of q multiplies by {q}, and that of k by {k}."
+
+    def is_near(out: Tensor, right: Tensor) -> bool:
+        return bool(((out - right).abs() < own.close + own.rounding(right)).all())
+
     for eps in (form.eps, 0.5) if "eps" in form.call.parameter_of else (form.eps,):
-        subject = replace(baseline.subject, form=replace(form, eps=eps))
+        subject = replace(own, form=replace(form, eps=eps))
         _, results = _call(subject, case, weights=weights)
-        for name, x, out, weight in zip("qk", case.tensors(), (results.q, results.k), weights, strict=True):
-            right = baseline.predict(normed(subject, x, weight), positions, key=name == "k")
-            if out is not None and not bool(((out - right).abs() < subject.close + subject.rounding(right)).all()):
-                whole = "all heads together" if form.of_all_heads else "each head"
-                says = f"The norm of {name} is not that of {whole}, before the rotation and with its own weight."
-                return "wrong-norm", says
+        for key, (x, out) in enumerate(zip(case.tensors(), (results.q, results.k), strict=True)):
+            rotate = partial(baseline.predict, positions=positions, key=bool(key))
+            norms = _norms(subject, x, weights[key], weights[1 - key], rotate, own)
+            otherwise = "not the expected one, before the rotation and with its own weight"
+            if out is not None and (fault := next((name for name, right in norms if is_near(out, right)), otherwise)):
+                return "wrong-norm", f"The norm of {'qk'[key]} is {fault}."
     return None
+
+
+def _norms(
+    subject: Subject, x: Tensor, weight: Tensor, other: Tensor, rotate: Callable[[Tensor], Tensor], unset: Subject
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the result for q or k without a fault, "", and that with each known fault."""
+    form = subject.form
+    of_others = replace(subject, form=replace(form, of_all_heads=not form.of_all_heads))
+    yield "", rotate(normed(subject, x, weight))
+    yield "taken after the rotation", normed(subject, rotate(x), weight)
+    yield "multiplied by the weight of the other", rotate(normed(subject, x, other))
+    yield "not multiplied by its weight", rotate(normed(subject, x, 1.0))
+    whole, each = ("each head", "all heads together") if form.of_all_heads else ("all heads together", "each head")
+    yield f"that of {whole}, and not of {each}", rotate(normed(of_others, x, weight))
+    yield "taken with another eps than the one that is passed", rotate(normed(unset, x, weight))
