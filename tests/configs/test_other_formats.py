@@ -71,10 +71,12 @@ def test_the_divisors_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", HF_MODEL_TYPES)
 def test_the_model_types_of_architectures(tmp_path: Path, architecture: str) -> None:
     """Each of them has a row, and its pairing is that of this row."""
-    assert not ARCHITECTURES[HF_MODEL_TYPES[architecture]].refusal
+    assert not ARCHITECTURES[HF_MODEL_TYPES[architecture].split("/")[-1]].refusal
 
 
 HALF = {"attention.key_length": 32, "rope.dimension_count": 16}
+SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0], "attention.key_length": 16}
+OF_QWEN_3_5 = {"attention.key_length": 64, "rope.dimension_count": 16}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +103,15 @@ HALF = {"attention.key_length": 32, "rope.dimension_count": 16}
         ("lfm2moe", {"attention.head_count_kv": [0, 2, 0, 2]}),
         ("mellum", {"attention.sliding_window": 512}),
         ("minicpm", {}),
+        ("minimax-m2", HALF),
         ("minimax-m3", {"attention.indexer.key_length": 16}),
         ("modern-bert", {"attention.sliding_window": 512, "rope.freq_base_swa": 1e4}),
         ("orion", {}),
+        ("qwen2vl", SECTIONS),
+        ("qwen35", {**SECTIONS, **OF_QWEN_3_5}),
+        ("qwen35moe", {**SECTIONS, **OF_QWEN_3_5}),
+        ("qwen3vl", SECTIONS),
+        ("qwen3vlmoe", SECTIONS),
         ("qwen3next", {"attention.key_length": 32, "rope.dimension_count": 8}),
         ("xverse", {}),
     ],

@@ -600,6 +600,21 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert found.exit_code == 0
 
 
+@pytest.mark.parametrize(("architecture", "sections"), [("qwen35", (11, 11, 10)), ("qwen3vl", (24, 20, 20))])
+def test_a_gguf_file_of_a_model_whose_config_has_a_text_config(
+    tmp_path: Path, architecture: str, sections: tuple[int, ...]
+) -> None:
+    """As in the published config.json of Qwen 3.5, whose rope_parameters are inside, and of Qwen 3 VL."""
+    keys = {"rope.dimension_sections": (*sections, 0), "rope.dimension_count": 2 * sum(sections)}
+    path = gguf_files.write(tmp_path / "q.gguf", GGUF | keys, architecture=architecture)
+    row = of(extend(path, 4 * 40_960, engines=("vllm",), new_factor=4.0, model="M"), "vLLM")
+    text = json.loads(shlex.split(row["commands"][0])[4])["text_config"]["rope_parameters"]
+    stated = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [*sections], "mrope_interleaved": True}
+    assert text.items() >= stated.items()
+    assert text.get("partial_rotary_factor", 1.0) == sum(sections) / 64
+    assert row["notes"] == ["MODEL is this model in a format that it reads."]
+
+
 def test_a_params_json(tmp_path: Path) -> None:
     """The factor of Meta's scaling is not that of the new one. Only vLLM reads the file of Mistral itself."""
     meta = {"dim": 4096, "n_layers": 2, "n_heads": 32, "rope_theta": 5e5, "use_scaled_rope": True}

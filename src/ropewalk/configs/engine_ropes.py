@@ -13,6 +13,7 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES, name_of
 from ropewalk.configs.reader import PAIRING_KEY, SECTIONS
 from ropewalk.configs.source import Request
+from ropewalk.configs.tables.gguf import HF_PUBLISHED_IN_5
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
 from ropewalk.engines import engine as engine
 from ropewalk.rope.rope import Rope
@@ -53,7 +54,8 @@ def read(config: Any, asked: Request) -> tuple[ModelRopes, dict[str, Any]]:
         other = other_formats.read(values, name, asked)
         inside = mistral.has_encoder(values)
         try:
-            values = other.to_hf_config(version=5 if other.query_scale else 4)  # more engines read 4, which lacks it
+            in_5 = other.query_scale or (other.config or {}).get("model_type") in HF_PUBLISHED_IN_5
+            values = other.to_hf_config(version=5 if in_5 else 4)  # more engines read 4, which lacks the scale
         except RopeError:  # it cannot express ropes of several kinds
             values = other.to_hf_config(version=5)
         values = {"model_type": "mistral3", "text_config": values} if inside else values

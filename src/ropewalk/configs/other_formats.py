@@ -69,15 +69,20 @@ def to_hf_config(ropes: ModelRopes, version: int) -> dict[str, Any]:
     if ropes.config is None:
         must = f"the model_type of Hugging Face must follow from the {ropes.file_format}"
         raise error(ropes.source, must, f"{ropes.model_type}, for which it is not known", fix)
-    model_type = str(ropes.config["model_type"])
+    outer, _, model_type = str(ropes.config["model_type"]).rpartition("/")
     must = f"the {ropes.file_format} must state what the config.json of a {model_type} states"
-    row = ARCHITECTURES.get(name_of(model_type, ropes.config))
+    stated = {**ropes.config, "model_type": model_type}
+    row = ARCHITECTURES.get(name_of(model_type, stated))
+    rope = next((rope for rope in ropes.layers if rope is not None), None)
+    if row is not None and rope is not None and row.dim_key:
+        stated[row.dim_key] = rope.rotary_dim
     try:
-        c = Reader(ropes.config, ropes.source, "", Request())
+        c = Reader(stated, ropes.source, "", Request())
         kinds = () if row is None else tuple(row.kinds_of_layers(c))
         layers = tuple(rope and replace(rope, scaling=_stated(rope)) for rope in ropes.layers)
-        own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type)
+        own = replace(ropes, layers=layers, layer_kinds=kinds, model_type=model_type, config=stated)
         config = model_ropes.write(own, version)
+        config = {"model_type": outer, "text_config": config} if outer else config
         found = hf.read(config, ropes.source, Request())
     except RopeError as e:
         raise error(ropes.source, must, without_fix(e).removeprefix(f"{ropes.source}: "), fix) from e
@@ -103,10 +108,15 @@ def _stated(rope: Rope) -> Any:
 
 
 def _same(a: Rope | None, b: Rope | None) -> bool:
-    """Whether two ropes are the same, except for their pairing and the rounding to float32."""
+    """Whether two ropes are the same, except for their pairing and the rounding to float32.
+
+    If the first has no axes, it may be the rope of text tokens of the second.
+    """
     if a is None or b is None:
         return a is b
-    if any(getattr(a, name) != getattr(b, name) for name in ("head_dim", "rotary_dim", "rotary_offset", "axes")):
+    if any(getattr(a, name) != getattr(b, name) for name in ("head_dim", "rotary_dim", "rotary_offset")):
+        return False
+    if a.axes not in (None, b.axes):
         return False
     for length in (1, 2**31):
         one, other = (rope if rope.is_static else rope.at_length(length) for rope in (a, b))

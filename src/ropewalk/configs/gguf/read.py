@@ -106,12 +106,17 @@ def _hf_sizes(c: Keys, layers: list[str], ropes: Mapping[str, Rope | None]) -> d
         return None
     stated = {key: c.get(name) for key, name in _HF_SIZES.items()}
     heads = {rope.head_dim for rope in ropes.values() if rope is not None}
+    sections: dict[str, Any] = {}
+    if c.row.axes is not None and c.has(SECTIONS):  # which the ropes of text tokens do not say
+        flag = {"mrope_interleaved": True} if c.row.axes == "imrope" else {}
+        sections = {"rope_parameters": {"mrope_section": [*c.get(SECTIONS)][:3], **flag}}
     return {
         "model_type": model_type,
         "num_hidden_layers": len(layers),
         **({"head_dim": heads.pop()} if len(heads) == 1 else {}),
         **({"layer_types": layers} if _HF_KINDS.issuperset(layers) else {}),
         **{key: value for key, value in stated.items() if type(value) is int and value},
+        **sections,
     }
 
 

@@ -263,7 +263,7 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
     if row["name"] == "llama.cpp" and plan is not None and len({source.text.window(i) for i in plan.layers}) > 1:
         notes.append("Its arguments do not change layers with a window, whose positions are not new to the model.")
     if row["name"] == "llama.cpp" and target > source.stated and (plan is None or plan.method != "yarn"):
-        names = [name for name, own in HF_MODEL_TYPES.items() if own == source.text.model_type]
+        names = [name for name, own in HF_MODEL_TYPES.items() if own.split("/")[-1] == source.text.model_type]
         key = f"{names[0] if len(names) == 1 else '<general.architecture>'}.context_length=int:{target}"
         notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
     reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target)["reads"]
@@ -279,7 +279,8 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
         notes.append(f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command.")
     if source.text.file_format and model == "MODEL":
-        nested = " If its config.json has a text_config, put the keys into that." if row["reads_config"] else ""
+        is_flat = row["reads_config"] and find_text(source.whole)[1] is source.whole
+        nested = " If its config.json has a text_config, put the keys into that." if is_flat else ""
         notes.append(f"MODEL is this model in a format that it reads.{nested}")
     return notes
 
