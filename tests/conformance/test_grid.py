@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk import RopeError, conformance
+from ropewalk import Axes, Rope, RopeError, conformance
 
 HEAD = """
 import torch
@@ -137,6 +137,38 @@ def test_right_code(tmp_path: Path, name: str) -> None:
 )
 def test_bugs(tmp_path: Path, name: str, old: str, new: str, codes: list[str]) -> None:
     assert checked(tmp_path, name, old, new).codes == codes
+
+
+OF_A_TABLE = """
+import torch
+
+def rope_apply(x, grid_sizes, freqs):
+    parts = freqs.split([12, 10, 10], dim=1)
+    out = []
+    for row, (frames, rows, columns) in zip(x, grid_sizes.tolist()):
+        places = torch.cartesian_prod(*map(torch.arange, (frames, rows, columns)))
+        z = torch.view_as_complex(row.double().unflatten(-1, (-1, 2)))
+        z = z * torch.cat([part[place] for part, place in zip(parts, places.T)], dim=1)[:, None]
+        out.append(torch.view_as_real(z).flatten(2))
+    return torch.stack(out).type_as(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "codes"),
+    [
+        ("", "", []),
+        ("(frames, rows, columns)))", "(frames, columns, rows)))", ["wrong-side"]),
+        ("places.T)", "places.T[[0, 2, 1]])", ["axes-exchanged"]),
+        ("[12, 10, 10]", "[10, 10, 12]", ["sections-permuted"]),
+    ],
+)
+def test_one_table_for_the_axes_of_a_video(tmp_path: Path, old: str, new: str, codes: list[str]) -> None:
+    """As in Wan's own code, whose table has a row for each number on any axis."""
+    (path := tmp_path / "theirs.py").write_text(OF_A_TABLE.replace(old, new) if old else OF_A_TABLE)
+    rope = Rope(64, 10_000.0, "interleaved", axes=Axes.axial((24, 20, 20)))
+    report = conformance.check(f"{path}:rope_apply", rope=rope)
+    assert report.codes == codes, str(report)
 
 
 def test_a_factor_of_all_axes_counts_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ norms that a module has                attention of Qwen 3 and others           
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
-the size of a grid                     Wan, DINOv3's and others' vision towers              grid 125
+the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 130
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
@@ -121,8 +121,9 @@ class _Finder:
         of_grid = [function_of(obj) for obj in target.objects if grid.sizes_of(function_of(obj)) or has_sides(obj)]
         self.is_grid = bool(of_grid)
         self.axes = words.read_call(function_of(target.objects[-1])).axes
+        self.counts = grid.counts_of(of_grid[0]) if of_grid else ()
         if of_grid:
-            self.axes = f"{grid.axes_of(of_grid[0])}s"
+            self.axes = f"{self.counts[-1]}s"
         first = words.parameters(getattr(target.objects[0], "owner", target.objects[0])) or {}
         widths = next((first[name].default for name in ("axes_dim", "axes_dims") if name in first), None)
         if not self.axes and isinstance(widths, list | tuple):  # of each axis
@@ -140,7 +141,10 @@ class _Finder:
     def find(self, layout: str | None) -> Subject:
         """Return the best of all calls, with one position for each token or several."""
         stated = count_of(self.axes) or (self.expected.axes and self.expected.axes.count)
-        best = self.search(stated, layout) if stated else None
+        best = self.search(stated, layout) if stated and not self.counts[1:] else None
+        for count in self.counts[1:] and self.counts:
+            if (best := self.search(count, layout)) is not None and _all_axes_matter(best[1]):
+                break
         failure = None
         if count_of(self.axes) is None and (best is None or best[0] < _PERFECT or not _all_axes_matter(best[1])):
             try:
@@ -293,9 +297,9 @@ class _Finder:
         sides = grid.SIDES if has_sides(target) else None
         of_grid = [*grid.sizes_of(first if second is None else second).values()]
         if sides or grid.sizes_of(first):
-            first = grid.spread(first, sides, makes_tables=second is not None)
+            first = grid.spread(first, count, sides, makes_tables=second is not None)
         if second is not None and of_grid:
-            second = grid.spread(second)
+            second = grid.spread(second, count)
         function = first if second is None else second
         inner = norms.of_module(first, expected.channels) if isinstance(first, torch.nn.Module) else {}
         if second is None and inner:
@@ -321,8 +325,11 @@ class _Finder:
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:
                 calls = [(call.without(_TABLES), [])]  # their default may be right
-            if count is not None and "sections" in roles:
+            if count is not None and ("sections" in roles or self.is_grid):
                 sizes = expected.sizes_of_axes(count)
+                if "sections" not in roles and expected.axes is None:  # as Wan's code divides the columns
+                    share = sum(sizes) // count
+                    sizes = [sum(sizes) - (count - 1) * share, *[share] * (count - 1)]
                 axes, dim = expected.axes or Axes.sections(sizes), 2 * sum(sizes)
                 given = replace(GIVEN, head_dim=max(expected.channels, dim), rotary_dim=dim, axes=axes)
             if count is None or given.axes is not None:
@@ -437,7 +444,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     score += _ROTATES * (differs_by_token and not differs_by_head) - _ROTATES * (not differs_by_token)
     many = torch.arange(_MANY)[None]
     many = many + 7 * subject.accepts(many + 7)  # beyond the rows of tables that have one for each token
-    is_given = given is not None and subject.accepts(many)
+    is_given = given is not None and not subject.of_grid and subject.accepts(many)
     if is_given and not _runs(subject, *2 * (subject.equal_heads(_MANY, _HEADS),), many, errors):
         if "positions" in subject.way.roles:  # which must index all of them
             return None

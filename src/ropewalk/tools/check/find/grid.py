@@ -30,20 +30,25 @@ def sizes_of(function: Any) -> dict[str, str]:
     call = words.read_call(function)
     roles = {*call.parameter_of}
     required = roles - call.optional
-    if not required & {"grid", "height", "latent"} or required & {"positions", "cos", "freqs_cis"}:
+    tables = {"positions", "cos"} if "grid" in required else {"positions", "cos", "freqs_cis"}
+    if not required & {"grid", "height", "latent"} or required & tables:
         return {}
     return {role: call.parameter_of[role] for role in _SIZES if role in required}
 
 
-def axes_of(function: Any) -> int:
-    """Return the number of sides: three if a parameter is for the frames of a video."""
+def counts_of(function: Any) -> tuple[int, ...]:
+    """Return the numbers of sides that a grid may have: three if it has the frames of a video."""
     names, known = sizes_of(function), words.parameters(function) or {}
     one = names.get("grid", "")
-    is_video = bool(one) and ("thw" in one or str(known[one].annotation).count("int") == 3)
-    return 3 if is_video or {"frames", "latent"} & {*names} else 2
+    stated = str(known[one].annotation).count("int") if one else 0
+    if stated == 3 or {"frames", "latent"} & {*names} or "thw" in one:
+        return (3,)
+    return (2,) if not one or stated or "hw" in one else (3, 2)
 
 
-def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables: bool = False) -> Any:
+def spread(
+    function: Any, count: int | None, sides: tuple[int, int] | None = None, *, makes_tables: bool = False
+) -> Any:
     """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
     The tokens are put at their places on the smallest grid that has all of them, or on one of `sides`, and are read
@@ -100,7 +105,7 @@ def spread(function: Any, sides: tuple[int, int] | None = None, *, makes_tables:
         return out if len(out) > 1 else out[0]
 
     kept = [p for name, p in known.items() if name not in names.values()]
-    kind, count = inspect.Parameter.KEYWORD_ONLY, 2 if sides else axes_of(function)
+    kind, count = inspect.Parameter.KEYWORD_ONLY, 2 if sides else count or counts_of(function)[-1]
     own = {"positions": f"{count}s"} | ({"tensor_layout": "str"} if tensors else {})
     added = (inspect.Parameter(name, kind, annotation=annotation) for name, annotation in own.items())
     return words.stands_for(counted, function, [*kept, *added])

@@ -110,7 +110,8 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
         if way.positions != "given" and not source.is_final:  # the target indexes tables of all positions
             count = max(int(positions.max()) + 1, positions.shape[-1])
             reads_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)  # if wrong
-            rows = torch.arange(count + 16 * reads_more)[None]
+            of_grid = positions.ndim == 3  # whose sides may be longer by 1
+            rows = torch.arange(count + 16 * reads_more + of_grid)[None]
         values: list[Any] = [*source.make(q, rows)]
         if axes in ("s", "s11") and source.given is None and any(len(t) not in (1, rows.shape[-2]) for t in values):
             raise ValueError("the first axis of the tables is not that of the batch")
@@ -162,8 +163,8 @@ def _exact(name: str, given: Rope) -> Source:
     """Return a source of exact tables. As in models, cos and sin have the dtype of q, and angles are float32."""
 
     def make(q: Tensor, positions: Tensor) -> Tables:
-        rotation = replace(given, axes=None).at(positions.flatten(), dtype=torch.float64)
-        exact = [table.reshape(*positions.shape, -1) for table in (rotation.cos, rotation.sin)]
+        angles = positions[..., None] * torch.from_numpy(given.inv_freq)
+        exact = angles.cos(), angles.sin()
         cos, sin = (table.to(q.dtype) for table in exact)
         if name == "complex":
             return (torch.complex(exact[0].float(), exact[1].float()),)
@@ -172,8 +173,7 @@ def _exact(name: str, given: Rope) -> Source:
         if name == "cos, sin stacked":
             return (torch.stack((cos, sin), dim=-1),)
         kind, _, width = name.rpartition(" ")
-        angles = (positions[..., None] * torch.from_numpy(given.inv_freq)).float()
-        tables = {"angles": (angles,), "sin, cos": (sin, cos)}.get(kind.strip("()"), (cos, sin))
+        tables = {"angles": (angles.float(),), "sin, cos": (sin, cos)}.get(kind.strip("()"), (cos, sin))
         wide = tuple(formats.widen(table, width) for table in tables)  # type: ignore[arg-type]
         return wide if not kind or kind.startswith("(") else (torch.cat(wide, dim=-1),)
 
