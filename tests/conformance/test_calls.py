@@ -968,6 +968,97 @@ def test_starts_of_rows_in_whole_tables() -> None:
     assert (report.codes, report.found["layout"]) == (["first-row-positions"], "sbhd")
 
 
+@pytest.mark.parametrize(("write", "codes"), [("{}", []), ("{}.neg_()", ["arguments-changed"])])
+def test_tables_are_not_written_into(write: str, codes: list[str]) -> None:
+    """As for an NPU whose kernel is passed the sign of rotate_half in sin, of which every layer gets the same one."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        signed = torch.cat((-sin, sin), dim=-1).unsqueeze(-2)
+        eval(write.format("sin"), {"sin": sin})
+        cos = torch.cat((cos, cos), dim=-1).unsqueeze(-2)
+        return tuple(x * cos + x.roll(x.shape[-1] // 2, -1) * signed for x in (q, k))  # type: ignore[return-value]
+
+    assert conformance.check(rotate).codes == codes
+
+
+def test_offsets_of_rows_are_added_to_that_of_all() -> None:
+    """As in ExLlama's rope_."""
+
+    def rotate(x: Tensor, past_len: int, offsets: Tensor) -> Tensor:
+        return turn(x, *at_positions(cos_sin_cache(64, 600), past_len + offsets[:, None] + torch.arange(x.shape[1])))
+
+    report = conformance.check(rotate, layout="bshd")
+    assert (report.verdict, report.found["positions"]) == ("right", "counted from an offset for each row")
+    assert all(grade.right is not False for grade in report.grades), str(report)
+
+
+def test_a_share_of_the_head_beside_tables() -> None:
+    """As in LightLLM, whose tables have half as many columns as channels rotate."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, partial_rotary_factor: float = 1.0) -> None:
+        rotated = int(q.shape[-1] * partial_rotary_factor)
+        assert (len(cos), cos.shape[1]) == (len(q), rotated // 2)
+        for x in (q, k):
+            x.copy_(turn(x, cos, sin))
+
+    report = conformance.check(rotate)
+    assert (report.verdict, report.found["layout"]) == ("right", "thd")
+
+
+class OfPairs:
+    """ChatGLM's, whose tables are `[tokens, 1, pairs, 2]`."""
+
+    def __init__(self, dim: int, theta: float = 100.0) -> None:
+        self.inv_freq = theta ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def __call__(self, max_seq_len: int) -> Tensor:
+        angles = torch.outer(torch.arange(max_seq_len).double(), self.inv_freq)
+        return torch.stack((angles.cos(), angles.sin()), dim=-1)[:, None]
+
+
+@pytest.mark.parametrize(("order", "codes"), [("turned, rest", []), ("rest, turned", ["rest-not-passed"])])
+def test_tables_of_pairs_with_an_axis_for_the_batch(order: str, codes: list[str]) -> None:
+    """As in ChatGLM. That the rest comes first shows only at a head of which a part rotates."""
+
+    def apply(x: Tensor, rope_cache: Tensor) -> Tensor:
+        rotated, (cos, sin) = 2 * rope_cache.shape[-2], rope_cache[: len(x)].unbind(-1)
+        turned, rest = turn(x[..., :rotated], cos, sin, interleaved=True), x[..., rotated:]
+        return torch.cat(eval(order, {"turned": turned, "rest": rest}), dim=-1)
+
+    report = conformance.check((OfPairs, apply))
+    assert (report.codes, report.found["layout"]) == (codes, "sbhd"), str(report)
+    assert report.found["frequencies"] == "base 100"
+
+
+def test_tables_that_grow_beyond_the_length_of_the_constructor() -> None:
+    """Dynamic NTK: as many rows as there are tokens are asked for, which changes those before."""
+
+    class Grows:
+        def __init__(self, dim: int, max_position_embeddings: int = 2048) -> None:
+            self.dim, self.length = dim, max_position_embeddings
+
+        def __call__(self, seq_len: int) -> tuple[Tensor, Tensor]:
+            base = 100.0 * max(1.0, seq_len / self.length) ** (self.dim / (self.dim - 2))
+            angles = torch.arange(seq_len)[:, None] * base ** (-torch.arange(0, self.dim, 2).double() / self.dim)
+            return angles.cos(), angles.sin()
+
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(q, cos[position_ids], sin[position_ids]), turn(k, cos[position_ids], sin[position_ids])
+
+    assert conformance.check((Grows, apply)).codes == []
+
+
+@pytest.mark.parametrize(("sign", "codes"), [("1", []), ("(-1) ** torch.arange(32)", ["rotates-backwards"])])
+def test_some_pairs_go_backwards(sign: str, codes: list[str]) -> None:
+    def rotate(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None] * 100.0 ** (-torch.arange(32) / 32).double() * eval(sign)
+        return turn(q, angles.cos(), angles.sin()), turn(k, angles.cos(), angles.sin())
+
+    report = conformance.check(rotate)
+    assert report.codes == codes
+    assert ("Of the pairs, 1, 3, 5, 7, … rotate" in str(report)) == bool(codes)
+
+
 def test_attention_is_no_rotation() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k = (turn(x, *tables_at(torch.arange(x.shape[1])[None])) for x in (q, k))
@@ -1418,6 +1509,21 @@ class TestAdapter:
         report = conformance.check(f"{tmp_path / 'mine.py'}:rotate")
         assert (report.codes, report.found["pairing"]) == ([], "half")
         assert "offset" not in function or "from an offset" in report.found["positions"]
+
+    @pytest.mark.parametrize(("rows", "codes"), [("position_ids", []), ("position_ids[:1]", ["first-row-positions"])])
+    def test_passes_optional_positions_of_arrays(self, tmp_path: Path, rows: str, codes: list[str]) -> None:
+        """As in the reference of ONNX, whose caches have a row for each token if no positions are passed."""
+        code = f"""{NUMPY}
+def of_caches(x, cos_cache, sin_cache, position_ids=None):
+    cos, sin = (c if position_ids is None else c[{rows}] for c in (cos_cache, sin_cache))
+    (a, b), cos, sin = np.split(x, 2, axis=-1), cos[..., None, :], sin[..., None, :]
+    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+"""
+        (path := tmp_path / f"caches_{len(codes)}.py").write_text(code)
+        with pytest.raises(RopeError, match="code that uses numpy") as e:
+            conformance.check(f"{path}:of_caches")
+        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
+        assert conformance.check(f"{tmp_path / 'mine.py'}:rotate").codes == codes
 
     def test_converts_arrays_for_code_that_imports_inside(self, tmp_path: Path) -> None:
         imports, code = "import numpy as np", NUMPY.replace("import numpy as np", "")

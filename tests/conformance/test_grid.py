@@ -171,6 +171,35 @@ def test_one_table_for_the_axes_of_a_video(tmp_path: Path, old: str, new: str, c
     assert report.codes == codes, str(report)
 
 
+OF_BLOCKS = """
+class OfBlocks(torch.nn.Module):
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.head_dim, self.spatial_merge_size = head_dim, 2
+
+    def forward(self, q, k, grid_thw):
+        angles = []
+        for frames, rows, columns in grid_thw.tolist():
+            places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+            places = places.view(rows // 2, 2, columns // 2, 2, 2)
+            places = places.transpose(1, 2).flatten(0, 3).repeat(frames, 1)
+            inv_freq = 100.0 ** (-torch.arange(0, self.head_dim // 2, 2).double() / (self.head_dim // 2))
+            angles.append((places[..., None] * inv_freq).flatten(1))
+        angles = torch.cat(angles)[:, None]
+        return turn(q, angles), turn(k, angles)
+"""
+
+
+@pytest.mark.parametrize(("old", "new", "codes"), [("", "", []), (".transpose(1, 2)", "", ["wrong-side"])])
+def test_patches_in_the_order_of_merged_blocks(tmp_path: Path, old: str, new: str, codes: list[str]) -> None:
+    """As in the vision towers of Qwen, whose images follow each other in one row."""
+    (path := tmp_path / "theirs.py").write_text(HEAD + (OF_BLOCKS.replace(old, new) if old else OF_BLOCKS))
+    report = conformance.check(f"{path}:OfBlocks", base=100.0, pairing="half")
+    assert report.codes == codes, str(report)
+    assert report.found["call"] == "f(q, k, grid_thw), tokens in blocks of 2 × 2"
+    assert report.found.get("axes", "pairs 0 to 15 height, 16 to 31 width") == "pairs 0 to 15 height, 16 to 31 width"
+
+
 def test_a_factor_of_all_axes_counts_once(tmp_path: Path) -> None:
     assert (
         checked(tmp_path, "rotate", "turn(x, angles_of", "turn(1.2 * x, angles_of").found["attention factor"] == "1.2"

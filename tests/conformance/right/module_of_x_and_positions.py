@@ -82,7 +82,7 @@ BUGS = {
     # cos is used in place of sin.
     "not_a_rotation__cos_for_sin": [("angles.sin()", "angles.cos()")],
     # The second channel of a pair is computed from the first one after that has been rotated.
-    "not_a_rotation__second_from_rotated_first": [("x1 * cos - x2 * sin", "(x1 := x1 * cos - x2 * sin)")],
+    "channel_overwritten__second_from_rotated_first": [("x1 * cos - x2 * sin", "(x1 := x1 * cos - x2 * sin)")],
     # The offset of the KV cache changes only the length of the table, not the positions.
     "offset_ignored": [
         (", positions)", ", offset=0)"),
@@ -104,7 +104,7 @@ BUGS = {
         ("(x1 * cos - x2 * sin, x2 * cos + x1 * sin)", "(x2 * cos + x1 * sin, x1 * cos - x2 * sin)"),
     ],
     # Positions are advanced in place, for the next call.
-    "positions_changed": [("        return", "        positions += x.shape[1]\n        return")],
+    "arguments_changed": [("        return", "        positions += x.shape[1]\n        return")],
     # The parameter positions is not read.
     "positions_ignored": [("positions[:, :, None, None]", "torch.arange(x.shape[1])[None, :, None, None]")],
     # Positions are counted from 1.

@@ -61,6 +61,9 @@ BUGS: dict[str, Bug] = {
         "pairs are changed but not rotated",
         "Return (a cos − b sin, b cos + a sin), computing both from the input pair. rotate_half is cat(-x2, x1).",
     ),
+    "channel-overwritten": Bug(
+        "a channel of each pair is overwritten before the other is computed", "Compute both before either is written."
+    ),
     "tables-misused": Bug("the tables are taken for angles"),
     "mixed-pairings": Bug(
         "the two channels of a pair are rotated by different angles",
@@ -95,7 +98,8 @@ BUGS: dict[str, Bug] = {
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
     "wrong-side": Bug(
         "the tokens of a grid are counted with the wrong one of its sides",
-        "The row of token i is i // columns, and its column is i % columns.",
+        "The row of token i is i // columns, and its column is i % columns. If patches are merged, those of one block "
+        "follow each other.",
     ),
     "sections-permuted": Bug("the sections are in another order"),
     "section-layout": Bug(
@@ -178,7 +182,7 @@ BUGS: dict[str, Bug] = {
     "input-changed": Bug(
         "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
     ),
-    "positions-changed": Bug("the positions that are passed are overwritten", "Work on a copy of positions."),
+    "arguments-changed": Bug("positions or tables that are passed are overwritten", "Work on a copy of them."),
     "value-changed": Bug("v is changed"),
     "cache-not-written": Bug("the cache is not written"),
     "wrong-slot": Bug(

@@ -31,18 +31,18 @@ def to(x):
 
 
 def written(
-    call: Call, expected: Expected, rotary_dim: int, count: int | None = None, layer_type: str | None = None
+    call: Call, expected: Expected, sizes: tuple[int, int], count: int | None = None, layer_type: str | None = None
 ) -> dict[str, str]:
     """Return the arguments that follow from the words and from what is expected, by role, as expressions of Python.
 
     Args:
         call: the roles of the function's parameters.
         expected: what it should compute.
-        rotary_dim: the number of rotated channels.
+        sizes: the numbers of channels of a head, and of rotated ones.
         count: the number of axes of the positions, if there are several.
         layer_type: the kind of the layer, for code with a parameter for it.
     """
-    half = expected.pairing != "interleaved"
+    (head_dim, rotary_dim), half = sizes, expected.pairing != "interleaved"
     base = 10_000.0 if expected.base is None else expected.base
     inv_freq = f"{base} ** (-torch.arange(0, {rotary_dim}, 2) / {rotary_dim})"
     if expected.rope is not None and expected.rope.scaling is not None:
@@ -72,8 +72,8 @@ def written(
         "tensor_layout": "layout",
         "rotary_dim": str(rotary_dim),
     }
-    if rotary_dim != expected.head_dim:
-        always["rotary_share"] = str(rotary_dim / expected.head_dim)
+    if rotary_dim != head_dim:
+        always["rotary_share"] = str(rotary_dim / head_dim)
     always |= {} if count is None else {"sections": str(expected.sizes_of_axes(count))}
     always |= {} if layer_type is None else {"layer_type": repr(layer_type)}
     always |= {} if expected.base is None else {"base": str(base)}
@@ -131,7 +131,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     if len(target.objects) == 2:
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
-    arguments = _arguments(last, call, expected)
+    arguments = _arguments(last, call, expected, is_of_arrays=library is not None)
     # In the order of the parameters, in which the function that computes them mostly returns them.
     tables = [word for word in arguments.values() if word in ("cos", "sin", "freqs_cis")]
     is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
@@ -174,6 +174,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
+        if tables and "positions" in call.optional:  # so that the call without them is judged, too
+            takes = [*(word for word in takes if word != "positions"), "positions=None"]
     called = _called(last, arguments)
     if outs:
         both = ", ".join(outs)
@@ -203,10 +205,10 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
     }
     fixed |= {"offsets": "offset", "layer_type": repr(expected.layer_type)}
     fixed = {role: text for role, text in fixed.items() if role in {*call.parameter_of} - call.optional}
-    return written(call, expected, expected.rotary_dim) | fixed
+    return written(call, expected, (expected.head_dim, expected.rotary_dim)) | fixed
 
 
-def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
+def _arguments(obj: Any, call: Call, expected: Expected, *, is_of_arrays: bool = False) -> dict[str, str]:
     """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
@@ -215,7 +217,9 @@ def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
         sizes |= chosen(obj, expected)
     omitted = call.optional & {"offsets", "cu_seqlens", "tensor_layout", *({"offset"} if "positions" in roles else ())}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
-        omitted |= call.optional & {"rotary_dim", "offset", *({"positions"} if "cos_sin_cache" not in roles else ())}
+        omitted |= call.optional & {"rotary_dim", "offset"}
+        if "cos_sin_cache" not in roles and not is_of_arrays:
+            omitted |= call.optional & {"positions"}
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():
         role = role_of.get(name, "")

@@ -296,6 +296,7 @@ class _Finder:
             first, _ = construct(first, expected, (tokens,))
         sides = grid.SIDES if has_sides(target) else None
         of_grid = [*grid.sizes_of(first if second is None else second).values()]
+        block = 1 if sides else max(grid.block_of(each) for each in (first, second) if each is not None)
         if sides or grid.sizes_of(first):
             first = grid.spread(first, count, sides, makes_tables=second is not None)
         if second is not None and of_grid:
@@ -348,8 +349,9 @@ class _Finder:
         if call.key_first:
             calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]
         for each, sources in calls:
-            rotary_dim = given.rotary_dim if sources and second is None else expected.rotary_dim
-            written = adapter.written(each, expected, rotary_dim, count, layer_type)
+            of_rope: Expected | Rope = given if sources and second is None else expected
+            sizes_of_head = of_rope.head_dim, of_rope.rotary_dim
+            written = adapter.written(each, expected, sizes_of_head, count, layer_type)
             fixed = words.filled(function, each.parameter_of.values())
             of_configs = {n: config for n, config in config_objects(function, expected).items() if n in fixed}
             fixed |= of_configs
@@ -366,6 +368,7 @@ class _Finder:
                         named = [n for n in named if n not in ("positions", "tensor_layout")] + of_grid
                     named += [f"{n}={value}" for n, value in fixed.items() if n not in of_configs]
                     text = f"f({', '.join(named)}){form.packed}"
+                    text += f", tokens in blocks of {block} × {block}" if self.is_grid and block > 1 else ""
                     text += f" of an object with {', '.join(f'{name}=None' for name in nones)}" if nones else ""
                     if second is not None:
                         widened = (way.tables or "").split(", ")[1:2] not in (["bs"], ["s"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +42,9 @@ def counts_of(function: Any) -> tuple[int, ...]:
     names, known = sizes_of(function), words.parameters(function) or {}
     one = names.get("grid", "")
     stated = str(known[one].annotation).count("int") if one else 0
-    if stated == 3 or {"frames", "latent"} & {*names} or "thw" in one:
+    if stated == 3 or {"frames", "latent"} & {*names}:
         return (3,)
-    return (2,) if not one or stated or "hw" in one else (3, 2)
+    return (2,) if not one or stated or re.search("(^|_)hws?$", one) else (3, 2)
 
 
 def spread(
@@ -57,13 +58,14 @@ def spread(
     roles, known = words.read_call(function).parameter_of, words.parameters(function) or {}
     names = {} if sides else sizes_of(function)
     tensors = [] if makes_tables else [roles[role] for role in _TENSORS if role in roles]
+    block = 1 if sides else block_of(function)
     is_square = "grid" in names and known[names["grid"]].annotation in (int, "int")
     forms = [lambda sides, _: sides[-1]] if is_square else [*_FORMS]  # or only that which works
 
-    def call(given: dict[str, Any], sizes: tuple[int, ...]) -> list[Tensor]:
+    def call(given: dict[str, Any], sizes: tuple[int, ...], batch: int) -> list[Tensor]:
         error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[::-1], 1), strict=False))
         for i, form in enumerate(forms):
-            values: dict[str, Any] = stated | {"grid": form(sizes, len(given[tensors[0]]) if tensors else 1)}
+            values: dict[str, Any] = stated | {"grid": form(sizes, batch)}
             if "latent" in names:
                 pixels = (n * patch for n, patch in zip(sizes, _patch(function), strict=True))
                 values["latent"] = torch.zeros(1, 1, *pixels)
@@ -78,14 +80,18 @@ def spread(
         raise error or TypeError("no form of the sizes is known")
 
     def counted(positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
-        *others, rows, columns = ((int(p.max()) + 1) | 1 for p in positions)  # odd, as code that merges patches is not
+        # An odd number of blocks, as code that merges patches without an attribute for it refuses.
+        *others, rows, columns = (((int(p.max()) // block + 1) | 1) * block for p in positions)
         rows, columns = (max(rows, columns),) * 2 if is_square else (rows, columns)
         sizes = sides or (*others, rows, columns)
         if (count := math.prod(sizes)) > _MOST or any(n > max(sizes) for n in (rows, columns)):
             raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
-        place, axis = positions[0], min(tensor_layout.find(name) % 9 for name in "st")
-        for p, size in zip(positions[1:], sizes[1:], strict=True):
-            place = place * size + p
+        axis = min(tensor_layout.find(name) % 9 for name in "st")
+        *frames, row, column = positions
+        place = (
+            (row // block * (sizes[-1] // block) + column // block) * block**2 + row % block * block + column % block
+        )
+        place = place + sum(frames) * sizes[-2] * sizes[-1]
         copy = (place[:, None] == place).tril(-1).sum(-1)  # of several tokens at one place, each has a grid of its own
         order = [(copy == n).nonzero().flatten() for n in range(int(copy.max()) + 1)]
         parts = []
@@ -95,7 +101,8 @@ def spread(
                 x = passed[name]
                 empty = x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :])
                 given[name] = empty.index_copy(axis, place[tokens], x.index_select(axis, tokens))
-            found = call(given, sizes)
+            has_rows = tensors and "b" in tensor_layout
+            found = call(given, sizes, given[tensors[0]].shape[tensor_layout.index("b")] if has_rows else 1)
             if not tensors:  # tables, which may have an axis for each side
                 found = [x if count in x.shape[:-1] else x.flatten(0, len(sizes) - 1) for x in found]
                 found = [x.movedim(x.shape.index(count), 0) for x in found]
@@ -109,6 +116,12 @@ def spread(
     own = {"positions": f"{count}s"} | ({"tensor_layout": "str"} if tensors else {})
     added = (inspect.Parameter(name, kind, annotation=annotation) for name, annotation in own.items())
     return words.stands_for(counted, function, [*kept, *added])
+
+
+def block_of(function: Any) -> int:
+    """Return the side of the blocks of patches that an object merges, in whose order their tokens are, or 1."""
+    known = vars(getattr(function, "__self__", function))
+    return next((n for name, n in known.items() if "merge" in name and isinstance(n, int) and n > 1), 1)
 
 
 def _patch(function: Any) -> tuple[int, int, int]:

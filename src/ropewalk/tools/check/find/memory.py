@@ -82,9 +82,9 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """
     memory = current()
     tensors: list[Tensor] = []
-    _map([*arguments.values()], tensors.append)
+    map_tensors([*arguments.values()], tensors.append)
     pieces = _Pieces(memory.device, needs_autograd=any(x.requires_grad for x in tensors))
-    passed = {name: _map(value, partial(pieces.place, name)) for name, value in arguments.items()}
+    passed = {name: map_tensors(value, partial(pieces.place, name)) for name, value in arguments.items()}
     me = os.getpid()
 
     def bring(x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
             returned = function(**passed)
         memory.overwritten += pieces.bring_back()
         is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
-        return _map(returned, bring) if is_moved else returned
+        return map_tensors(returned, bring) if is_moved else returned
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # the target may raise anything
@@ -147,13 +147,13 @@ def _names_devices(message: str) -> bool:
     return "cpu" in message and ("device" in message or "cpu tensor" in message)
 
 
-def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, of: Callable[[Tensor], Any]) -> Any:
     """Apply a function to each tensor in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return of(value)
     if type(value) in (list, tuple):
-        return type(value)(_map(each, of) for each in value)
-    return {key: _map(each, of) for key, each in value.items()} if type(value) is dict else value
+        return type(value)(map_tensors(each, of) for each in value)
+    return {key: map_tensors(each, of) for key, each in value.items()} if type(value) is dict else value
 
 
 @contextlib.contextmanager

@@ -204,7 +204,9 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
             return []
 
         def rows(q: Tensor, positions: Tensor) -> Tables:
-            return tuple(t.index_select(t.shape.index(max(t.shape[:-1])), positions[0]) for t in find(q, positions))
+            found = find(q, positions)
+            counts = [max(t.shape[: -2 if t.shape[-1] == 2 else -1]) for t in found]  # without pairs of cos and sin
+            return tuple(t.index_select(t.shape.index(n), positions[0]) for t, n in zip(found, counts, strict=True))
 
         return [Source(f"{name}, as they are", rows, is_whole=True)]
 

@@ -114,6 +114,9 @@ def _arguments(parameter_of: Roles, name: str, positions: Tensor, q: Tensor) -> 
         "max_seqlen": int(ends.diff().max()),
     } | dict.fromkeys(("offset", "offsets"), first.get(name))
     values |= {"k_positions": values["positions"], "k_offset": values["offset"]}
+    if {"offset", "offsets"} <= {*parameter_of} and name in ("offset", "offsets"):  # which are added to each other
+        other = {"offset": "offsets", "offsets": "offset"}[name]
+        values[other] = 0 if other == "offset" else torch.zeros_like(positions[..., 0], dtype=torch.int32)
     return {parameter_of[role]: values[role] for role in _ROLES.get(name, ()) if role in parameter_of}
 
 

@@ -86,7 +86,7 @@ SPELLINGS = {
 }
 _NAMES = WORDS | SPELLINGS
 _AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
-GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape|resolution|hw)s?$"
+GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape|resolution|t?hw)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {
@@ -261,7 +261,8 @@ def match(
         if name in required and name not in found.values() and (role := next(free, "")):
             found[role] = name
     last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")
-    if len(rest := [name for name in required if name not in found.values()]) == 1 and used is not None:
+    rest = [name for name in required if name not in found.values() and not re.search(GRID, name)]
+    if len(rest) == 1 and used is not None:
         role = last or ("freqs_cis" if used.get(rest[0]) in ("table", "tokens") and not _PLACES & {*found} else "")
         found |= {role: rest[0]} if role in names else {}
     for role, part in (parts or {}).items():

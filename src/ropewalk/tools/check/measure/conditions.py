@@ -64,13 +64,15 @@ def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[T
         return False
     of_kind = [call for call in (subject, *subject.others) if not kinds or call.way.positions in kinds]
     for positions, otherwise in calls:
-        accepting = next((call for call in of_kind if call.accepts(positions)), None)
-        if accepting is None:
+        accepting = [call for call in of_kind if call.accepts(positions)]
+        if not accepting:
             break
-        moved = [] if accepting.way.positions == "packed" else [positions + 1, positions - 1]
+        moved = [] if accepting[0].way.positions == "packed" else [positions + 1, positions - 1]
         shifted = [("positions-off-by-one", other) for other in moved] + _one_position(positions)
+        first, *others = [replace(baseline, subject=call) for call in accepting]
+        others = [other for other in others if other.subject.way.positions == "rows"]  # tables, indexed by positions
         try:
-            is_wrong = replace(baseline, subject=accepting).judge(positions, otherwise, *shifted)
+            is_wrong = any(each.judge(positions, otherwise, *shifted) for each in (first, *others))
         except CallError:
             if not kinds and not subject.of_grid:
                 raise
@@ -104,12 +106,11 @@ def _check_left_padding(baseline: Baseline) -> bool:
 
 
 def _passing(baseline: Baseline, change: Callable[[Tensor], Tensor]) -> Baseline:
-    """Return the measurement with calls that pass positions and tables as `change` returns them."""
+    """Return the measurement with calls that pass each tensor of positions and tables as `change` returns it."""
     subject = baseline.subject
 
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
-        values = subject.way.arguments(positions, q)
-        return {name: change(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return {name: memory.map_tensors(value, change) for name, value in subject.way.arguments(positions, q).items()}
 
     return replace(baseline, subject=replace(subject, way=replace(subject.way, arguments=arguments)))
 
@@ -171,19 +172,27 @@ def _views(subject: Subject) -> dict[str, list[Tensor]]:
 
 
 def _check_views(baseline: Baseline) -> bool:
-    """Test the results for views, and that neither they nor the positions are overwritten."""
-    subject, report, used = baseline.subject, baseline.report, memory.current()
+    """Test the results for views, and that neither they nor positions and tables are overwritten."""
+    report, used = baseline.report, memory.current()
+    passed: list[tuple[Tensor, Tensor]] = []
+
+    def keep(t: Tensor) -> Tensor:
+        passed.append((t, t.clone()))
+        return t
+
+    subject = _passing(baseline, keep).subject
     used.overwritten.clear()
     for name, (q, k) in _views(subject).items():
-        before, positions = (q.clone(), k.clone()), FIRST.clone()
+        before = q.clone(), k.clone()
         expected = [baseline.predict(subject.from_native(x).clone(), FIRST, key=x is k) for x in (q, k)]
-        for out, right in zip(subject.call_native(q, k, positions), expected, strict=True):
+        for out, right in zip(subject.call_native(q, k, FIRST.clone()), expected, strict=True):
             if out is not None and not bool(((subject.from_native(out) - right).abs() < subject.close).all()):
                 report.add("strided-input", f"The results for {name} are wrong.")
         if not subject.form.in_place and not (torch.equal(q, before[0]) and torch.equal(k, before[1])):
             report.add("input-changed", f"A call with {name} changes the values of its arguments.")
-        if not torch.equal(positions, FIRST):
-            report.add("positions-changed", f"Positions 0 to 4 are {positions[0].tolist()} after a call.")
+    if (changed := next((old for new, old in passed if not torch.equal(new, old)), None)) is not None:
+        what = "tables" if changed.is_floating_point() or changed.is_complex() else "positions"
+        report.add("arguments-changed", f"A call changes the {what} that it is passed, as a later one would find them.")
     if used.overwritten and "strided-input" not in report.codes:
         report.add("memory-overwritten", used.overwritten[0])
     if subject.way.given is not None and not subject.form.is_fused:

@@ -161,6 +161,10 @@ def identify(
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
     if rope.scaling is None and ratios[-1] < 0.999 and bool((ratios.diff() < 1e-3).all()):
         says = f"A scaling is applied that was not asked for: the slowest pair is {1 / ratios[-1]:.4g} times slower."
+    elif abs(float(ratios[i]) - 1) < 1e-4 and bool((other := (inv_freq < 0) != (expected < 0)).any()):
+        pairs = other.nonzero().flatten().tolist()
+        listed = f"{', '.join(map(str, pairs[:4]))}{', …' if len(pairs) > 4 else ''}"
+        return replace(measured, code="rotates-backwards", says=f"Of the pairs, {listed} rotate by minus their angle.")
     elif abs(float(ratios[i]) - 1) < 1e-4:
         first = int((right.excess(multipliers, positions) > 1).any(-1).nonzero()[0])
         says = right.describe_error(multipliers[first], positions[first])

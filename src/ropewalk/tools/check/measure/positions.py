@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
+from ropewalk.tools.check.find.tables import INDEXED
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
 from ropewalk.tools.check.measure.case import KNOWN, usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
@@ -132,6 +133,8 @@ def _probes(baseline: Baseline, longest: int) -> Iterator[Tensor]:
         return
     table_length = _table_length(subject)
     ends = sorted({*(2**n for n in range(6, 21)), 300, 5_000, *table_length, *(n + 3 for n in table_length)})
+    if longest < LONGEST_CALL and (subject.way.tables or "").startswith(INDEXED):  # whose rows up to there are computed
+        last = min(last, 2**16)
     for end in ends:
         if end - 1 <= last:
             yield torch.arange(end - 4, end)

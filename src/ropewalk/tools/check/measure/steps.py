@@ -155,7 +155,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         if structure.pairing is None:  # then a part of the pairs was found
             report.drop("wrong-pairing", "rest-not-passed")
         says = _FLAWS[structure.flaw]
-        if structure.flaw == "not-a-rotation" and _rotates_in_16_bits(subject):
+        if structure.flaw in ("not-a-rotation", "channel-overwritten") and _rotates_in_16_bits(subject):
             says += " With float16 tensors it rotates: of them, `.float()` is a copy, but of float32 ones it is none."
         report.add(structure.flaw, says)
         return None
@@ -235,7 +235,7 @@ def _depends_on_length(subject: Subject) -> str:
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
-_KEEP = {"key-unlike-query", "memory-overwritten", "query-and-key-crossed"}
+_KEEP = {"key-unlike-query", "memory-overwritten", "query-and-key-crossed", "rest-not-passed"}
 
 
 def _judge_head_sizes(baseline: Baseline) -> bool | str:
@@ -290,6 +290,7 @@ def _judge_head_sizes(baseline: Baseline) -> bool | str:
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")
 _FLAWS = {
     "not-a-rotation": "The two channels of a pair do not become (a cos − b sin, b cos + a sin) for any one angle.",
+    "channel-overwritten": "One channel of each pair is computed from the result for the other, as b cos + a' sin.",
     "mixed-pairings": "The two channels of a pair are multiplied by the cosines of different angles.",
     "attention-factor": "cos and sin are multiplied by different factors.",
     "cos-and-sin-swapped": "They are swapped in one of the two channels of each pair. No more was judged.",

@@ -150,6 +150,9 @@ def _flaw(blocks: Tensor, close: float) -> str | None:
         squares = (sin**2 / (1 - cos**2))[cos**2 < 0.9]
         is_ellipse = len(squares) > 0 and float(squares.max() - squares.min()) < 0.01 * float(squares.max())
         return "attention-factor" if is_ellipse else "not-a-rotation"
+    for a, b in ((first_row, second_row), (second_row, first_row)):  # b is computed from the result a
+        if torch.allclose(b, torch.complex(a.real - a.imag**2, a.real * a.imag), atol=close):
+            return "channel-overwritten"
     if torch.allclose(first_row, second_row.conj(), atol=close) or not torch.allclose(
         first_row.abs(), second_row.abs(), atol=max(1e-4, close)
     ):
