@@ -101,6 +101,22 @@ def test_packed_padded_and_sharded() -> None:
         assert shard.equal(torch.cat(chunks, dim=1))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_documents_that_a_mask_numbers(model: str) -> None:
+    """All rows of a batch as documents of one row, with padding between them, each have the positions of their row."""
+    for case in [case for case in CASES if case["model"] == model]:
+        batch, lengths = dict(case["batch"]), torch.tensor(case["batch"]["attention_mask"]).sum(1)
+        for key in {"mm_token_type_ids", "input_ids"} & batch.keys():
+            batch[key] = [[x for row in batch[key] for x in row]]
+        numbers = torch.tensor(case["batch"]["attention_mask"]) * torch.arange(1, len(lengths) + 1)[:, None]
+        placed = from_processor(
+            {**case["config"], "model_type": model}, batch | {"attention_mask": numbers.view(1, -1)}
+        )
+        wanted = torch.tensor(case["positions"], dtype=dtype_of(model))
+        assert placed.positions[:, 0, numbers.view(-1) > 0].equal(wanted[:, numbers > 0]), case["id"]
+        assert placed.next == (lengths + torch.tensor(case["deltas"]))[-1], case["id"]
+
+
 def test_device_and_objects() -> None:
     """The result is on the device of the tokens, or where the caller wants it; a config may be an object."""
 
@@ -149,6 +165,7 @@ FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
         (QWEN, {"input_ids": [1, 2]}, "input_ids must be integers of shape [any, any], got torch.int64 of shape (2,)"),
         (QWEN, {"input_ids": torch.zeros(0, 3)}, "input_ids must be integers of shape [any, any], got torch.float32"),
         (QWEN, {"input_ids": torch.zeros(0, 3).int()}, "the number of rows must be an integer of at least 1, got 0"),
+        (QWEN, BATCH | {"cu_seqlens": [0, 2, 4]}, "must be those of attention_mask, got cu_seqlens. Number the documen"),
         (QWEN, BATCH | {"attention_mask": [[1, 1]]}, "attention_mask must be integers of shape [1, 4]"),
         (QWEN, BATCH | {"attention_mask": [[0] * 4]}, "row 0: types of tokens must be 0 to 2, and a row must have a"),
         (QWEN, {"mm_token_type_ids": [[0], [3]]}, "row 1: types of tokens must be 0 to 2, and a row must have a toke"),

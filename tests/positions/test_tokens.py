@@ -121,10 +121,9 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
             lambda: KVCache(1, 1, 1, 2, capacity=6).step(6, attention_mask=NUMBERED),
             "KVCache.step: attention_mask must have 1 for",
         ),
-        (lambda: from_processor(NUMBERED.tolist()), "positions.from_processor: attention_mask must have 1 for real to"),
         (
-            lambda: from_processor(NUMBERED.clamp(max=1) * 255),
-            "got 255. Pass attention_mask != 0 if a row is one text.",
+            lambda: from_processor(-NUMBERED),
+            "positions.from_processor: attention_mask must have 0 for padding, and for",
         ),
     ],
 )

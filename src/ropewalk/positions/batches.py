@@ -37,10 +37,8 @@ def with_unrotated(positions: Tensor, *, before: int = 0, after: int = 0) -> Ten
                 [0, 1, 2]])
     """
     if not isinstance(positions, Tensor) or positions.ndim == 0:
-        fix = "Pass the result of positions.grid."
-        raise _checks.error(
-            _WITH_UNROTATED, "positions must be a tensor [..., tokens]", _checks.describe(positions), fix
-        )
+        must, fix = "positions must be a tensor [..., tokens]", "Pass the result of positions.grid."
+        raise _checks.error(_WITH_UNROTATED, must, _checks.describe(positions), fix)
     check_size(_WITH_UNROTATED, "before", before)
     check_size(_WITH_UNROTATED, "after", after)
     return torch.nn.functional.pad(positions, (before, after))

@@ -14,7 +14,7 @@ from ropewalk import _checks
 from ropewalk.positions.canvas import canvas
 from ropewalk.positions.multimodal import Placed, RuleName, mrope, xdrope
 from ropewalk.positions.segments import Image, Markers, Segment, Text, Video
-from ropewalk.positions.sizes import real_tokens
+from ropewalk.positions.tokens import document_starts
 
 _WHO = "positions.from_processor"
 _TEXT, _IMAGE, _VIDEO, _AUDIO = range(4)
@@ -72,16 +72,17 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             gives the sizes that the vision tower merges, the positions per second, and the ids of special tokens.
         batch: the output of the processor, as tensors, arrays or lists of equal length:
             `mm_token_type_ids` `[batch, seq]`, or without it `input_ids`;
-            `attention_mask` `[batch, seq]`, 1 for real tokens, 0 for padding on any side;
+            `attention_mask` `[batch, seq]`, 0 for padding on any side, and for real tokens 1, or the number of their
+            document in a packed row, as in `from_mask`;
             `image_grid_thw`, `video_grid_thw` `[n, 3]`, for all rows in order;
             `second_per_grid_ts` (Qwen2.5-VL) or `video_second_per_grid` (Omni) `[videos]`, in seconds;
-            `images_per_sample` `[batch]` (GLM-Image). MiniCPM-V 4.7 has `target_sizes` and `target_sizes_videos`
-            `[n, 2]` instead of grids, and always needs `input_ids`. Other keys are not read.
+            `images_per_sample` of each text (GLM-Image). MiniCPM-V 4.7 has `target_sizes` and `target_sizes_videos`
+            `[n, 2]` instead of grids, and always needs `input_ids`. Other keys are not read; `cu_seqlens` is an error.
         device: device of the result. None means that of the tokens.
 
     Returns:
         `Placed`: positions `[axes, batch, seq]`, int64 (Qwen3-Omni: float32), with padding at 0, and the next position
-        of each row, `[batch]`.
+        of each row, `[batch]`. Positions of each document begin at 0.
 
     Raises:
         RopeError: there is no rule for the model; a key is missing or has a wrong shape; a row has only padding; or the
@@ -111,27 +112,32 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
         must, fix = f"model_type must be one of {', '.join(_FAMILIES)}", "Pass the segments of each row to mrope."
         raise _checks.error(_WHO, must, _checks.shown(model), fix)
     family = _FAMILIES[model]
+    if packed := [key for key in ("cu_seqlens", "cu_seq_lens_q", "seq_idx") if batch.get(key) is not None]:
+        fix = "Number the documents of a row in attention_mask instead, [1, 1, 2, 2, 2, 0], or pass a row for each."
+        raise _checks.error(_WHO, "the documents of batch must be those of attention_mask", packed[0], fix)
     kinds = _token_types(values, batch)
     target, kinds = kinds.device if device is None else device, kinds.cpu()
     _checks.length(_WHO, "the number of rows", len(kinds))
     has_mask = batch.get("attention_mask") is not None
     mask = _read(batch, "attention_mask", (*kinds.shape,)).cpu() if has_mask else torch.ones_like(kinds)
-    real = real_tokens(_WHO, mask)
+    begins = document_starts(_WHO, mask)
+    texts = [(row, n) for row, of_row in enumerate(mask) for n in of_row[begins[row]].tolist() or [1]]
     images, videos = _sizes(values, family, batch)
-    of_rows = [images] * len(kinds)
+    of_texts = [images] * len(texts)
     if family.generates:
-        counts = _read(batch, "images_per_sample", (len(kinds),)).tolist()
-        of_rows = [iter(list(islice(images, count))) for count in counts]
+        counts = _read(batch, "images_per_sample", (len(texts),)).tolist()
+        of_texts = [iter(list(islice(images, count))) for count in counts]
     keys = {"per_second": family.per_second, "seconds_per_chunk": family.chunk}
     options: dict[str, Any] = {name: _number(values, key) for name, key in keys.items() if key is not None}
     ids = _read(batch, "input_ids", (*kinds.shape,)).cpu() if family.on_canvas else kinds
     placed, before = [], 0
-    for row, (types, kept, in_row) in enumerate(zip(kinds, real, of_rows, strict=True)):
-        who, of_row = f"{_WHO}: row {row}", types[kept].tolist()
+    for (row, number), in_text in zip(texts, of_texts, strict=True):
+        who, kept = f"{_WHO}: row {row}", mask[row] == number
+        types = kinds[row][kept].tolist()
         if family.on_canvas:
-            placed.append(_on_canvas(who, values, ids[row][kept].tolist(), of_row, in_row, videos))
+            placed.append(_on_canvas(who, values, ids[row][kept].tolist(), types, in_text, videos))
             continue
-        segments = _segments(who, of_row, family, in_row, videos)
+        segments = _segments(who, types, family, in_text, videos)
         if family.rule is None:
             placed.append(xdrope(segments, _axes(values), images_before=before))  # type: ignore[arg-type]
             before += sum(isinstance(segment, Image) for segment in segments)
@@ -143,9 +149,9 @@ def from_processor(config: Any, batch: Mapping[str, Any], *, device: torch.devic
             fix = f"Pass the grids of this batch only, and mm_token_type_ids or the config with {name}_token_id."
             raise _checks.error(_WHO, must, f"{left} without tokens", fix)
     positions = placed[0].positions.new_zeros(len(placed[0].positions), *kinds.shape)
-    for row, one in enumerate(placed):
-        positions[:, row, real[row]] = one.positions
-    after = torch.stack([one.next for one in placed])
+    after = positions.new_zeros(len(kinds))
+    for (row, number), one in zip(texts, placed, strict=True):
+        positions[:, row, mask[row] == number], after[row] = one.positions, one.next
     return Placed(positions.to(target, non_blocking=True), after.to(target, non_blocking=True))
 
 

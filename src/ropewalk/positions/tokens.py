@@ -29,12 +29,8 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
         tensor([[0, 1, 2],
                 [7, 8, 9]])
     """
-    _check_vector(
-        "positions.ragged",
-        "offsets",
-        offsets,
-        "Pass the integer position of each row's first token, e.g. torch.tensor([0, 7]).",
-    )
+    fix = "Pass the integer position of each row's first token, e.g. torch.tensor([0, 7])."
+    _check_vector("positions.ragged", "offsets", offsets, fix)
     check_size("positions.ragged", "seq", seq)
     return offsets.to(torch.int64).unsqueeze(1) + torch.arange(seq, device=offsets.device)
 
@@ -93,26 +89,27 @@ def from_mask(attention_mask: Tensor) -> Tensor:
                 [0, 1, 2, 0],
                 [0, 1, 0, 1]])
     """
-    check_mask("positions.from_mask", attention_mask)
-    numbers, real = attention_mask.to(torch.int64), attention_mask != 0
-    newest = torch.where(real, torch.arange(real.shape[1], device=real.device), 0).cummax(dim=1).values
-    before = torch.nn.functional.pad(numbers.gather(1, newest)[:, :-1], (1, 0))  # number of the real token before
-    begins = real & (numbers != before)
-    if can_read(attention_mask):
-        _check_numbers(numbers, begins)
+    begins, real = document_starts("positions.from_mask", attention_mask), attention_mask != 0
     count = real.cumsum(dim=1)
     return (count - torch.where(begins, count, 0).cummax(dim=1).values).masked_fill(~real, 0)
 
 
-def _check_numbers(numbers: Tensor, begins: Tensor) -> None:
-    """Raise if a number of a document is negative, or begins two documents of a row."""
-    of_documents = torch.where(begins, numbers, 0).sort(dim=1).values
-    again = of_documents[:, 1:][(of_documents.diff(dim=1) == 0) & (of_documents[:, 1:] > 0)].tolist()
-    if wrong := of_documents[of_documents < 0].tolist() + again:
-        must = "attention_mask must have 0 for padding, and for real tokens 1 or the number of their document"
-        got = f"{wrong[0]}{' again after another number' * (wrong[0] > 0)}"
-        fix = "Number the documents of a row 1, 2, 3, ..., or pass attention_mask != 0 if the row is one text."
-        raise _checks.error("positions.from_mask", must, got, fix)
+def document_starts(who: str, mask: Tensor) -> Tensor:
+    """Return which tokens begin a document. Raise if a number of one is negative, or begins two of a row."""
+    check_mask(who, mask)
+    numbers, real = mask.to(torch.int64), mask != 0
+    newest = torch.where(real, torch.arange(real.shape[1], device=real.device), 0).cummax(dim=1).values
+    before = torch.nn.functional.pad(numbers.gather(1, newest)[:, :-1], (1, 0))  # number of the real token before
+    begins = real & (numbers != before)
+    if can_read(mask):
+        of_documents = torch.where(begins, numbers, 0).sort(dim=1).values
+        again = of_documents[:, 1:][(of_documents.diff(dim=1) == 0) & (of_documents[:, 1:] > 0)].tolist()
+        if wrong := of_documents[of_documents < 0].tolist() + again:
+            must = "attention_mask must have 0 for padding, and for real tokens 1 or the number of their document"
+            got = f"{wrong[0]}{' again after another number' * (wrong[0] > 0)}"
+            fix = "Number the documents of a row 1, 2, 3, ..., or pass attention_mask != 0 if the row is one text."
+            raise _checks.error(who, must, got, fix)
+    return begins
 
 
 def boundaries(who: str, cu_seqlens: Tensor | None, total: int) -> list[int]:
