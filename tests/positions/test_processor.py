@@ -165,7 +165,7 @@ FILM = {"mm_token_type_ids": [[0, 2, 2, 0]], "video_grid_thw": [[1, 2, 4]]}
         (QWEN, {"input_ids": [1, 2]}, "input_ids must be integers of shape [any, any], got torch.int64 of shape (2,)"),
         (QWEN, {"input_ids": torch.zeros(0, 3)}, "input_ids must be integers of shape [any, any], got torch.float32"),
         (QWEN, {"input_ids": torch.zeros(0, 3).int()}, "the number of rows must be an integer of at least 1, got 0"),
-        (QWEN, BATCH | {"cu_seqlens": [0, 2, 4]}, "must be those of attention_mask, got cu_seqlens. Number the documen"),
+        (QWEN, BATCH | {"cu_seqlens": [0, 2, 4]}, "must be those of attention_mask, got cu_seqlens. Number the docume"),
         (QWEN, BATCH | {"attention_mask": [[1, 1]]}, "attention_mask must be integers of shape [1, 4]"),
         (QWEN, BATCH | {"attention_mask": [[0] * 4]}, "row 0: types of tokens must be 0 to 2, and a row must have a"),
         (QWEN, {"mm_token_type_ids": [[0], [3]]}, "row 1: types of tokens must be 0 to 2, and a row must have a toke"),

@@ -19,10 +19,12 @@ from ropewalk.schemes._scheme import Scheme
 class RIFLEx(Scheme):
     """RIFLEx: one pair of one axis completes at most `turns` turns within the video. Other frequencies do not change.
 
+    It does not change a video in which the pair completes no more turns without it.
+
     Args:
-        pair: index of the pair among those of its axis, from 0. It is the one whose wavelength is nearest to the number
-            of frames after which videos of the model repeat. The paper counts from 1: its k is pair + 1 (4 in
-            HunyuanVideo, 2 in CogVideoX).
+        pair: index of the pair among those of its axis, from 0. It is the one whose `Rope.wavelength` (the paper's N_k)
+            is nearest to the number of latent frames after which videos of the model repeat. The paper counts from 1:
+            its k is pair + 1 (4 in HunyuanVideo, 2 in CogVideoX).
         length: positions of the video on this axis, in latent frames: at least 1.
         axis: index of the axis in the positions of the rope. Without `Axes`, it is 0.
         turns: turns of the pair within the video, greater than 0 and at most 1. The authors' code has 0.9.
@@ -31,8 +33,8 @@ class RIFLEx(Scheme):
         RopeError: a value is outside its range, or the rope has no such axis or the axis no such pair.
 
     Examples:
-        >>> RIFLEx(pair=1, length=100).inv_freq(10_000.0, 4)
-        (1.0, 0.05654866776461628)
+        >>> RIFLEx(pair=0, length=100).inv_freq(10_000.0, 4)
+        (0.05654866776461628, 0.01)
     """
 
     rope_type: ClassVar[str] = "riflex"
@@ -51,7 +53,7 @@ class RIFLEx(Scheme):
         self._set_number("turns", above=0.0, at_most=1.0)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the default frequencies of the axis, with the one of the pair replaced, in radians per position."""
+        """Return the default frequencies of the axis, the pair's as low as needed, in radians per position."""
         return self._with_pair(default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
@@ -67,5 +69,5 @@ class RIFLEx(Scheme):
             must = f"pair must be less than {len(inv_freq)}, the number of pairs of axis {self.axis}"
             fix = "Count the pairs of this axis alone, from 0."
             raise _checks.error("RIFLEx", must, str(self.pair), fix)
-        slowed = self.turns * 2 * math.pi / self.length
+        slowed = min(inv_freq[self.pair], self.turns * 2 * math.pi / self.length)
         return (*inv_freq[: self.pair], slowed, *inv_freq[self.pair + 1 :])
