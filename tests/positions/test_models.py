@@ -133,6 +133,12 @@ def sam2(row: str) -> None:
     assert torch.equal(call(row, h=3, w=5), theirs.T)
 
 
+def sam3(row: str) -> None:
+    config = SimpleNamespace(image_size=(30, 50), patch_size=10, window_size=2)
+    theirs = modeling("sam3").Sam3ViTLayer.precompute_positions(config, 0)
+    assert torch.equal(call(row, h=5, w=3, window=2), theirs.T)
+
+
 def llama4(row: str) -> None:
     config = SimpleNamespace(
         image_size=12,
@@ -251,6 +257,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "V-JEPA 2": vjepa2,
     "Gemma 4: vision": gemma4,
     "SAM 2 video, memory attention": sam2,
+    "SAM 3: vision, layers without windows": sam3,
     "rope-vit, axial and mixed": rope_vit,
     "Llama 4: vision": llama4,
     "EfficientLoFTR": efficientloftr,
