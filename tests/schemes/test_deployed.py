@@ -19,7 +19,7 @@ from ropewalk import Rope, RopeError, Rotation, formats, from_config, schemes
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES
 from ropewalk.rope.axes import Axes
-from ropewalk.schemes import RIFLEx, Scheme, TeleChat3, ThetaScale, YarnLog, default
+from ropewalk.schemes import NTK, DynamicNTK, PerAxis, RIFLEx, Scheme, TeleChat3, ThetaScale, YaRN, YarnLog, default
 
 ROWS = json.loads((Path(__file__).parents[1] / "golden" / "deployed.json").read_text())["rows"]
 GROK = {
@@ -208,7 +208,8 @@ def test_riflex() -> None:
         p = row["params"]
         others = (128 - p["dim"]) // 2
         axes = Axes.axial((p["dim"], others, others))
-        scheme = RIFLEx(pair=p["k"] - 1, length=p["L_test"])
+        riflex = RIFLEx(pair=p["k"] - 1, length=p["L_test"])
+        scheme = PerAxis([riflex, None, None])
         rope = Rope(128, p["theta"], "interleaved", axes=axes, scaling=scheme)
         expected = [
             *oracle.inv_freq(p["theta"], p["dim"]),
@@ -223,7 +224,7 @@ def test_riflex() -> None:
             row["inv_freq"][pair] = default.inv_freq_float32(p["theta"], p["dim"])[pair]
         np.testing.assert_allclose(rope.inv_freq, np.array(expected, float), rtol=1e-14)
         np.testing.assert_allclose(rope.inv_freq[: p["dim"] // 2], row["inv_freq"], rtol=4e-7)
-        assert scheme.inv_freq_float32(p["theta"], p["dim"]) == tuple(np.float32(row["inv_freq"]).tolist())
+        assert riflex.inv_freq_float32(p["theta"], p["dim"]) == tuple(np.float32(row["inv_freq"]).tolist())
         grid = torch.tensor([[0, 3, 39], [1, 5, 7], [2, 4, 8]])
         deployed = rope.at(grid, numerics="float32")
         angle = np.float32(row["inv_freq"]) * np.float32([[0], [3], [39]])
@@ -234,11 +235,27 @@ def test_riflex() -> None:
 
 def test_riflex_on_another_axis_of_the_same_size() -> None:
     plain = Rope(32, 1e4, "half", axes=Axes.axial((16, 16)))
-    rope = Rope(32, 1e4, "half", axes=Axes.axial((16, 16)), scaling=RIFLEx(2, 100, axis=1, turns=1.0))
+    rope = Rope(32, 1e4, "half", axes=Axes.axial((16, 16)), scaling=PerAxis([None, RIFLEx(2, 100, turns=1.0)]))
     expected = plain.inv_freq
     expected[10] = 2 * np.pi / 100
     assert rope.inv_freq.tolist() == expected.tolist()
     assert Rope(16, 1e4, "half", scaling=RIFLEx(2, 100, turns=1.0)).inv_freq[2] == expected[10]
+
+
+def test_a_scheme_for_each_axis() -> None:
+    """CineScale multiplies the base of rows and columns by 20. YaRN scales an axis like a head of its channels."""
+    axes = Axes.axial((44, 42, 42))
+    rows = NTK(20.0 ** (40 / 42))
+    rope = Rope(128, 1e4, "interleaved", axes=axes, scaling=PerAxis([None, rows, rows]))
+    expected = [*oracle.inv_freq(1e4, 44), *oracle.inv_freq(2e5, 42), *oracle.inv_freq(2e5, 42)]
+    np.testing.assert_allclose(rope.inv_freq, np.array(expected, float), rtol=1e-13)
+    grid = torch.tensor([[0, 3], [1, 5], [2, 4]])
+    angles = grid.double()[torch.tensor(axes.axis)].T * torch.tensor(rope.inv_freq)
+    for numerics in ("exact", "float32"):
+        assert torch.allclose(rope.at(grid, numerics=numerics).cos.double(), angles.cos(), atol=1e-6)
+    yarn = YaRN(4.0, 64, attention_factor=1.0)
+    scaled = Rope(128, 1e4, "half", axes=axes, scaling=PerAxis([None, yarn, None])).inv_freq[22:43]
+    np.testing.assert_allclose(scaled, np.array(oracle.yarn(1e4, 42, 4.0, 64), float), rtol=1e-13)
 
 
 @pytest.mark.parametrize("model_type", ["nanochat", "talkie"])
@@ -330,9 +347,18 @@ def test_fope_is_refused_with_a_way_that_works() -> None:
         (lambda: RIFLEx(1, 40, turns=1.5), "RIFLEx: turns must be"),
         (
             lambda: Rope(16, 1e4, "half", scaling=RIFLEx(8, 40)),
-            "pair must be less than 8, the number of pairs of axis 0",
+            "pair must be less than 8, the number of pairs of the axis",
         ),
-        (lambda: Rope(16, 1e4, "half", scaling=RIFLEx(1, 40, axis=1)), "axis of RIFLEx must be less than 1, got 1"),
+        (
+            lambda: Rope(32, 1e4, "half", axes=Axes.axial((16, 16)), scaling=RIFLEx(1, 40)),
+            "one progression over the whole head. Pass PerAxis with a scheme or None for each axis.",
+        ),
+        (
+            lambda: Rope(16, 1e4, "half", scaling=PerAxis([None, NTK(2.0)])),
+            "schemes must have 1, one for each axis, got",
+        ),
+        (lambda: PerAxis([DynamicNTK(2.0, 64)]), "schemes must be a list of schemes that are the same at every length"),  # type: ignore[list-item]
+        (lambda: PerAxis([None, YaRN(4.0, 64)]), "Pass attention_factor=1.0 to YaRN."),
         (lambda: from_config({**GROK, "rope_type": "other"}), "rope_type must be one of default, "),
         (lambda: from_config({**GROK, "extrapolation_factor": 0.5}), "extrapolation_factor must be 1.0"),
     ],

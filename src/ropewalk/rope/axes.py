@@ -282,34 +282,21 @@ def frequencies(
             "Rope",
             "scaling must be a scheme that applies to the frequencies of each axis, such as NTK or Linear",
             f"{scaling.label} with {_checks.shown(axes)}",
-            "Omit scaling, whose numbers assume one progression over the whole head, or pass other axes.",
+            "Its numbers assume one progression over the whole head. Pass PerAxis with a scheme or None for each axis.",
         )
     lengths = (rotary_dim // 2,) if axes is None else axes.lengths
-    scaled = [scheme is not None for scheme in schemes_of_axes(scaling, len(lengths))]
-    keys = list(zip(lengths, scaled, strict=True))
+    schemes = [None] * len(lengths) if scaling is None else scaling.of_axes(len(lengths))
     resolved = {}
-    for key in set(keys):
-        channels, scheme = 2 * key[0], scaling if key[1] else None
-        found = (default.inv_freq(base, channels), 1.0) if scheme is None else of_scheme(scheme, base, channels)
+    for pairs, scheme in zip(lengths, schemes, strict=True):
+        if (pairs, id(scheme)) in resolved:
+            continue
+        found = (default.inv_freq(base, 2 * pairs), 1.0) if scheme is None else of_scheme(scheme, base, 2 * pairs)
         if found is None:
             return None
-        resolved[key] = found
+        resolved[pairs, id(scheme)] = found
+    keys = [(pairs, id(scheme)) for pairs, scheme in zip(lengths, schemes, strict=True)]
     progressions, factors = zip(*map(resolved.__getitem__, keys), strict=True)
     return progressions[0] if axes is None else axes.of_each_pair(progressions), max(factors)
-
-
-def schemes_of_axes(scaling: Scaling | None, count: int) -> list[Scaling | None]:
-    """Return the scheme of each axis.
-
-    Raises:
-        RopeError: the scheme is for an axis that does not exist.
-    """
-    if scaling is None or scaling.axis is None:
-        return [scaling] * count
-    if scaling.axis >= count:
-        must, fix = f"axis of {scaling.label} must be less than {count}", "Pass the index of an axis of the positions."
-        raise _checks.error("Rope", must, str(scaling.axis), fix)
-    return [scaling if a == scaling.axis else None for a in range(count)]
 
 
 def _parse_blocks(

@@ -13,7 +13,7 @@ from typing import cast
 
 from ropewalk import _checks
 from ropewalk.angles import fixed_point
-from ropewalk.rope.axes import Axes, schemes_of_axes
+from ropewalk.rope.axes import Axes
 from ropewalk.schemes import Scaling, Scheme, default
 
 _MAX_CACHED = 1024
@@ -48,7 +48,8 @@ def _cached_frequencies(
             compute = default.inv_freq_float32 if scheme is None else cast(Scheme, scheme).inv_freq_float32
             return executor.submit(compute, base, 2 * length).result()
 
-        progressions = list(map(progression, lengths, schemes_of_axes(scaling, len(lengths))))
+        schemes = [None] * len(lengths) if scaling is None else scaling.of_axes(len(lengths))
+        progressions = list(map(progression, lengths, schemes))
     inv_freq = progressions[0] if axes is None else axes.of_each_pair(progressions)
     for w in inv_freq:
         if not math.isfinite(w):

@@ -23,6 +23,7 @@ from ropewalk.schemes.yarn import YaRN
 
 if TYPE_CHECKING:
     from ropewalk.schemes.lerope import LeRoPE
+    from ropewalk.schemes.per_axis import PerAxis
     from ropewalk.schemes.reversed import Reversed
     from ropewalk.schemes.riflex import RIFLEx
     from ropewalk.schemes.telechat3 import TeleChat3
@@ -40,6 +41,7 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRoPE",
+    "PerAxis",
     "PerPair",
     "Proportional",
     "RIFLEx",
@@ -61,6 +63,7 @@ __dir__ = __all__.copy
 
 _LATER = {
     "LeRoPE": ("lerope", ""),
+    "PerAxis": ("per_axis", ""),
     "RIFLEx": ("riflex", ""),
     "Reversed": ("reversed", ""),
     "TeleChat3": ("telechat3", "telechat3-yarn"),

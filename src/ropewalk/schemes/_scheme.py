@@ -218,10 +218,9 @@ class Scaling(ABC):
         length = _checks.length(type(self).__name__, field, getattr(self, field), at_least=at_least)
         object.__setattr__(self, field, length)
 
-    @property
-    def axis(self) -> int | None:
-        """The index of the axis whose frequencies the scheme changes; None for all axes."""
-        return None
+    def of_axes(self, count: int) -> Sequence[Scaling | None]:
+        """Return the scheme of each axis."""
+        return [self] * count
 
     @property
     def softmax_factor(self) -> float:

@@ -17,20 +17,20 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class RIFLEx(Scheme):
-    """RIFLEx: one pair of one axis completes at most `turns` turns within the video. Other frequencies do not change.
+    """RIFLEx: one pair completes at most `turns` turns within the video. Other frequencies do not change.
 
-    It does not change a video in which the pair completes no more turns without it.
+    It belongs to the time axis alone: pass `PerAxis([RIFLEx(...), None, None])`. It does not change a video in which
+    the pair completes no more turns without it.
 
     Args:
         pair: index of the pair among those of its axis, from 0. It is the one whose `Rope.wavelength` (the paper's N_k)
             is nearest to the number of latent frames after which videos of the model repeat. The paper counts from 1:
             its k is pair + 1 (4 in HunyuanVideo, 2 in CogVideoX).
         length: positions of the video on this axis, in latent frames: at least 1.
-        axis: index of the axis in the positions of the rope. Without `Axes`, it is 0.
         turns: turns of the pair within the video, greater than 0 and at most 1. The authors' code has 0.9.
 
     Raises:
-        RopeError: a value is outside its range, or the rope has no such axis or the axis no such pair.
+        RopeError: a value is outside its range, or the axis has no such pair.
 
     Examples:
         >>> RIFLEx(pair=0, length=100).inv_freq(10_000.0, 4)
@@ -39,16 +39,13 @@ class RIFLEx(Scheme):
 
     rope_type: ClassVar[str] = "riflex"
     in_configs: ClassVar[bool] = False
-    per_axis: ClassVar[bool] = True
     pair: int
     length: int
-    axis: int = 0
     turns: float = 0.9
 
     def __post_init__(self) -> None:
-        for field in ("pair", "axis"):
-            value = _checks.integer("RIFLEx", field, getattr(self, field), at_least=0, at_most=_checks.MAX_HEAD_DIM)
-            object.__setattr__(self, field, value)
+        pair = _checks.integer("RIFLEx", "pair", self.pair, at_least=0, at_most=_checks.MAX_HEAD_DIM)
+        object.__setattr__(self, "pair", pair)
         self._set_length("length")
         self._set_number("turns", above=0.0, at_most=1.0)
 
@@ -66,7 +63,7 @@ class RIFLEx(Scheme):
 
     def _with_pair(self, inv_freq: tuple[float, ...]) -> tuple[float, ...]:
         if self.pair >= len(inv_freq):
-            must = f"pair must be less than {len(inv_freq)}, the number of pairs of axis {self.axis}"
+            must = f"pair must be less than {len(inv_freq)}, the number of pairs of the axis"
             fix = "Count the pairs of this axis alone, from 0."
             raise _checks.error("RIFLEx", must, str(self.pair), fix)
         slowed = min(inv_freq[self.pair], self.turns * 2 * math.pi / self.length)
