@@ -256,6 +256,13 @@ def test_a_scheme_for_each_axis() -> None:
     yarn = YaRN(4.0, 64, attention_factor=1.0)
     scaled = Rope(128, 1e4, "half", axes=axes, scaling=PerAxis([None, yarn, None])).inv_freq[22:43]
     np.testing.assert_allclose(scaled, np.array(oracle.yarn(1e4, 42, 4.0, 64), float), rtol=1e-13)
+    one = PerAxis([rows])
+    assert (
+        Rope(42, 1e4, "half", scaling=one).inv_freq.tolist()
+        == list(one.inv_freq(1e4, 42))
+        == list(rows.inv_freq(1e4, 42))
+    )
+    assert PerAxis([None, yarn]).facts() == {"rope_type": "per_axis", "schemes": [None, yarn.facts()]}
 
 
 @pytest.mark.parametrize("model_type", ["nanochat", "talkie"])
