@@ -349,3 +349,19 @@ def test_tower_in_the_config_of_a_model(tmp_path: Path) -> None:
     file.write_text(config.to_json_string(use_diff=False), "utf-8")
     for given in (config, config.to_dict(), file):
         assert conformance.check(target, config=given).found["axes"] == "pairs 0 to 19 height, 20 to 39 width"
+
+
+@pytest.mark.parametrize(("row", "codes"), [("a", []), ("0", ["axis-ignored"])])
+def test_a_cache_of_cos_and_sin_that_positions_on_several_axes_index(row: str, codes: list[str]) -> None:
+    """As in SGLang, whose fused kernel read the first row of `[3, tokens]` (SGLang 34446)."""
+
+    def rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [slice(0, 8), slice(8, 20), slice(20, 32)]
+        tables = [cos_sin_cache[positions[eval(row, {"a": a})]].chunk(2, dim=-1) for a in range(3)]
+        cos, sin = (torch.cat([t[i][..., p] for t, p in zip(tables, parts, strict=True)], -1)[:, None] for i in (0, 1))
+        halves = (x.chunk(2, dim=-1) for x in (q, k))
+        q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1) for a, b in halves)
+        return q, k
+
+    report = conformance.check(rotate, rope=Rope(64, 100.0, "half", axes=Axes.sections((8, 12, 12))), layout="thd")
+    assert report.codes == codes, str(report)

@@ -200,6 +200,26 @@ def test_patches_in_the_order_of_merged_blocks(tmp_path: Path, old: str, new: st
     assert report.found.get("axes", "pairs 0 to 15 height, 16 to 31 width") == "pairs 0 to 15 height, 16 to 31 width"
 
 
+@pytest.mark.parametrize(("first", "codes"), [("%", []), ("//", ["axes-exchanged"])])
+def test_a_config_whose_first_axis_is_the_column(tmp_path: Path, first: str, codes: list[str]) -> None:
+    """As in SAM 2 and 3, whose own tables begin with the column."""
+    code = f"""{HEAD}
+def compute_axial_cis(dim, end_x: int, end_y: int, theta=10000.0):
+    tokens, inv_freq = torch.arange(end_x * end_y), theta ** (-torch.arange(0, dim, 4).double() / dim)
+    first, second = tokens {first} end_x, tokens {"//" if first == "%" else "%"} end_x
+    angles = torch.cat((first[:, None] * inv_freq, second[:, None] * inv_freq), dim=-1)
+    return torch.polar(torch.ones_like(angles), angles)
+
+def apply(q, k, freqs_cis):
+    pairs = (torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * freqs_cis for x in (q, k))
+    return tuple(torch.view_as_real(z).flatten(-2).type_as(q) for z in pairs)
+"""
+    (path := tmp_path / "theirs.py").write_text(code)
+    config = {"model_type": "sam3_vit_model", "hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config |= {"image_size": 28, "patch_size": 14, "window_size": 2, "global_attn_indexes": []}
+    assert conformance.check(f"{path}:compute_axial_cis,apply", config=config).codes == codes
+
+
 def test_a_factor_of_all_axes_counts_once(tmp_path: Path) -> None:
     assert (
         checked(tmp_path, "rotate", "turn(x, angles_of", "turn(1.2 * x, angles_of").found["attention factor"] == "1.2"

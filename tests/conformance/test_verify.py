@@ -165,6 +165,12 @@ FAILURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = 
     "table without scaling": (lambda: engine(cos_sin_cache=cache(PLAIN)), LLAMA3, "scaling-ignored", "without any"),
     "table without factor": (lambda: engine(cos_sin_cache=cache(YARN)), YARN, "attention-factor", "1 instead of"),
     "table on meta": (lambda: engine(cos_sin_cache=cache(PLAIN).to("meta")), PLAIN, "lost-on-meta", "meta device"),
+    "table of what was in memory": (
+        lambda: engine(cos_sin_cache=1e30 * cache(PLAIN) ** 3),
+        PLAIN,
+        "lost-on-meta",
+        "no cosines and sines",
+    ),
     "table never filled": (lambda: engine(cos_sin_cache=0 * cache(PLAIN)), PLAIN, "lost-on-meta", "never filled"),
     "table of bfloat16 without scaling": (
         lambda: engine(cos_sin_cache=cache(PLAIN).bfloat16()),

@@ -37,6 +37,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -296,11 +297,13 @@ class _Finder:
             first, _ = construct(first, expected, (tokens,))
         sides = grid.SIDES if has_sides(target) else None
         of_grid = [*grid.sizes_of(first if second is None else second).values()]
+        columns_first = expected.axis_names[-2:-1] in (("column",), ("width",))
+        spread = partial(grid.spread, count=count, columns_first=columns_first)
         block = 1 if sides else max(grid.block_of(each) for each in (first, second) if each is not None)
         if sides or grid.sizes_of(first):
-            first = grid.spread(first, count, sides, makes_tables=second is not None)
+            first = spread(first, sides, makes_tables=second is not None)
         if second is not None and of_grid:
-            second = grid.spread(second, count)
+            second = spread(second)
         function = first if second is None else second
         inner = norms.of_module(first, expected.channels) if isinstance(first, torch.nn.Module) else {}
         if second is None and inner:
@@ -326,7 +329,8 @@ class _Finder:
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and "positions" in roles:
                 calls = [(call.without(_TABLES), [])]  # their default may be right
-            if count is not None and ("sections" in roles or self.is_grid):
+            of_cache = "cos_sin_cache" in roles and expected.axes is not None
+            if count is not None and ("sections" in roles or self.is_grid or of_cache):
                 sizes = expected.sizes_of_axes(count)
                 if "sections" not in roles and expected.axes is None:  # as Wan's code divides the columns
                     share = sum(sizes) // count

@@ -48,12 +48,18 @@ def counts_of(function: Any) -> tuple[int, ...]:
 
 
 def spread(
-    function: Any, count: int | None, sides: tuple[int, int] | None = None, *, makes_tables: bool = False
+    function: Any,
+    sides: tuple[int, int] | None = None,
+    *,
+    count: int | None,
+    makes_tables: bool = False,
+    columns_first: bool = False,
 ) -> Any:
     """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
     The tokens are put at their places on the smallest grid that has all of them, or on one of `sides`, and are read
-    there from the result. Of tables, the rows at these places are returned.
+    there from the result. Of tables, the rows at these places are returned. Positions are rows and columns, or columns
+    and rows.
     """
     roles, known = words.read_call(function).parameter_of, words.parameters(function) or {}
     names = {} if sides else sizes_of(function)
@@ -80,6 +86,7 @@ def spread(
         raise error or TypeError("no form of the sizes is known")
 
     def counted(positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
+        positions = torch.cat((positions[:-2], positions[-2:].flip(0))) if columns_first else positions
         # An odd number of blocks, as code that merges patches without an attribute for it refuses.
         *others, rows, columns = (((int(p.max()) // block + 1) | 1) * block for p in positions)
         rows, columns = (max(rows, columns),) * 2 if is_square else (rows, columns)
