@@ -50,6 +50,17 @@ def in_place(q, k, h, w):
     for x in (q, k):
         x.copy_(turn(x, angles_of(h, w)[:, None]))
 """,
+    "OfASquare": """
+class OfASquare(torch.nn.Module):
+    # as in EVA, with the channels of half a head
+    def __init__(self, dim, pt_seq_len=16, ft_seq_len=None):
+        super().__init__()
+        side = ft_seq_len or pt_seq_len
+        self.angles = angles_of(side, side, 2 * dim)
+
+    def forward(self, t):
+        return turn(t, self.angles)
+""",
     "Patches.turned": """
 class Patches:
     def __init__(self, dim, input_size: tuple[int, int, int]):
@@ -131,6 +142,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("of_frames,apply_tables", "// columns", "// rows", ["wrong-side"]),
         ("of_frames,apply_tables", "T)[:, None]", "T)[:, None] ** 2", ["wrong-frequencies"]),
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
+        ("OfASquare", "turn(t, self.angles)", "turn(t, self.angles.roll(1, -1))", ["wrong-frequencies"]),
         ("OfLatents,turn", "num_frames, height, width = h", "num_frames, width, height = h", ["wrong-side"]),
         ("in_place", "for x in (q, k)", "for x in (q,)", ["key-not-rotated"]),
     ],

@@ -53,8 +53,8 @@ from ropewalk.tools.check.find.construct import (
     Arguments,
     config_objects,
     construct,
-    has_sides,
     is_constructor,
+    sides_of,
     takes_sizes,
 )
 from ropewalk.tools.check.find.form import LAYOUTS, ONE_KEY_HEAD, forms
@@ -119,7 +119,7 @@ class _Finder:
 
     def __init__(self, target: Target, expected: Expected, dtype: torch.dtype) -> None:
         self.target, self.expected = target, expected
-        of_grid = [function_of(obj) for obj in target.objects if grid.sizes_of(function_of(obj)) or has_sides(obj)]
+        of_grid = [function_of(obj) for obj in target.objects if grid.sizes_of(function_of(obj)) or sides_of(obj)]
         self.is_grid = bool(of_grid)
         self.axes = words.read_call(function_of(target.objects[-1])).axes
         self.counts = grid.counts_of(of_grid[0]) if of_grid else ()
@@ -295,7 +295,7 @@ class _Finder:
         of_first = {} if second is None or not takes_sizes(first) else words.read_call(first).parameter_of
         if tokens := of_first.get("positions") or of_first.get("seq_len"):  # and sizes, as of a method
             first, _ = construct(first, expected, (tokens,))
-        sides = grid.SIDES if has_sides(target) else None
+        sides = sides_of(target)
         of_grid = [*grid.sizes_of(first if second is None else second).values()]
         columns_first = expected.axis_names[-2:-1] in (("column",), ("width",))
         spread = partial(grid.spread, count=count, columns_first=columns_first)

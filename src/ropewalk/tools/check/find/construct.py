@@ -66,6 +66,7 @@ _SCALING = {
 }
 
 _SIDE = 256  # of a grid
+_SQUARE = "pt_seq_len"  # in EVA and its copies, the side of a square
 _CONFIGS = {"config", *_NAMES["config"].split()}
 _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k", "kv_channels"}
 
@@ -92,28 +93,34 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
     known = parameters(owner) or {}
     values = _by_name(known, expected, uses.roles(owner))
     values |= config_objects(owner, expected)
-    if has_sides(constructor):
-        rows_and_columns = iter(grid.SIDES)
+    if sides := sides_of(constructor):
+        rows_and_columns = iter(sides)
         for name, is_side in _sides(owner).items():
             frames = (1,) * (str(known[name].annotation).count("int") - 2)
-            values[name] = next(rows_and_columns, None) if is_side else (*frames, *grid.SIDES)
+            values[name] = next(rows_and_columns, None) if is_side else (*frames, *sides)
+        if _SQUARE in values and "dim" in values:  # of one axis
+            values["dim"] = expected.rotary_dim // 2
     elif is_constructor(constructor):  # the largest positions
         values |= {name: _SIDE if side else (_SIDE, _SIDE) for name, side in _sides(owner).items()}
     return values | filled(owner, values)
 
 
-def has_sides(constructor: Any) -> bool:
-    """Return whether a class is constructed with the size of a grid, so that its objects take no positions."""
-    if not is_constructor(constructor) or not _sides(getattr(constructor, "owner", constructor)):
-        return False
+def sides_of(constructor: Any) -> tuple[int, int] | None:
+    """Return the rows and columns with which a class is constructed whose objects take no positions, or None."""
+    owner = getattr(constructor, "owner", constructor)
+    if not is_constructor(constructor) or not (sides := _sides(owner)):
+        return None
     called = function_of(constructor)
-    return "positions" not in read_call(called).parameter_of and not grid.sizes_of(called)
+    if "positions" in read_call(called).parameter_of or grid.sizes_of(called):
+        return None
+    return grid.SIDES[1:] * 2 if _SQUARE in sides else grid.SIDES
 
 
 def _sides(owner: Any) -> dict[str, bool]:
-    """Return the required parameters for the size of a grid, and whether each is for one of its sides."""
-    known = {name: p for name, p in (parameters(owner) or {}).items() if p.default is p.empty}
-    return {name: not re.search(GRID, name) for name in known if re.search(f"{GRID}|{GRID_AXIS}", name)}
+    """Return the parameters for the size of a grid, and whether each is for one of its sides."""
+    known = parameters(owner) or {}
+    names = [n for n, p in known.items() if p.default is p.empty and re.search(f"{GRID}|{GRID_AXIS}", n)]
+    return {n: not re.search(GRID, n) for n in [*names, *({_SQUARE} & {*known})]}
 
 
 def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
