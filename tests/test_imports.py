@@ -307,7 +307,7 @@ BUDGET = {
     "positions": 1550,
     "rope": 800,
     "rotation": 1941,
-    "schemes": 1955,
+    "schemes": 1900,
     "tools": 700,
     "tools/check": 7217,
     "tools/commands": 1100,

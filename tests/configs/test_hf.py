@@ -200,7 +200,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         # schemes
         ({"rope_scaling": "linear"}, {}, "rope_scaling must be an object or null, got 'linear'"),
         ({"rope_parameters": [1]}, {}, "rope_parameters must be an object or null"),
-        ({"rope_scaling": {"rope_type": "liner", "factor": 2}}, {}, "rope_scaling.rope_type must be one of default, dynamic, linear, llama3, longrope, proportional, yarn, telechat3-yarn, theta_scale, yarn_log, got 'liner'. ropewalk knows no other scheme. Did you mean 'linear'?"),
+        ({"rope_scaling": {"rope_type": "liner", "factor": 2}}, {}, "rope_scaling.rope_type must be one of default, dynamic, linear, llama3, longrope, proportional, yarn, telechat3-yarn, got 'liner'. ropewalk knows no other scheme. Did you mean 'linear'?"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, {}, "rope_scaling.rope_type must be one of"),
         ({"rope_scaling": {"rope_type": 3}}, {}, "rope_scaling.rope_type must be one of"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, {}, "rope_scaling.rope_type must be one of"),

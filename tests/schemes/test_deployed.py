@@ -19,7 +19,7 @@ from ropewalk import Rope, RopeError, Rotation, formats, from_config, schemes
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES
 from ropewalk.rope.axes import Axes
-from ropewalk.schemes import NTK, DynamicNTK, PerAxis, RIFLEx, Scheme, TeleChat3, ThetaScale, YaRN, YarnLog, default
+from ropewalk.schemes import NTK, DynamicNTK, PerAxis, RIFLEx, Scheme, TeleChat3, YaRN, default
 
 ROWS = json.loads((Path(__file__).parents[1] / "golden" / "deployed.json").read_text())["rows"]
 GROK = {
@@ -72,15 +72,12 @@ def test_grok() -> None:
             found = np.array(rope.scaling.inv_freq_float32(p["base"], p["rotary_dim"]))
             deployed = np.float32(row["inv_freq"]).astype(np.float64)
             # A derived bound. A float32 function is correct to a unit of its last place, at most 2^-23 of the value, so
-            # the power, log and exp of two processors differ by that, and so does a product or sum of what differs.
-            # Power, factor, reciprocal, product and sum: 5 units. Of a logarithm that exp raises: log, product and sum.
-            logs = np.abs(np.log(deployed)) if p["extra_method"] == "yarn_log" else 0
-            assert (np.abs(found / deployed - 1) <= (5 + 3 * logs) * 2.0**-23).all()
+            # the power of two processors differs by that, and so does a product or sum of what differs.
+            # Power, factor, reciprocal, product and sum: 5 units.
+            assert (np.abs(found / deployed - 1) <= 5 * 2.0**-23).all()
 
     each(rows("grok"), check)
-    assert {row["params"]["extra_method"] for _, row in rows("grok")} == {
-        "original", "yarn_linear", "yarn_log", "theta_scale"
-    }  # fmt: skip
+    assert {row["params"]["extra_method"] for _, row in rows("grok")} == {"original", "yarn_linear"}
 
 
 def test_half_of_the_head_of_grok() -> None:
@@ -113,30 +110,6 @@ def test_the_query_scale_of_grok(position: int, factor: float) -> None:
     assert from_config({**GROK, "attn_temperature_len": -1}).query_scale is None
     with pytest.raises(RopeError, match="attn_temperature_len must be an integer of at least 2"):
         from_config({**GROK, "attn_temperature_len": 1})
-
-
-@pytest.mark.parametrize(("base", "dim", "factor", "length", "fast", "slow"), [
-    (208533496, 128, 16, 8192, 8, 1), (1e4, 64, 4, 4096, 32, 1), (1e6, 32, 1, 4096, 32, 1), (1e4, 8, 4, 64, 4, 0.5),
-])  # fmt: skip
-def test_yarn_log(base: float, dim: int, factor: float, length: int, fast: float, slow: float) -> None:
-    """Where YaRN has w/f · s + w · (1 − s), the frequency is w · f^−s."""
-    with mpmath.workdps(oracle.PRECISION):
-        expected = []
-        for w, y in zip(oracle.inv_freq(base, dim), oracle.yarn(base, dim, factor, length, fast, slow), strict=True):
-            share = (1 - y / w) / (1 - mpmath.mpf(1) / factor) if factor > 1 else 0
-            expected.append(float(w * mpmath.mpf(factor) ** -share))
-    np.testing.assert_allclose(YarnLog(factor, length, fast, slow).inv_freq(base, dim), expected, rtol=1e-13)
-
-
-@pytest.mark.parametrize(("base", "dim", "factor", "length"), [(208533496, 128, 16, 8192), (1e4, 64, 4, 7)])
-def test_theta_scale(base: float, dim: int, factor: float, length: int) -> None:
-    """At the index where the default frequency is 2π / length, it is divided by the factor."""
-    with mpmath.workdps(oracle.PRECISION):
-        turns = length / (2 * mpmath.pi)
-        index = mpmath.log(turns) / mpmath.log(base)  # in units of rotary_dim / 2
-        slowed = (1 / (turns * factor)) ** (1 / index)  # the frequency at index 1
-        expected = [float(slowed ** (mpmath.mpf(2 * i) / dim)) for i in range(dim // 2)]
-    np.testing.assert_allclose(ThetaScale(factor, length).inv_freq(base, dim), expected, rtol=1e-12)
 
 
 def test_telechat3() -> None:
@@ -343,12 +316,6 @@ def test_fope_is_refused_with_a_way_that_works() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: YarnLog(0.5, 4096), "factor must be a finite number of at least 1"),
-        (lambda: YarnLog(4.0, 0), "original_max_position_embeddings must be an integer"),
-        (lambda: YarnLog(4.0, 4096, 1.0, 2.0), "beta_fast must be"),
-        (lambda: ThetaScale(0.5, 4096), "factor must be a finite number of at least 1"),
-        (lambda: ThetaScale(4.0, 6), "original_max_position_embeddings must be an integer of at least 7"),
-        (lambda: Rope(4, 1e4, "half", scaling=ThetaScale(1e308, 7)), "the larger base must be a finite float64"),
         (lambda: RIFLEx(-1, 40), "RIFLEx: pair must be an integer from 0"),
         (lambda: RIFLEx(1, 0), "RIFLEx: length must be"),
         (lambda: RIFLEx(1, 40, turns=1.5), "RIFLEx: turns must be"),
@@ -378,8 +345,8 @@ def test_misuse(make: Any, message: str) -> None:
 def test_schemes_of_single_models_are_imported_when_they_are_used() -> None:
     """Their names and rope_types are known before, and the table states those of the classes."""
     program = (
-        "import sys, ropewalk.schemes as s; assert 'yarn_log' in s.SCHEMES and 'LeRoPE' in s.BY_NAME\n"
-        "assert not {'ropewalk.schemes.yarn_log', 'ropewalk.schemes.lerope'} & sys.modules.keys()"
+        "import sys, ropewalk.schemes as s; assert 'telechat3-yarn' in s.SCHEMES and 'LeRoPE' in s.BY_NAME\n"
+        "assert not {'ropewalk.schemes.telechat3', 'ropewalk.schemes.lerope'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     for name, (_, rope_type) in schemes._LATER.items():

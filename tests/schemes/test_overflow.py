@@ -22,9 +22,7 @@ from ropewalk.schemes import (
     RIFLEx,
     Scheme,
     TeleChat3,
-    ThetaScale,
     YaRN,
-    YarnLog,
 )
 
 EXTREMES = (5e-324, 1e-320, 1e-308, 1e-300, 0.5, 1.0, 2.0, 1e100, 1e300, 1e308, 1.7976931348623157e308)
@@ -43,9 +41,6 @@ SCHEMES: dict[str, Callable[[float, float, int], Scheme]] = {
     "yarn": lambda a, b, n: YaRN(a, n, mscale=a, mscale_all_dim=b),
     "riflex": lambda a, b, n: RIFLEx(3, n, turns=a),
     "telechat3": lambda a, b, n: TeleChat3(a, n),
-    "yarn log": lambda a, b, n: YarnLog(a, n),
-    "yarn log: ramp": lambda a, b, n: YarnLog(4.0, n, beta_fast=a, beta_slow=b),
-    "theta scale": lambda a, b, n: ThetaScale(a, n),
     "yarn: ramp": lambda a, b, n: YaRN(4.0, n, beta_fast=a, beta_slow=b),
 }
 

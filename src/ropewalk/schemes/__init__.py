@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ropewalk.schemes.reversed import Reversed
     from ropewalk.schemes.riflex import RIFLEx
     from ropewalk.schemes.telechat3 import TeleChat3
-    from ropewalk.schemes.theta_scale import ThetaScale
-    from ropewalk.schemes.yarn_log import YarnLog
 
 __all__ = [
     "ALIASES",
@@ -49,9 +47,7 @@ __all__ = [
     "Scaling",
     "Scheme",
     "TeleChat3",
-    "ThetaScale",
     "YaRN",
-    "YarnLog",
     "build",
     "check_scaling",
     "default",
@@ -67,8 +63,6 @@ _LATER = {
     "RIFLEx": ("riflex", ""),
     "Reversed": ("reversed", ""),
     "TeleChat3": ("telechat3", "telechat3-yarn"),
-    "ThetaScale": ("theta_scale", "theta_scale"),
-    "YarnLog": ("yarn_log", "yarn_log"),
 }
 """Maps the class of each scheme that is imported when it is used to its module and its rope_type in configs."""
 
