@@ -116,6 +116,7 @@ def test_an_override(config: Path) -> None:
         diff.engines(config, names=("transformers", "vllm"), override=keys).text(),
     )
     assert "Each engine is started with the override" in ran.stdout
+    assert ": yarn in the file" in ran.stdout  # and linear in the engines
     for value in ("rope_theta=1", "[1]", "[]", "null"):
         ran = run(config, "--override", value)
         assert (ran.exit_code, "must be a JSON object" in ran.stderr) == (2, True)

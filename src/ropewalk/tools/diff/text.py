@@ -31,7 +31,8 @@ def engines_text(facts: Mapping[str, Any], *, verbose: bool) -> str:
         lines += wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")
     for row in facts["ropes"]:
         window = "" if row["window"] is None else f", window of {row['window']:,} tokens"
-        lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}{window}"]
+        scheme = row["scheme"] + " in the file" * bool(facts["override"])
+        lines += ["", f"{layers(row['layers'], facts['layers'])}: {scheme}{window}"]
         lines += [line for at in row["at"] for line in _table(at, row, versions)]
         lines += _refusals(row, versions)
         lines += _notes(row, versions) if verbose else _reasons(row)
