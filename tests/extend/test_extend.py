@@ -242,9 +242,11 @@ def test_a_config_without_scaling_that_states_more_than_the_model_was_trained_fo
     nomic = {"model_type": "nomic_bert", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_inner": 3072,
              "n_positions": 8192, "max_trained_positions": 2048, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
              "activation_function": "swiglu"}  # fmt: skip
-    said = " ".join(extend(nomic, 8192, engines=("vllm",)).text().split())
-    assert "it was trained for 2,048 and is without scaling. No scaling is added, since" in said
-    assert "method adds one" in said
+    assert [plan.method for plan in extend(nomic, 8192, engines=("vllm",)).plans] == ["llama3", "yarn"]
+    said = " ".join(extend(nomic, 8192, engines=("vllm",), method="yarn", new_factor=4.0).text().split())
+    assert "The config states 8,192 tokens: it was trained for 2,048 and is without scaling." in said
+    assert "It counts from 2,048 tokens." in said
+    assert diff.for_engine(nomic, "llama.cpp", length=8192).verdict == "not trained"
     assert "It reaches the length" in " ".join(extend(nomic, 2048, engines=("vllm",)).text().split())
     scaled = extend(nomic, 8192, engines=("vllm",), method="yarn").facts["plans"][0]["config"]["rope_parameters"]
     assert (scaled["factor"], scaled["original_max_position_embeddings"]) == (8.0, 2048)
@@ -368,7 +370,7 @@ def test_a_length_that_an_engine_takes_with_other_ropes() -> None:
     oss |= {"rope_scaling": {**yarn, "beta_fast": 32.0, "beta_slow": 1.0}, "max_position_embeddings": LONG}
     found = extend(oss, LONG, engines=("llama.cpp",))
     assert (found.complete, commands(found)) == (False, "")
-    assert "For the length alone: llama-server -m MODEL.gguf -c 131072" in found.text()
+    assert "For the length: llama-server -m MODEL.gguf -c 131072" in found.text()
     dynamic = {**FLAT, "model_type": "internlm2", "rope_scaling": {"type": "dynamic", "factor": 3.0}}
     [row] = extend(dynamic, 65_536, engines=("vllm",)).facts["engines"]  # its table has 32,768 rows
     assert (row["length"], "It never scales" in row["why_not"][0]) == ("", True)
@@ -427,8 +429,9 @@ def test_a_model_with_its_own_code() -> None:
     assert of(found, "SGLang")["reads"] == "the config that --write writes"
     # bailing_moe.py reads rope_parameters of the file in both. Ling 2.0 is not in transformers.
     ling = {**FLAT, "model_type": "bailing_moe_v2", "partial_rotary_factor": 0.5}
-    for name in ("vLLM", "SGLang"):
-        assert of(extend(ling, LONG), name)["reads"] == "the config that --write writes"
+    for name, length in (("vLLM", "vllm serve MODEL --max-model-len"), ("SGLang", "MODEL --context-length")):
+        assert of(found := extend(ling, LONG), name)["reads"] == "the config that --write writes"
+        assert of(found, name)["length"].endswith(f"{length} {LONG}")
 
 
 def test_factors_in_a_gguf_are_not_replaced() -> None:
@@ -678,6 +681,9 @@ def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> No
     newer = json.loads((tmp_path / "newer" / "config.json").read_text())
     [row] = extend(newer, 2 * LONG, engines=("mlx-lm",)).facts["engines"]
     assert row["reads"] == "the config that --write --version 4 writes"
+    said = extend(FLAT, LONG, engines=("mlx-lm", "lmdeploy")).text()  # lmdeploy's rules are those of its PyTorch engine
+    assert said.count("Its limits of length were not looked up.") == 1
+    assert f"For the length: lmdeploy serve api_server --backend pytorch MODEL --session-len {LONG}\n" in said
     found = extend(GEMMA_2, LONG, engines=("mlx-lm",))
     assert (found.complete, "It reads no scaling" in of(found, "mlx-lm")["why_not"][0]) == (False, True)
     assert of(found, "mlx-lm")["why_not"][-1] == "It can with method ntk"

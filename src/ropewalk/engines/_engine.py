@@ -173,6 +173,7 @@ class Engine:
         other_class: the key of a config with which it rotates in a way that is not described here, or "".
         windows: the model_types whose windows it applies; None for all.
         override: how a user gives it other rope parameters; None if that was not looked up.
+        serve: as `Override.write`, for an engine with an argument for the length and none for keys; None if unknown.
         lender: the engine whose code this engine uses for models without a file of their own, and for frequencies in
             some files.
         models: maps each model_type of which the file rounds otherwise, for every scheme, to how it rounds.
@@ -205,6 +206,7 @@ class Engine:
     other_class: str = ""
     windows: frozenset[str] | None = None
     override: Override | Flags | None = None
+    serve: Callable[[str, Mapping[str, Any], int | None], str] | None = None
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
     built_in: bool = False
@@ -215,6 +217,11 @@ class Engine:
     two_types: tuple[str, Literal["refused", "unknown"]] | None = None
     own_length: Callable[[str], bool] = lambda model_type: False
     own_classes: frozenset[str] = frozenset()
+
+    def for_length(self, model: str, tokens: int) -> str:
+        """Return the command that configures it for a length, or "" if that was not looked up."""
+        serve = self.override.write if isinstance(self.override, Override) else self.serve
+        return "" if serve is None else serve(model, {}, tokens)
 
     def reads(self, file_format: str) -> bool:
         """Whether the engine reads files of this `ModelRopes.file_format` itself."""

@@ -7,15 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk.engines._config import ConfigRope, to_finite
-from ropewalk.engines._engine import (
-    NO_LENGTH,
-    Answer,
-    Engine,
-    Rounding,
-    Rule,
-    yarn_inside_of_pairs,
-    yarn_magnitude,
-)
+from ropewalk.engines._engine import NO_LENGTH, Answer, Engine, Rounding, Rule, yarn_inside_of_pairs, yarn_magnitude
 from ropewalk.engines.transformers import TRANSFORMERS
 from ropewalk.schemes import LongRoPE, PerPair, YaRN
 

@@ -8,14 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope
-from ropewalk.engines._engine import (
-    Answer,
-    Engine,
-    Rounding,
-    Rule,
-    dynamic_by_factor,
-    longrope,
-)
+from ropewalk.engines._engine import Answer, Engine, Rounding, Rule, dynamic_by_factor, longrope
+from ropewalk.engines._override import shell
 from ropewalk.schemes import NTK, DynamicNTK
 
 _FILE = "pytorch/nn/rotary_embedding.py, pytorch/backends/default/rotary_embedding.py"
@@ -50,6 +44,7 @@ LMDEPLOY = Engine(
         "llama3": Rule(_FILE),
     },
     files="lmdeploy",
+    serve=shell("lmdeploy serve api_server --backend pytorch", "", "--session-len"),  # lmdeploy/cli/utils.py
     reads_by_transformers="lmdeploy/pytorch/config.py",
     unknown="build_rotary_params: it knows no such rope_type (KeyError)",
 )

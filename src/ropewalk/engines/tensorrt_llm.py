@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import MSCALE_KEYS, Answer, Engine, Rounding, Rule, with_mscales
+from ropewalk.engines._override import shell
 from ropewalk.schemes import NTK, DynamicNTK, Llama3, LongRoPE, YaRN
 
 _PARAMS = "tensorrt_llm/_torch/attention_backend/interface.py"
@@ -85,5 +86,6 @@ TENSORRT_LLM = Engine(
         "llama3": Rule(_FILE, _llama3, evidence="read"),
     },
     files="tensorrt_llm",
+    serve=shell("trtllm-serve", "", "--max_seq_len"),  # tensorrt_llm/commands/serve.py at 4c05a7489
     unknown="RotaryScalingType.from_string: Unsupported rotary scaling type (ValueError)",
 )

@@ -29,14 +29,14 @@ def longest_of(who: str, length: int | None, *several: ModelRopes) -> int:
 
 
 def stated_length(ropes: ModelRopes) -> int | None:
-    """Return the longest of the length that a config states and that of its scaled context, in tokens, or None."""
-    known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
-    for rope in filter(None, dict.fromkeys(ropes.layers)):
-        scheme, factor = rope.scaling, getattr(rope.scaling, "factor", None)
-        # It is None for linear scaling, whose configs may state the length before or after it.
-        trained = None if scheme is None else scheme.trained_length(ropes.max_position_embeddings)
-        known += [] if trained is None or factor is None else [round(factor * trained)]
-    return max(known, default=None)
+    """Return the longest length that a config states and that its ropes were made for, in tokens, or None."""
+    longest, own = ropes.max_position_embeddings, ropes.trained_length
+    schemes = {rope.scaling for rope in ropes.layers if rope is not None and rope.scaling is not None}
+    if own is not None and not schemes and not (ropes.config or {}).get("dual_chunk_attention_config"):
+        return own  # also where the config states more, as that of nomic-embed-text does
+    # It is None for linear scaling, whose configs may state the length before or after it.
+    scaled = [(getattr(scheme, "factor", None) or 0) * (scheme.trained_length(longest) or 0) for scheme in schemes]
+    return max((round(n) for n in (longest, own, *scaled) if n), default=None)
 
 
 def _doubled(longest: int, ropes: ModelRopes) -> int:

@@ -133,7 +133,7 @@ def extend(
         "model_type": read.ropes.model_type,
         "layers": len(read.ropes.layers),
         "target": target,
-        "stated_length": read.length,
+        "stated_length": max(read.length, read.stated),
         "trained_length": read.ropes.trained_length,
         "reaches": reaches,
         "scaling": getattr(now, "rope_type", None),
@@ -179,7 +179,7 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     if not (read or loads):
         return {**row, "why_not": [f"it {answer.refusal}" for answer in answers]}
     if override is None:
-        return _by_its_file(source, chosen, read, source.text.layers, length)
+        return _by_its_file(source, chosen, read, source.text.layers, length, model)
     if isinstance(override, Flags):
         commands = [override.command(model, "", target)]
     else:
@@ -203,13 +203,13 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     """Return the command of an engine for the first plan whose ropes it computes, or why there is none."""
     row = _row(chosen)
     if chosen.override is None:
-        return _written(source, chosen, made[0], target)
+        return _written(source, chosen, made[0], target, model)
     flags = isinstance(chosen.override, Flags)  # which replace no keys of a config
     try:
         old = {} if flags else source.ropes.to_hf_config(version=5).get("rope_parameters") or {}
     except RopeError:  # the model's own code loads this config, and arguments were not tried on that
         why = [f"it {a.refusal}" for config, _ in source.configs if (a := chosen.answer(config)).why == "absent"][:1]
-        return {**row, "why_not": why} if why else _written(source, chosen, made[0], target)
+        return {**row, "why_not": why} if why else _written(source, chosen, made[0], target, model)
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
@@ -222,13 +222,13 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     return {**row, "why_not": said}
 
 
-def _written(source: Source, chosen: Engine, plan: Plan, target: int) -> dict[str, Any]:
+def _written(source: Source, chosen: Engine, plan: Plan, target: int, model: str) -> dict[str, Any]:
     """Return the schema in which an engine without arguments for this reads the ropes of a plan, or why in none."""
     own, why_not = plans.version_of(source), list[str]()
     for version in (own, 4 if own == 5 else 5):
         with contextlib.suppress(RopeError):  # this schema cannot state the ropes
             _, read = ropes_for_engines(plans.config_of(source, plan.ropes, target, version)[1], chosen)
-            row = _by_its_file(source, chosen, read, plan.text.layers, target)
+            row = _by_its_file(source, chosen, read, plan.text.layers, target, model)
             if row["reads"]:
                 other = "" if version == own else f" --version {version}"
                 return {**row, "plan": 0, "reads": f"the config that --write{other} writes"}
@@ -237,13 +237,14 @@ def _written(source: Source, chosen: Engine, plan: Plan, target: int) -> dict[st
 
 
 def _by_its_file(
-    source: Source, chosen: Engine, read: Configs, layers: Sequence[Rope | None], length: int
+    source: Source, chosen: Engine, read: Configs, layers: Sequence[Rope | None], length: int, model: str
 ) -> dict[str, Any]:
     """Return whether an engine without arguments for this has the ropes of `layers` from its file, or why not."""
     if source.text.file_format:
         return {**_row(chosen), "why_not": ["it reads a config.json, which is not what was passed"]}
     apart, unknown = apart_of(chosen, read, dict(enumerate(layers)), length)
-    return {**_row(chosen), "reads": "" if apart or unknown else "the config as it is", "why_not": [*unknown, *apart]}
+    has_them = {"reads": "the config as it is", "length": chosen.for_length(model, length)}
+    return {**_row(chosen), **({} if apart or unknown else has_them), "why_not": [*unknown, *apart]}
 
 
 def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any]) -> list[str]:
@@ -266,7 +267,7 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         names = [name for name, own in HF_MODEL_TYPES.items() if own.split("/")[-1] == source.text.model_type]
         key = f"{names[0] if len(names) == 1 else '<general.architecture>'}.context_length=int:{target}"
         notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
-    reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target)["reads"]
+    reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target, "")["reads"]
     if row["name"] == "llama.cpp" and plan and (reads or source.text.file_format == "GGUF file"):
         around = "Programs that run llama-server without them, such as Ollama (not its older versions)"
         read = f"read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}"

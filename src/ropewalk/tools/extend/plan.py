@@ -100,7 +100,7 @@ def read_source(config: Any, **options: Any) -> Source:
         fix = "Add max_position_embeddings to the file: the length that the model was trained for, as its card says."
         raise error(text.source, "the config must state a length in tokens", "none", fix)
     longest, trained = text.max_position_embeddings, text.trained_length
-    if longest and trained and trained < longest and length <= 1.01 * MARGIN * longest:
+    if longest and trained and scheme_of(text) and trained < longest and length <= 1.01 * MARGIN * longest:
         length = longest  # what its factor, with a margin, was chosen for
     whole = configs[0][0].whole if configs else text.config or {}  # without the keys to ignore
     needed = () if text.file_format else ("pairing", "base")  # a converted config states both

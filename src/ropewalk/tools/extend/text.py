@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import option, printable
+from ropewalk._checks import printable
 from ropewalk.tools.diff.text import bullets, layers, left_out, section, wrap
 from ropewalk.tools.extend.plan import MARGIN
 
@@ -14,8 +14,7 @@ from ropewalk.tools.extend.plan import MARGIN
 def extended_text(facts: Mapping[str, Any]) -> str:
     """Format the facts for a terminal. Sentences are wrapped, and commands are not."""
     head = f"{facts['source']} (model_type {facts['model_type']}), to {facts['target']:,} tokens"
-    lines = [head, "", *left_out(facts)]
-    lines += wrap(" ".join(_has(facts)), "")
+    lines = [head, "", *left_out(facts), *wrap(" ".join(_has(facts)), "")]
     if facts["plans"]:
         lines += ["", *wrap(" ".join(_proposal(facts)), "")]
         config = json.dumps(facts["plans"][0]["config"], indent=2).splitlines()[1:-1]
@@ -27,11 +26,12 @@ def extended_text(facts: Mapping[str, Any]) -> str:
         lines += [f"  {command}" for command in row["commands"]]
         lines += bullets(row["notes"])
         if row["reads"]:
-            lines += bullets([f"It reads these ropes from {row['reads']}. Its limits of length were not looked up."])
+            unknown = "" if row["length"] else " Its limits of length were not looked up."
+            lines += bullets([f"It reads these ropes from {row['reads']}.{unknown}"])
         elif not row["commands"]:
             first, *others = [f"{reason.removesuffix('.')}." for reason in row["why_not"]]
             lines += bullets([f"No command: {first}", *others])
-            lines += [f"  For the length alone: {row['length']}"] * bool(row["length"])
+        lines += [f"  For the length: {row['length']}"] * bool(row["length"])
     if any(row["commands"] or row["reads"] for row in facts["engines"]):
         lines += ["", *wrap(_CLAIM, "")]
     lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))
@@ -44,9 +44,7 @@ def _has(facts: Mapping[str, Any]) -> list[str]:
     scheme = f"scaled by {facts['scaling']}" if facts["scaling"] else "without scaling"
     before = "," if trained in (None, facts["stated_length"]) else f": it was trained for {trained:,} and is"
     said = [f"The config states {length} tokens{before} {scheme}."]
-    if facts["reaches"] and not facts["scaling"] and trained is not None and trained < facts["target"]:
-        said.append(f"No scaling is added, since it states none; {option('method')} adds one.")
-    elif facts["reaches"]:
+    if facts["reaches"]:
         said.append("It reaches the length as it is, so no scaling is added.")
     return said
 
@@ -71,7 +69,8 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
             "with the plain ratio. If the model card recommends numbers, take those. --measure finds the model's own."
         )
     elif not (facts["scaling"] or asked["original"]) and first["method"] in ("yarn", "llama3"):
-        said.append(f"It counts from {facts['stated_length']:,} tokens. If the model card does not, pass --original.")
+        before = facts["trained_length"] or facts["stated_length"]
+        said.append(f"It counts from {before:,} tokens. If the model card does not, pass --original.")
     if facts["scaling"]:
         said.append("It replaces the scaling of the config.")
     return said
