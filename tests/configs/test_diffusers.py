@@ -122,6 +122,12 @@ def test_sana_wm_without_positions() -> None:
     assert from_config({"_class_name": "SanaWMTransformer3DModel", "use_pe": False}).layers == (None,) * 20
 
 
+def test_each_wavelength_of_an_axis_with_few_pairs() -> None:
+    """Hunyuan videos loop after 201 frames, 50.3 of the latent ones: RIFLEx (arXiv:2502.15894) slows this pair."""
+    said = from_config({"_class_name": "HunyuanVideoTransformer3DModel", "_diffusers_version": "0.42.1"}).explain()
+    assert "time: 6.283, 12.57, 25.13, 50.27, 100.5, 201.1, 402.1, 804.2; height: 6.28 to 1,320; width: " in said
+
+
 def test_kandinsky_6_may_rotate_in_cross_attention() -> None:
     config = {"_class_name": "Kandinsky6Transformer3DModel", "ca_rope": True, "axes_dims_a": [16, 24, 24]}
     ropes = from_config(config)

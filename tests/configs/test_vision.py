@@ -221,7 +221,7 @@ def test_explain() -> None:
         "vision tower (model_type qwen2_vl_vision; config: vision_config)",
         "  positions         integers: row and column of each patch in the grid of patches, from 0; patches are in",
         "  axes              2 positions for each token; height: pairs 0-19; width: pairs 20-39",
-        "6.28 to 39,644 positions for a full turn",
+        "  wavelengths       height: 6.28 to 39,644; width: 6.28 to 39,644 positions for a full turn",
     ):
         assert line in text
     assert "at length" not in text.partition("vision tower")[2]

@@ -89,7 +89,7 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
         ("channels", f"{start} to {end} of {rope['head_dim']} {some or f'rotate, in {pairs} pairs'}"),
         *([] if info["heads"] is None else [("heads", _format_heads(rope, info["heads"]))]),
         *([] if rope["axes"] is None else [("axes", _format_axes(rope["axes"], info["axis_names"]))]),
-        ("wavelengths", _format_wavelengths(rotating, rope["axes"] is None)),
+        ("wavelengths", _format_wavelengths(rope, info["axis_names"])),
         *([] if info["heads"] else [("slowed", _format_slowing(rope["slowed_by"]))]),
         ("attention factor", _format_factor(rope["attention_factor"])),
     ]
@@ -130,10 +130,21 @@ def _format_pairs(rows: list[int]) -> str:
 _ORDINAL = {2: "second", 3: "third"}
 
 
-def _format_wavelengths(rotating: list[float], of_text: bool) -> str:
-    if not rotating:
-        return "no pair rotates"
-    return f"{min(rotating):,.2f} to {max(rotating):,.0f} {'tokens' if of_text else 'positions'} for a full turn"
+def _format_wavelengths(rope: dict[str, Any], names: list[str]) -> str:
+    """Describe how far apart tokens are for a full turn, on each axis. On an axis with few pairs, each has a number."""
+    axes = rope["axes"]["axis"] if rope["axes"] else [0] * rope["pairs"]
+    rotating = [(axis, w) for axis, w in zip(axes, rope["wavelength"], strict=True) if w is not None]
+    found = []
+    for axis, group in groupby(sorted(rotating), lambda pair: pair[0]):
+        turns = [w for _, w in group]
+        few = rope["axes"] and len(turns) <= 8
+        said = ", ".join(f"{w:.4g}" for w in turns) if few else f"{turns[0]:,.2f} to {turns[-1]:,.0f}"
+        found.append(f"{names[axis] if axis < len(names) else axis}: {said}" if rope["axes"] else said)
+    return (
+        f"{'; '.join(found)} {'positions' if rope['axes'] else 'tokens'} for a full turn"
+        if found
+        else "no pair rotates"
+    )
 
 
 def _format_parameter(value: Any) -> str:

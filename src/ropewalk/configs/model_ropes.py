@@ -248,12 +248,8 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None, window: int
 
 def _axes_facts(axes: Axes) -> dict[str, Any]:
     """Return the number of axes, their order as text, and the axis and frequency index of each pair."""
-    return {
-        "count": axes.count,
-        "pattern": repr(axes),
-        "axis": list(axes.axis),
-        "freq_index": list(axes.freq_index),
-    }
+    facts = {"axis": list(axes.axis), "freq_index": list(axes.freq_index)}
+    return {"count": axes.count, "pattern": repr(axes), **facts}
 
 
 def _ratio(before: float, after: float) -> float | None:
@@ -276,10 +272,7 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     row = ARCHITECTURES.get(name_of(ropes.like or ropes.model_type, ropes.config or {}))
     if row is None or ropes.config is None:
         raise error(
-            _WHO,
-            "the ropes must come from a Hugging Face config",
-            shown(ropes.model_type),
-            "Write its config by hand.",
+            _WHO, "the ropes must come from a Hugging Face config", shown(ropes.model_type), "Write its config by hand."
         )
     if row.own_config or (version == 5 and not row.in_transformers):
         own = "Keep its own config.json: only its own code reads this model_type."
@@ -308,12 +301,7 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
     """Return the parameters of one kind of layer in the schema of transformers 5."""
     if rope.axes is not None and row.axes is None:
-        raise error(
-            _WHO,
-            "this model_type must have ropes of one axis",
-            repr(rope),
-            "Write the sections by hand.",
-        )
+        raise error(_WHO, "this model_type must have ropes of one axis", repr(rope), "Write the sections by hand.")
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
     fraction = _fraction(rope, row, ropes)

@@ -288,12 +288,7 @@ class Reader(Fields):
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        source: str,
-        path: str,
-        asked: Request,
-        weights: Weights | None = None,
+        self, config: Mapping[str, Any], source: str, path: str, asked: Request, weights: Weights | None = None
     ) -> None:
         super().__init__(config, source, path, base=asked.base)
         self.weights = Weights(None) if weights is None else weights

@@ -41,10 +41,7 @@ class Tower:
 
 
 def axial(
-    pairing: Pairing = "half",
-    *,
-    order: tuple[int, int] | None = None,
-    layout: Callable[..., Axes] = Axes.axial,
+    pairing: Pairing = "half", *, order: tuple[int, int] | None = None, layout: Callable[..., Axes] = Axes.axial
 ) -> Callable[..., tuple[Rope, ...]]:
     """Return a function that builds one rope with half of the channels of a head for each of two axes.
 
