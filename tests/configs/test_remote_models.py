@@ -16,7 +16,7 @@ from each import each
 from ropewalk import NTK, DynamicNTK, Rope, RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables import wrappers
-from ropewalk.schemes import Linear
+from ropewalk.schemes import Linear, Proportional
 
 INTERNLM = {
     "model_type": "internlm",
@@ -301,6 +301,19 @@ def test_models_that_contain_another() -> None:
     llada = {"model_type": "llada", "d_model": 256, "n_heads": 4, "n_layers": 2, "rope_theta": 5e5, "rope": True}
     assert from_config(llada).rope == Rope(64, 5e5, "half")
     assert from_config({**llada, "rope": False}).layers == (None, None)
+
+
+def test_the_rope_that_stands_in_the_error_for_a_part_of_k2_horizon() -> None:
+    """vLLM's k2_horizon.py rotates the first channels of both halves in turn, by the frequencies of a smaller head."""
+    said = r"Rope\(16, base=rope_theta \*\* \(16 / 8\), scaling=Proportional\(8 / 16\), pairing='half'\)"
+    with pytest.raises(RopeError, match=f"i and i \\+ 8 rotate for i < 4, .*{said}"):
+        from_config({**INTERNLM, "model_type": "k2_horizon", "head_dim": 16, "rope_head_dim": 8})
+    in_turn, position = torch.arange(16).reshape(2, 8).T.flatten()[:8], torch.tensor([3])
+    q = torch.randn(1, 1, 1, 16)
+    part = Rope(8, 1e7, "interleaved").at(position)(q[..., in_turn], layout="bshd")
+    whole = Rope(16, base=1e7**2, scaling=Proportional(8 / 16), pairing="half").at(position)(q, layout="bshd")
+    torch.testing.assert_close(whole[..., in_turn], part)
+    assert torch.equal(whole[..., 4:8], q[..., 4:8])
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,11 @@ def refuse_rope_head_dim(c: Reader) -> None:
     """Raise a RopeError if only some pairs of K2 Horizon rotate: their partners are half a whole head away."""
     head_dim = c.head_width(("hidden_size",), ("num_attention_heads",), "head_dim")
     head_dim = c.channels("head_dim") if c.has("head_dim") else head_dim
-    if c.has("rope_head_dim") and c.channels("rope_head_dim") != head_dim:
-        must = f"must be the head size {head_dim}"
-        raise c.error("rope_head_dim", must, shown(c.get("rope_head_dim")), "Not supported yet: rotation of a part.")
+    if c.has("rope_head_dim") and (part := c.channels("rope_head_dim")) != head_dim:
+        only = f"channels i and i + {head_dim // 2} rotate for i < {part // 2}, by rope_theta^(-2i/{part})"
+        own = f"base=rope_theta ** ({head_dim} / {part}), scaling=Proportional({part} / {head_dim})"
+        fix = f"Not supported: in vLLM {only}. Rope({head_dim}, {own}, pairing='half') does so without a scaling."
+        raise c.error("rope_head_dim", f"must be the head size {head_dim}", f"{part}", fix)
 
 
 def own_length(key: str) -> Callable[[Reader], int | None]:
@@ -406,10 +408,8 @@ def grok_query_scale(c: Reader) -> QueryScale | None:
         f"{key}: SGLang multiplies the scores by this factor after it has capped them (attn_logit_softcapping), so it "
         "is a factor of q only without the cap."
     )
-    return QueryScale(
-        logarithmic=True,
-        original_max_position_embeddings=integer(c.source, key, c.get(key), at_least=2),
-    )
+    length = integer(c.source, key, c.get(key), at_least=2)
+    return QueryScale(logarithmic=True, original_max_position_embeddings=length)
 
 
 def lerope(c: Reader, scheme: Scaling | None, rotary_dim: int) -> Scaling:
