@@ -171,6 +171,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"model_type": "my_gpt"}, {}, "pass pairing='half' or pairing='interleaved'."),
         ({"model_type": ...}, {}, "model_type must be a string, got None"),
         ({"model_type": ["llama"]}, {}, "model_type must be a string, got ['llama']"),
+        ({"model_type": ..., "peft_type": "LORA", "base_model_name_or_path": "a/b"}, {}, "its base model, 'a/b'. Read"),
         ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),
         ({}, {"pairing": "interleaved"}, "model_type llama requires the pairing 'half'"),
         ({"rope_interleaved": True}, {}, "rope_interleaved must agree with the pairing 'half'"),

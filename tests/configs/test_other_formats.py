@@ -180,6 +180,13 @@ def test_a_draft_of_speculators() -> None:
     assert "1 layers instead of 4, 1 of 1 layers rotate differently" in diff.configs(target, draft).text()
     alike = {**draft, "transformer_layer_config": {**layers, "rope_theta": 1e6}}
     assert "Different: 1 layers instead of 4, the first rotates identically." in diff.configs(target, alike).text()
+    # llama_eagle3.py of vLLM and SGLang rotates as llama.py. Files of other engines for drafts were not read.
+    eagle = {**layers, "draft_vocab_size": 8, "architectures": ["LlamaForCausalLMEagle3"]}
+    for config, ours in ((draft, {"vLLM"}), (eagle, {"vLLM", "SGLang"})):
+        found = diff.engines(config)
+        assert {name for name, state in found.facts["states"].items() if state != "unknown"} == ours
+        assert "for a draft" in found.text()
+        assert any("Drafts of Llama 4 were trained with interleaved pairs" in w for w in from_config(config).warnings)
 
 
 MISTRAL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e8,

@@ -91,7 +91,7 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(RopeError, match="the config must be an existing file, got no such file"):
         from_config(tmp_path / "nowhere.json")
     found = (
-        r"config\.json: the config must be an existing file, got no such file. The folder of a model contains config"
+        r"config\.json: the config must be an existing file, got no such file. A model has config.json, params.json "
     )
     with pytest.raises(RopeError, match=found):
         from_config(tmp_path)

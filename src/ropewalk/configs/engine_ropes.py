@@ -123,11 +123,12 @@ def _whole(ropes: ModelRopes, values: Mapping[str, Any]) -> dict[str, Any]:
     (path, text), model = find_text(values), str(values.get("model_type"))
     if getattr(ARCHITECTURES.get(model), "refusal", ""):  # engines that have it by this name mean the other model
         model = name_of(model, values)
+    draft = "draft_vocab_size" in values or "speculators_model_type" in values  # which other files run
     return {
         "model_type": ropes.model_type,
         "longest": ropes.max_position_embeddings,
-        "model": "/".join((model, *([ropes.model_type] if path else []))),
-        "known": ropes.model_type in ARCHITECTURES,
+        "model": "/".join(("a draft" if draft else model, *([ropes.model_type] if path else []))),
+        "known": ropes.model_type in ARCHITECTURES and not draft,
         "whole": values,
         "values": text,
         "layers": len(ropes.layers),

@@ -36,6 +36,11 @@ _OF_ENGINES = {
     "attn_rotary_emb": "only llama.cpp's converter reads it, as the number of channels that rotate",
 }
 
+_DRAFT = (
+    "the file of a draft does not state with which pairing it was trained, so it is that of the model_type, as in vLLM "
+    "and SGLang. Drafts of Llama 4 were trained with interleaved pairs (TensorRT-LLM, pull request 19036)."
+)
+
 
 def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weights | None = None) -> ModelRopes:
     """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
@@ -48,6 +53,7 @@ def read(config: Mapping[str, Any], source: str, asked: Request, weights: Weight
     text = text_model(fields, asked.pairing is not None)
     ropes = _read_text(Reader(text.config, text.source, text.path, asked, weights))
     extra_ropes, tower, warnings = dict(ropes.extra_ropes), None, [*ropes.warnings, *text.warnings]
+    warnings += [_DRAFT] * (fields.has("draft_vocab_size") or fields.has("speculators_model_type"))
     for key, part in [] if asked.text_only else other_parts(fields):
         read_part = _read_text(Reader(part.config, part.source, part.path, Request(text_only=True)))
         if len(set(read_part.layers)) == 1:
@@ -298,6 +304,8 @@ def _find_row(c: Reader) -> Architecture:
     model_type = c.get("model_type")
     if not isinstance(model_type, str):
         fix = 'Add it, such as "llama", if the keys are those of transformers. Other programs use other keys.'
+        if c.has("peft_type"):
+            fix = f"An adapter rotates as its base model, {shown(c.get('base_model_name_or_path'))}. Read that config."
         raise c.error("model_type", "must be a string", shown(model_type), fix)
     if (row := ARCHITECTURES.get(name_of(model_type, c.config))) is not None:
         return row

@@ -268,7 +268,7 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
         )  # /dev/stdin, or the /dev/fd/63 of a shell's <(command)
         if not path.is_file() and not is_stream:
             in_folder = path.name == "config.json" and path.parent.is_dir()
-            kinds = "The folder of a model contains config.json, params.json or a GGUF file."
+            kinds = "A model has config.json, params.json or a GGUF file; an adapter rotates as its base model."
             fix = kinds if in_folder else "Check the path. It must be a file or the folder of a model."
             got = "something else" if path.exists() else "no such file"
             raise error(str(path), "the config must be an existing file", got, fix)

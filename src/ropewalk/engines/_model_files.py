@@ -119,7 +119,7 @@ def _find(table: str, config: ConfigRope) -> tuple[ModelFile | None, str]:
     stated = {"auto_map": config.whole.get("auto_map"), "architectures": config.values.get("architectures")}
     classes = config.whole.get("architectures")
     named = [*map(str, classes)] if isinstance(classes, list) else []
-    names = [*named, config.model, *([config.model_type] if inside else [])]
+    names = [*named, config.model, *([config.model_type] if inside and config.known else [])]
     other = absent.get(whole) and named and absent[whole] not in named
     may = other or any(stated[key] and whole in unless[key] for key in unless)
     lacking = whole if whole in absent and not may else ""
