@@ -358,6 +358,10 @@ def test_ling_2_5_has_the_model_type_of_ling_3() -> None:
     assert after_last_group is not None
     assert after_last_group.pairing == "interleaved"
     assert from_config({**config, "architectures": ["BailingMoeV3ForCausalLM"]}).layers[0] is None
+    # Both publish a rotary_dim of 64, which is not a key of their config classes.
+    for name in ("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM"):
+        stated = {**config, "architectures": [name]}
+        assert from_config({**stated, "rotary_dim": 64}).layers == from_config(stated).layers
     with pytest.raises(RopeError, match="only its own code reads this model_type"):
         from_config(config).to_hf_config(version=5)
 

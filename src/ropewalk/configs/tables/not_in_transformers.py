@@ -179,13 +179,14 @@ REMOTE: dict[str, Architecture] = {
         partial_keys=(),
         kinds={_FULL: Kind(), _LINEAR: None},
         pattern=functions.bailing_kinds,
-        keys_without_effect={"partial_rotary_factor": "qk_rope_head_dim channels rotate"},
+        keys_without_effect=dict.fromkeys(("partial_rotary_factor", "rotary_dim"), "qk_rope_head_dim channels rotate"),
     ),
     "nemotron_h_puzzle": remote(f"{_VLLM}/nemotron_h.py", kinds={ALL: None}, layers=functions.nemotron_h_layers),
     # Ling 2.5 and 2.6, Ring 2.5: layers with linear attention rotate some channels in the other pairing.
     "bailing_moe_v2_5": _latent(
         f"{_SGLANG}/bailing_moe_linear.py; models/modeling_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5",
         partial=0.5,
+        keys_without_effect={"rotary_dim": "the model's code reads partial_rotary_factor"},
         kinds={_FULL: Kind(), _LINEAR: Kind(head_dim_key="head_dim", pairing="half")},
         pattern=functions.bailing_kinds,
         own_config=True,

@@ -206,6 +206,7 @@ TEXT: dict[str, Architecture] = {
         "bailing_hybrid",
         kinds={_FULL: Kind(), "linear_attention": None},
         pattern=Every(6, _FULL, "linear_attention", key="layer_group_size"),
+        keys_without_effect={"rotary_dim": "qk_rope_head_dim channels rotate"},
     ),
     "glm4_moe_lite": latent("glm4_moe_lite"),
     "glm_moe_dsa": latent("glm_moe_dsa", indexer="interleaved"),
@@ -370,11 +371,7 @@ TEXT: dict[str, Architecture] = {
         query_scale=functions.esm_query_scale,
     ),
     **{
-        name: row(
-            name,
-            pattern=LayerFlags("layer_rope_theta", otherwise=ALL),
-            more_keys=functions.add_bases_of_layers,
-        )
+        name: row(name, pattern=LayerFlags("layer_rope_theta", otherwise=ALL), more_keys=functions.add_bases_of_layers)
         for name in ("granite_swa", "granitemoe_swa")
     },
     "longcat_flash": latent(
