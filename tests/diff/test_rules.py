@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, SarvamMLAConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from each import each
-from ropewalk import Rope, from_config
+from ropewalk import Rope, diff, from_config
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES, MORE_ENGINES, TRAINERS, ConfigRope, Engine
 from ropewalk.schemes import SCHEMES, build
@@ -101,6 +101,21 @@ def test_the_name_that_some_engines_have_for_yarn_of_deepseek() -> None:
         assert answers[name].rope.attention_factor == pytest.approx(0.07 * math.log(40) + 1, rel=1e-12)
     assert answers["llama.cpp"].rope is not None
     assert answers["llama.cpp"].rope.scaling is None
+
+
+def test_sarvam() -> None:
+    """transformers renames deepseek_yarn for Sarvam 105B, which llama.cpp lacks; for 30B it writes the whole head."""
+    config = {"hidden_size": 128, "num_attention_heads": 1, "num_hidden_layers": 1, "rope_theta": 1e4}
+    scaling = YARN | {"type": "deepseek_yarn"}
+    del scaling["rope_type"]
+    larger = {**config, "model_type": "sarvam_mla", "rope_scaling": scaling}
+    larger |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+    assert SarvamMLAConfig(**copy.deepcopy(larger)).rope_parameters["rope_type"] == "yarn"
+    larger["architectures"] = ["SarvamMLAForCausalLM"]
+    smaller = {**config, "model_type": "sarvam_moe", "architectures": ["SarvamMoEForCausalLM"]}
+    for case, state in ((larger, "absent"), (smaller, "same")):
+        found = diff.engines(case, length=8192, names=("transformers", "llama.cpp"))
+        assert found.facts["states"] == {"transformers": "same", "llama.cpp": state}
 
 
 KEYS = {

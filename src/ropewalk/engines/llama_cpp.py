@@ -71,9 +71,8 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 
 def _unknown(config: ConfigRope, scaling: YaRN) -> Answer:
-    return Answer(
-        config.with_scaling(None), notes=("The converter does not know this rope_type, and writes no scaling.",)
-    )
+    note = "The converter does not know this rope_type, and writes no scaling."
+    return Answer(config.with_scaling(None), notes=(note,))
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:

@@ -29,9 +29,8 @@ _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 def _default(config: ConfigRope, scaling: None) -> Answer:
     if config.model_type == "minicpm3":
-        return Answer(
-            None, refusal="what its class for MiniCPM3 computes without LongRoPE was not recorded", why="unknown"
-        )
+        said = "what its class for MiniCPM3 computes without LongRoPE was not recorded"
+        return Answer(None, refusal=said, why="unknown")
     return Answer(config.rope)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.engines._engine import (
     AS_TRANSFORMERS,
+    DEEPSEEK_YARN,
     HUNYUAN,
     NO_LENGTH,
     Answer,
@@ -26,6 +27,7 @@ from ropewalk.engines._override import Override
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Scaling, YaRN
 
 _FILE = "modeling_rope_utils.py"
+_NO_SUCH = "no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)"
 _NO_MSCALES = "its class for this model needs short_mscale and long_mscale (TypeError)"
 
 
@@ -56,6 +58,9 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
+    renamed = config.model_type == "sarvam_mla" and config.values.get("rope_scaling")
+    if DEEPSEEK_YARN in config.section.values() and not renamed:
+        return Answer(None, refusal=_NO_SUCH)
     if config.nested and not scaling.truncate:
         note = "It ignores truncate and rounds the ramp if the parameters are nested by the kind of layer."
         return Answer(config.with_scaling(replace(scaling, truncate=True)), notes=(note,))
@@ -130,6 +135,7 @@ TRANSFORMERS = Engine(
         "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", _ntk, frozenset({"alpha", "factor"})),
         "dynamic": Rule(_FILE, _dynamic),
         "yarn": Rule(_FILE, _yarn),
+        DEEPSEEK_YARN: Rule("models/sarvam_mla/configuration_sarvam_mla.py", _yarn, evidence="read"),
         "longrope": Rule(_FILE, _longrope, _LONGROPE_KEYS),
         "llama3": Rule(_FILE, _accepted),
         "proportional": Rule(_FILE),
@@ -138,7 +144,7 @@ TRANSFORMERS = Engine(
     files="transformers",
     reads_by_transformers="configuration_utils.py",
     without_length=AS_TRANSFORMERS,
-    unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
+    unknown=_NO_SUCH,
     override=Override(_load, "configuration_utils.py", merges="nowhere", deepest=1),
 )
 
