@@ -681,8 +681,11 @@ def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> No
     newer = json.loads((tmp_path / "newer" / "config.json").read_text())
     [row] = extend(newer, 2 * LONG, engines=("mlx-lm",)).facts["engines"]
     assert row["reads"] == "the config that --write --version 4 writes"
-    said = extend(FLAT, LONG, engines=("mlx-lm", "lmdeploy")).text()  # lmdeploy's rules are those of its PyTorch engine
+    said = extend(FLAT, LONG - 1, engines=("mlx-lm", "exllamav3", "transformers-4")).text()
     assert said.count("Its limits of length were not looked up.") == 1
+    assert "mlx_lm.server needs no argument, because its cache grows with the text\n" in said
+    assert f"in TabbyAPI --max-seq-len {LONG - 1} --cache-size {LONG}\n" in said  # config_sample.yml: a multiple of 256
+    said = extend(FLAT, LONG, engines=("lmdeploy",)).text()  # whose rules are those of its PyTorch engine
     assert f"For the length: lmdeploy serve api_server --backend pytorch MODEL --session-len {LONG}\n" in said
     found = extend(GEMMA_2, LONG, engines=("mlx-lm",))
     assert (found.complete, "It reads no scaling" in of(found, "mlx-lm")["why_not"][0]) == (False, True)

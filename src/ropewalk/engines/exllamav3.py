@@ -28,11 +28,8 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     trained = scaling.original_max_position_embeddings
     factor = config.longest / trained
     if factor < 1.0:
-        return Answer(
-            None,
-            refusal="max_position_embeddings is below the trained length, which is not described here",
-            why="unknown",
-        )
+        said = "max_position_embeddings is below the trained length, which is not described here"
+        return Answer(None, refusal=said, why="unknown")
     if factor != scaling.factor:
         computed = f"The factor is max_position_embeddings / original_max_position_embeddings = {factor:g}"
         notes = (f"{computed}. The config's factor {scaling.factor:g} is ignored.",)
@@ -81,4 +78,6 @@ EXLLAMAV3 = Engine(
     without_length={"llama3": 8192},
     null_base=("olmo_hybrid",),  # read_rope_settings_default takes null for a missing key
     unknown="Unknown rope_type (ValueError)",
+    # model_init.py: a cache in pages of 256 tokens. TabbyAPI's config_sample.yml: the length is at most that.
+    serve=lambda _model, _keys, n: f"in TabbyAPI --max-seq-len {n} --cache-size {-(-(n or 0) // 256) * 256}",
 )

@@ -35,9 +35,7 @@ def _default(config: ConfigRope, scaling: None) -> Answer:
 
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
-    if config.model_type in _HUNYUAN:
-        return Answer(config.rope)
-    return dynamic_by_factor(config)
+    return Answer(config.rope) if config.model_type in _HUNYUAN else dynamic_by_factor(config)
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
@@ -101,4 +99,5 @@ MLX_LM = Engine(
     precedence=True,
     two_types=("it reads type first, and its scheme was not recorded for this config", "unknown"),
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
+    serve=lambda *_: "mlx_lm.server needs no argument, because its cache grows with the text",  # mlx-examples #1170
 )
