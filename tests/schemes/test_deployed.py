@@ -15,7 +15,7 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import Rope, RopeError, Rotation, formats, from_config, schemes
+from ropewalk import Rope, RopeError, Rotation, diff, formats, from_config, schemes
 from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.engines import ENGINES
 from ropewalk.rope.axes import Axes
@@ -137,6 +137,12 @@ def test_telechat3() -> None:
     assert written["rope_scaling"]["rope_type"] == "telechat3-yarn"
     assert from_config(written).rope == from_config({**config, "rope_scaling": scaling}).rope
     assert TeleChat3(4.0, 8, attention_factor=1.5).compute_attention_factor() == 1.5
+    # mlx-lm's models/telechat3.py has the YaRN of rope_utils.py, which reads the mscales. vLLM runs models/llama.py.
+    config |= {"architectures": ["TeleChat3ForCausalLM"]}
+    equal = {**config, "rope_scaling": {**scaling, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    assert not any("so the attention factor is 1" in said for said in from_config(equal).warnings)
+    found = diff.engines(equal, names=("vllm", "mlx-lm"))
+    assert (found.verdict, found.facts["states"]) == ("differ", {"vLLM": "same", "mlx-lm": "differs"})
 
 
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "max_position_embeddings": 4096}

@@ -210,7 +210,7 @@ class YaRN(Scheme):
             warnings.append(
                 "mscale and mscale_all_dim have an effect only together, but mlx-lm uses one alone and SGLang a 0."
             )
-        elif self.mscale == self.mscale_all_dim:
+        elif self.mscale == self.mscale_all_dim and self.compute_attention_factor() == 1.0:
             warnings.append(
                 "mscale and mscale_all_dim are equal, so the attention factor is 1. "
                 "Not every engine computes this for every model."
