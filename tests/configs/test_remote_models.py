@@ -366,6 +366,17 @@ def test_ling_2_5_has_the_model_type_of_ling_3() -> None:
         from_config(config).to_hf_config(version=5)
 
 
+def test_published_keys_of_hunyuan_and_ouro() -> None:
+    """Hunyuan-7B-Instruct states a key of its first code. vLLM's models/ouro.py passes no pairing to get_rope."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_hidden_layers": 1, "head_dim": 128, "rope_theta": 1e6}
+    for name in ("hunyuan_v1_dense", "hunyuan_v1_moe"):
+        config = {"model_type": name, **sizes, "use_rotary_pos_emb": True}
+        assert from_config(config).rope == Rope(128, 1e6, "half")
+        with pytest.raises(RopeError, match="use_rotary_pos_emb must be True"):
+            from_config({**config, "use_rotary_pos_emb": False})
+    assert from_config({"model_type": "ouro", **sizes, "total_ut_steps": 4}).rope == Rope(128, 1e6, "half")
+
+
 def test_ntk_of_gte() -> None:
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 1, "max_position_embeddings": 8192}
     config = {"model_type": "new", **sizes, "rope_theta": 2e4, "position_embedding_type": "rope"}

@@ -43,6 +43,7 @@ REMOTE: dict[str, Architecture] = {
             ("minicpm", "modeling_minicpm.py of MiniCPM-2B-sft-bf16", _IMPLIED_BASE),
             ("minicpmv", "modeling_minicpm.py of MiniCPM-V; vLLM model_executor/models/minicpmv.py", {}),
             ("orion", "modeling_orion.py of Orion-14B-Base; vLLM model_executor/models/orion.py", {}),
+            ("ouro", "vLLM model_executor/models/ouro.py at 171227911", {}),
             ("telechat3", "vLLM transformers_utils/config.py, models/llama.py; mlx-lm models/telechat3.py", {}),
             ("xverse", "modeling_xverse.py of XVERSE-7B", _IMPLIED_BASE),
             ("Yi", "modeling_yi.py of Yi-34B", {}),

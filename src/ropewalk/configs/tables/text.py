@@ -59,11 +59,15 @@ TEXT: dict[str, Architecture] = {
     ),
     # The head size is independent of hidden / heads, so the config must state it.
     **llama_like(
-        "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
+        "cwm gemma gemma2 higgs_audio_v2 hy_v3 internlm3 iquestcoder "
         "ministral muse_glimmer_assistant qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
         "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime ",
         head_dim_divides=False,
     ),
+    **{
+        name: row(name, head_dim_divides=False, fixed={"use_rotary_pos_emb": (True, "no rotation")})
+        for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")
+    },
     **llama_like("ernie4_5 ernie4_5_moe ", pairing="interleaved"),
     **llama_like(
         "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
@@ -238,11 +242,7 @@ TEXT: dict[str, Architecture] = {
     "youtu": latent("youtu"),
     "dots3_note_text": latent(
         "dots3_note",
-        kinds={
-            _FULL: Kind(),
-            "indexed_attention": Kind(),
-            _SLIDING: Kind(bases=("swa_rope_theta",)),
-        },
+        kinds={_FULL: Kind(), "indexed_attention": Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
         indexer="interleaved",
         prefixes={_SLIDING: "swa_"},
     ),
