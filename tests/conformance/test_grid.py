@@ -61,6 +61,12 @@ class OfASquare(torch.nn.Module):
     def forward(self, t):
         return turn(t, self.angles)
 """,
+    "of_the_first": """
+def of_the_first(x, grid_sizes):
+    sizes = grid_sizes.tolist()
+    frames, rows, columns = sizes[0]
+    return turn(x, angles_of(rows, columns).repeat(frames, 1)[:, None])
+""",
     "Patches.turned": """
 class Patches:
     def __init__(self, dim, input_size: tuple[int, int, int]):
