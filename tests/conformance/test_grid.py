@@ -63,8 +63,7 @@ class OfASquare(torch.nn.Module):
 """,
     "of_the_first": """
 def of_the_first(x, grid_sizes):
-    sizes = grid_sizes.tolist()
-    frames, rows, columns = sizes[0]
+    frames, rows, columns = (int(grid_sizes[0, side]) for side in range(3))
     return turn(x, angles_of(rows, columns).repeat(frames, 1)[:, None])
 """,
     "Patches.turned": """
