@@ -61,10 +61,13 @@ class OfASquare(torch.nn.Module):
     def forward(self, t):
         return turn(t, self.angles)
 """,
-    "of_the_first": """
-def of_the_first(x, grid_sizes):
-    frames, rows, columns = (int(grid_sizes[0, side]) for side in range(3))
-    return turn(x, angles_of(rows, columns).repeat(frames, 1)[:, None])
+    "of_each_row": """
+def of_each_row(x, grid_sizes):
+    sizes, out = grid_sizes.tolist(), []
+    for row in range(len(x)):
+        frames, rows, columns = sizes[row]
+        out.append(turn(x[row], angles_of(rows, columns).repeat(frames, 1)[:, None]))
+    return torch.stack(out)
 """,
     "Patches.turned": """
 class Patches:

@@ -83,6 +83,10 @@ BUGS = {
     "not_a_rotation__cos_for_sin": [("angles.sin()", "angles.cos()")],
     # The second channel of a pair is computed from the first one after that has been rotated.
     "channel_overwritten__second_from_rotated_first": [("x1 * cos - x2 * sin", "(x1 := x1 * cos - x2 * sin)")],
+    # The first channel of a pair is computed from the second one after that has been rotated.
+    "channel_overwritten__first_from_rotated_second": [
+        ("(x1 * cos - x2 * sin, x2 * cos + x1 * sin)", "(x1 * cos - (x2 := x2 * cos + x1 * sin) * sin, x2)")
+    ],
     # The offset of the KV cache changes only the length of the table, not the positions.
     "offset_ignored": [
         (", positions)", ", offset=0)"),
