@@ -64,9 +64,11 @@ class OfASquare(torch.nn.Module):
     "of_each_row": """
 def of_each_row(x, grid_sizes):
     sizes, out = grid_sizes.tolist(), []
-    for row in range(len(x)):
+    for row in range(x.size(0)):
         frames, rows, columns = sizes[row]
-        out.append(turn(x[row], angles_of(rows, columns).repeat(frames, 1)[:, None]))
+        angles = angles_of(rows, columns).repeat(frames, 1)[:, None]
+        a, b = x[row, : frames * rows * columns].chunk(2, dim=-1)
+        out.append(torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1))
     return torch.stack(out)
 """,
     "Patches.turned": """
