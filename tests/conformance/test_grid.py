@@ -69,7 +69,7 @@ def of_each_row(x, grid_sizes):
         angles = angles_of(rows, columns).repeat(frames, 1)[:, None]
         a, b = x[row, : frames * rows * columns].chunk(2, dim=-1)
         out.append(torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1))
-    return torch.stack(out)
+    return torch.stack(out).type_as(x)
 """,
     "Patches.turned": """
 class Patches:
