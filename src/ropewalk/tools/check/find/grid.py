@@ -127,7 +127,7 @@ def spread(
 
 def block_of(function: Any) -> int:
     """Return the side of the blocks of patches that an object merges, in whose order their tokens are, or 1."""
-    known = vars(getattr(function, "__self__", function))
+    known = getattr(getattr(function, "__self__", function), "__dict__", {})
     return next((n for name, n in known.items() if "merge" in name and isinstance(n, int) and n > 1), 1)
 
 
