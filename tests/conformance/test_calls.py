@@ -1059,6 +1059,41 @@ def test_some_pairs_go_backwards(sign: str, codes: list[str]) -> None:
     assert ("Of the pairs, 1, 3, 5, 7, … rotate" in str(report)) == bool(codes)
 
 
+def test_a_block_that_is_never_written_is_no_effect_of_earlier_calls() -> None:
+    """Its memory may hold the results of an earlier call."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        whole = max(8, len(q) // 8 * 8)
+        results = torch.empty_like(q), torch.empty_like(k)
+        for x, out in zip((q, k), results, strict=True):
+            out[:whole] = turn(x[:whole], cos[:whole], sin[:whole])
+        return results
+
+    assert conformance.check(rotate, layout="thd").codes == ["output-not-written"]
+
+
+class OfThePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        part = turn(grad[..., : 2 * cos.shape[-1]], cos, -sin)
+        return torch.cat((part, torch.zeros_like(grad[..., part.shape[-1] :])), dim=-1), None, None
+
+
+def test_a_gradient_that_is_wrong_only_where_a_part_rotates() -> None:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        result: Tensor = OfThePart.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        return result
+
+    (finding,) = conformance.check(rotate, layout="bshd").findings
+    assert (finding.code, finding.case) == ("wrong-gradient", "1 head of 64 channels, 1 token, of which 22 are rotated")
+
+
 def test_attention_is_no_rotation() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k = (turn(x, *tables_at(torch.arange(x.shape[1])[None])) for x in (q, k))

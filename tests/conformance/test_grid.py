@@ -61,6 +61,22 @@ class OfASquare(torch.nn.Module):
     def forward(self, t):
         return turn(t, self.angles)
 """,
+    "Largest,turn": """
+class Largest:
+    # as in MoonViT, with a table of the largest grid, and by default of a small one
+    def __init__(self, dim, max_height=64, max_width=64):
+        self.angles = angles_of(max_height, max_width, dim).view(max_height, max_width, -1)
+
+    def __call__(self, grid_hws):
+        return torch.cat([self.angles[:rows, :columns].flatten(0, 1) for rows, columns in grid_hws.tolist()])[:, None]
+""",
+    "of_axes,turn": """
+def of_axes(rope_dim_list, rope_sizes, theta=100.0):
+    # as in HunyuanVideo
+    places = torch.cartesian_prod(*map(torch.arange, rope_sizes)).T
+    inv_freqs = (theta ** (-torch.arange(0, dim, 2).double() / dim) for dim in rope_dim_list)
+    return torch.cat([place[:, None] * inv_freq for place, inv_freq in zip(places, inv_freqs)], dim=-1)[:, None]
+""",
     "of_each_row": """
 def of_each_row(x, grid_sizes):
     sizes, out = grid_sizes.tolist(), []
@@ -139,6 +155,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
     assert report.codes == [], str(report)
     of_video = {
         "of_frames,apply_tables": "pairs 0 to 15 time, 16 to 23 height, 24 to 31 width",
+        "of_axes,turn": "pairs 0 to 7 time, 8 to 19 height, 20 to 31 width",
         "OfLatents,turn": "pairs 0 to 7 time, 8 to 19 height, 20 to 31 width",
     }
     assert report.found["axes"] == of_video.get(name, "pairs 0 to 15 height, 16 to 31 width")
@@ -220,6 +237,21 @@ def test_patches_in_the_order_of_merged_blocks(tmp_path: Path, old: str, new: st
     assert report.codes == codes, str(report)
     assert report.found["call"] == "f(q, k, grid_thw), tokens in blocks of 2 × 2"
     assert report.found.get("axes", "pairs 0 to 15 height, 16 to 31 width") == "pairs 0 to 15 height, 16 to 31 width"
+
+
+def test_numbers_of_the_places_of_a_grid_are_not_judged(tmp_path: Path) -> None:
+    """As in Pixtral, whose code takes row · side + column, so that its first pairs turn by the row alone."""
+    code = f"""{HEAD}
+def rotate(x, position_ids):
+    half = 10_000.0 ** (-torch.arange(0, 64, 2).double() / 64)
+    angles = torch.cat(((position_ids // 64)[..., None] * half[::2], (position_ids % 64)[..., None] * half[1::2]), -1)
+    return turn(x, angles[:, :, None])
+"""
+    (path := tmp_path / "theirs.py").write_text(code)
+    config = {"model_type": "pixtral", "hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1}
+    config |= {"head_dim": 64, "image_size": 1024, "patch_size": 16, "rope_theta": 10_000.0}
+    with pytest.raises(RopeError, match="must take a position on each, got one position for each token"):
+        conformance.check(f"{path}:rotate", config=config)
 
 
 @pytest.mark.parametrize(("first", "codes"), [("%", []), ("//", ["axes-exchanged"])])

@@ -43,7 +43,7 @@ _NAMES = {
     "interleaved": SPELLINGS["interleaved"],
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
-    "axes_dim": "axes_dims",
+    "axes_dim": "axes_dims rope_dim_list rope_axes_dim",
     "embed_dim": "n_embd hidden_size d_model",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
@@ -102,6 +102,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
             values["dim"] = expected.rotary_dim // 2
     elif is_constructor(constructor):  # the largest positions
         values |= {name: _SIDE if side else (_SIDE, _SIDE) for name, side in _sides(owner).items()}
+        values |= {name: _SIDE for name in known if re.search("^max_(h|w|height|width)$", name)}
     return values | filled(owner, values)
 
 

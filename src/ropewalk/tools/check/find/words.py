@@ -86,7 +86,7 @@ SPELLINGS = {
 }
 _NAMES = WORDS | SPELLINGS
 _AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
-GRID = r"^((grid|input|img|image|feat|spatial)_)?(size|shape|resolution|t?hw)s?$"
+GRID = r"^((grid|input|img|image|feat|spatial|rope)_)?(size|shape|resolution|t?hw)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {

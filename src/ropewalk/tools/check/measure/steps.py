@@ -235,7 +235,7 @@ def _depends_on_length(subject: Subject) -> str:
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
 _HEAD_SIZES = ((48, 48), (80, 80), (96, 96), (192, 192), (64, 22), (80, 32))
 # What is named as it is, if it shows only at another size. Every other difference is "size-dependent".
-_KEEP = {"key-unlike-query", "memory-overwritten", "query-and-key-crossed", "rest-not-passed"}
+_KEEP = {"key-unlike-query", "memory-overwritten", "query-and-key-crossed", "rest-not-passed", "wrong-gradient"}
 
 
 def _judge_head_sizes(baseline: Baseline) -> bool | str:
@@ -423,6 +423,11 @@ def _judge_law(
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
+    names = expected.axis_names
+    if measured.code in _FREQUENCIES and subject.axes is None and len(names) == 2:  # of a vision tower
+        must, got = "code of several axes must take a position on each", "one position for each token"
+        fix = f"Check a function that takes them, {' and '.join(names)}, as positions: '2s', and passes what it needs."
+        raise _checks.error("check", must, got, fix)
     stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
     if not stated and measured.code in _FREQUENCIES and measured.explains(multipliers, SMALL):
         measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
