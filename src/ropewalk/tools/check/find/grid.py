@@ -112,6 +112,8 @@ def spread(
             found = call(given, sizes, given[tensors[0]].shape[tensor_layout.index("b")] if has_rows else 1)
             if not tensors:  # tables, which may have an axis for each side
                 found = [x if count in x.shape[:-1] else x.flatten(0, len(sizes) - 1) for x in found]
+                if any(count not in x.shape[:-1] for x in found):
+                    raise IndexError(f"the tables have no rows for a grid of {' × '.join(map(str, sizes))}")
                 found = [x.movedim(x.shape.index(count), 0) for x in found]
             parts.append([x.index_select(axis, place[tokens]) for x in found])
         back = torch.cat(order).argsort()

@@ -73,7 +73,7 @@ SPELLINGS = {
     "channels": "dim",  # of a head
     "seq_dim": "",  # the axis of the tokens
     "grid": "",  # the sizes of the axes of the positions, in one tuple or each alone
-    "frames": "T",
+    "frames": "T num_frames",
     "height": "h end_y",
     "width": "w end_x",
     "latent": "",  # [batch, channels, …, rows, columns], of which the shape alone is read
