@@ -109,6 +109,11 @@ def test_a_float_that_does_not_copy_is_right_in_16_bits(tmp_path: Path) -> None:
         assert ("float16" in found.says) == name.startswith("channel")
 
 
+def test_a_norm_with_another_eps(tmp_path: Path) -> None:
+    (found,) = checked(written(PROGRAMS["wrong_norm__eps_of_the_keys"], tmp_path)).findings
+    assert found.says == "The norm of k is taken with another eps than the one that is passed."
+
+
 def test_later_calls_are_not_judged_if_earlier_calls_matter(tmp_path: Path) -> None:
     path = written(PROGRAMS["earlier_calls_matter__tables_cached_by_length"], tmp_path)
     report = conformance.check(f"{path}:Rotary")

@@ -131,7 +131,8 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     if len(target.objects) == 2:
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
-    arguments = _arguments(last, call, expected, is_of_arrays=library is not None)
+    is_alone = library is not None and len(target.objects) == 1
+    arguments = _arguments(last, call, expected, passes_all=is_alone)
     # In the order of the parameters, in which the function that computes them mostly returns them.
     tables = [word for word in arguments.values() if word in ("cos", "sin", "freqs_cis")]
     is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
@@ -174,7 +175,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
-        if tables and "positions" in call.optional:  # so that the call without them is judged, too
+        if is_alone and tables and "positions" in call.optional:  # so that the call without them is judged, too
             takes = [*(word for word in takes if word != "positions"), "positions=None"]
     called = _called(last, arguments)
     if outs:
@@ -208,8 +209,11 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
     return written(call, expected, (expected.head_dim, expected.rotary_dim)) | fixed
 
 
-def _arguments(obj: Any, call: Call, expected: Expected, *, is_of_arrays: bool = False) -> dict[str, str]:
-    """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
+def _arguments(obj: Any, call: Call, expected: Expected, *, passes_all: bool = False) -> dict[str, str]:
+    """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known.
+
+    With `passes_all`, they include optional positions beside tables.
+    """
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
     sizes = words.filled(function_of(obj), role_of)
@@ -218,7 +222,7 @@ def _arguments(obj: Any, call: Call, expected: Expected, *, is_of_arrays: bool =
     omitted = call.optional & {"offsets", "cu_seqlens", "tensor_layout", *({"offset"} if "positions" in roles else ())}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", "offset"}
-        if "cos_sin_cache" not in roles and not is_of_arrays:
+        if "cos_sin_cache" not in roles and not passes_all:
             omitted |= call.optional & {"positions"}
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():
