@@ -131,8 +131,7 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     if len(target.objects) == 2:
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
-    is_alone = library is not None and len(target.objects) == 1
-    arguments = _arguments(last, call, expected, passes_all=is_alone)
+    arguments = _arguments(last, call, expected, passes_all=library is not None and len(target.objects) == 1)
     # In the order of the parameters, in which the function that computes them mostly returns them.
     tables = [word for word in arguments.values() if word in ("cos", "sin", "freqs_cis")]
     is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
@@ -175,8 +174,6 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
     takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
     if library:
         arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
-        if is_alone and tables and "positions" in call.optional:  # so that the call without them is judged, too
-            takes = [*(word for word in takes if word != "positions"), "positions=None"]
     called = _called(last, arguments)
     if outs:
         both = ", ".join(outs)
