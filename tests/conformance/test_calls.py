@@ -992,6 +992,16 @@ def test_offsets_of_rows_are_added_to_that_of_all() -> None:
     assert all(grade.right is not False for grade in report.grades), str(report)
 
 
+@pytest.mark.parametrize(("rows", "codes"), [(slice(None), []), (slice(1), ["first-row-positions"])])
+def test_positions_that_may_index_tables_of_each_row(rows: slice, codes: list[str]) -> None:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is not None:
+            cos, sin = cos[position_ids[rows]], sin[position_ids[rows]]
+        return turn(x, cos, sin)
+
+    assert conformance.check(rotate, layout="bshd").codes == codes
+
+
 def test_a_share_of_the_head_beside_tables() -> None:
     """As in LightLLM, whose tables have half as many columns as channels rotate."""
 
