@@ -286,15 +286,13 @@ def frequencies(
         )
     lengths = (rotary_dim // 2,) if axes is None else axes.lengths
     schemes = [None] * len(lengths) if scaling is None else scaling.of_axes(len(lengths))
+    keys = [(pairs, id(scheme)) for pairs, scheme in zip(lengths, schemes, strict=True)]
     resolved = {}
-    for pairs, scheme in zip(lengths, schemes, strict=True):
-        if (pairs, id(scheme)) in resolved:
-            continue
+    for (pairs, _), scheme in dict(zip(keys, schemes, strict=True)).items():
         found = (default.inv_freq(base, 2 * pairs), 1.0) if scheme is None else of_scheme(scheme, base, 2 * pairs)
         if found is None:
             return None
         resolved[pairs, id(scheme)] = found
-    keys = [(pairs, id(scheme)) for pairs, scheme in zip(lengths, schemes, strict=True)]
     progressions, factors = zip(*map(resolved.__getitem__, keys), strict=True)
     return progressions[0] if axes is None else axes.of_each_pair(progressions), max(factors)
 

@@ -107,7 +107,7 @@ def _hf_sizes(c: Keys, layers: list[str], ropes: Mapping[str, Rope | None]) -> d
     stated = {key: c.get(name) for key, name in _HF_SIZES.items()}
     heads = {rope.head_dim for rope in ropes.values() if rope is not None}
     sections: dict[str, Any] = {}
-    if c.row.axes is not None and c.has(SECTIONS):  # which the ropes of text tokens do not say
+    if c.row.axes != "one" and c.has(SECTIONS):  # which the ropes of text tokens do not say
         flag = {"mrope_interleaved": True} if c.row.axes == "imrope" else {}
         sections = {"rope_parameters": {"mrope_section": [*c.get(SECTIONS)][:3], **flag}}
     return {

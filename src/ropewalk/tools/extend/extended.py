@@ -280,7 +280,7 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         why = f"tokenizer_config.json states model_max_length {limit:,.0f}, and vLLM accepts no more"
         notes.append(f"{why}, unless you set VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 before the command.")
     if source.text.file_format and model == "MODEL":
-        is_flat = row["reads_config"] and find_text(source.whole)[1] is source.whole
+        is_flat = row["reads_config"] and not find_text(source.whole)[0]
         nested = " If its config.json has a text_config, put the keys into that." if is_flat else ""
         notes.append(f"MODEL is this model in a format that it reads.{nested}")
     return notes

@@ -141,9 +141,9 @@ class _Finder:
 
     def find(self, layout: str | None) -> Subject:
         """Return the best of all calls, with one position for each token or several."""
-        stated = count_of(self.axes) or (self.expected.axes and self.expected.axes.count)
-        best = self.search(stated, layout) if stated and not self.counts[1:] else None
-        for count in self.counts[1:] and self.counts:
+        stated = count_of(self.axes) or (None if self.expected.axes is None else self.expected.axes.count)
+        best = None
+        for count in self.counts or ([stated] if stated else []):
             if (best := self.search(count, layout)) is not None and _all_axes_matter(best[1]):
                 break
         failure = None
