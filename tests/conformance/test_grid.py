@@ -33,8 +33,8 @@ class Video(torch.nn.Module):
         self.head_dim = head_dim
 
     def forward(self, q, k, grid_sizes):
-        for frames, rows, columns in grid_sizes.tolist():
-            angles = angles_of(rows, columns, self.head_dim).repeat(frames, 1)[:, None]
+        angles = [angles_of(*sides, self.head_dim).repeat(frames, 1) for frames, *sides in grid_sizes.tolist()]
+        angles = torch.stack(angles)[:, :, None]
         return turn(q, angles), turn(k, angles)
 """,
     "of_other_names": """
@@ -171,6 +171,9 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
         ("OfASquare", "turn(t, self.angles)", "turn(t, self.angles.roll(1, -1))", ["wrong-frequencies"]),
         ("OfLatents,turn", "num_frames, height, width = h", "num_frames, width, height = h", ["wrong-side"]),
+        ("Video", "grid_sizes.tolist", "grid_sizes[:1].tolist", ["grids-mixed-up"]),
+        ("of_each_row", "sizes[row]", "sizes[0]", ["grids-mixed-up"]),
+        ("Largest,turn", "grid_hws.tolist()", "[grid_hws[0].tolist()] * len(grid_hws)", ["grids-mixed-up"]),
         ("in_place", "for x in (q, k)", "for x in (q,)", ["key-not-rotated"]),
     ],
 )

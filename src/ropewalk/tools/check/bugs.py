@@ -101,6 +101,11 @@ BUGS: dict[str, Bug] = {
         "The row of token i is i // columns, and its column is i % columns. If patches are merged, those of one block "
         "follow each other.",
     ),
+    "grids-mixed-up": Bug(
+        "the tokens of one grid are counted by the sides of another, where a call has several",
+        "Read the sides of each grid from its own row of the sizes, or refuse grids of several sizes.",
+        "caution",
+    ),
     "sections-permuted": Bug("the sections are in another order"),
     "section-layout": Bug(
         "the pairs are divided among the axes in another way",

@@ -179,7 +179,7 @@ class _Finder:
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
         others = []
-        for mode in ("offsets", "offset", "packed", "rows"):
+        for mode in ("offsets", "offset", "packed", "rows", *["grids"] * self.is_grid):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
         if layout is None and not chosen.form.is_fused and chosen.layout in LAYOUTS:
@@ -298,7 +298,7 @@ class _Finder:
         sides = sides_of(target)
         of_grid = [*grid.sizes_of(first if second is None else second).values()]
         columns_first = expected.axis_names[-2:-1] in (("column",), ("width",))
-        spread = partial(grid.spread, count=count, columns_first=columns_first)
+        spread = partial(grid.spread, count=count, columns_first=columns_first, in_one=mode == "grids")
         block = 1 if sides else max(grid.block_of(each) for each in (first, second) if each is not None)
         if sides or grid.sizes_of(first):
             first = spread(first, sides, makes_tables=second is not None)

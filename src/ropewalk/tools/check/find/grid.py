@@ -6,6 +6,8 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +19,17 @@ SIDES = (65, 67)  # rows and columns of the largest grid: more than positions ar
 _TENSORS = ("q", "k", "v", "x", "qkv")
 _SIZES = ("frames", "height", "width", "grid", "latent")
 _MOST = 20_000  # tokens of the largest grid
-# The size of a grid in one argument, with the frames of a video, and for each row of a batch.
-_FORMS: tuple[Callable[[tuple[int, ...], int], Any], ...] = (
-    lambda sides, _: sides,
-    lambda sides, _: (*(1,) * (3 - len(sides)), *sides),
-    lambda sides, batch: torch.tensor([sides] * batch),
-    lambda sides, batch: torch.tensor([(*(1,) * (3 - len(sides)), *sides)] * batch),
+# The sizes of grids in one argument, with the frames of a video. In a tensor, each grid may have another size.
+_FORMS: tuple[Callable[[list[tuple[int, ...]]], Any], ...] = (
+    lambda grids: grids[0],
+    lambda grids: _of_video(grids[0]),
+    lambda grids: torch.tensor(grids),
+    lambda grids: torch.tensor([*map(_of_video, grids)]),
 )
+
+
+def _of_video(sides: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(1,) * (3 - len(sides)), *sides)
 
 
 def sizes_of(function: Any) -> dict[str, str]:
@@ -54,77 +60,122 @@ def spread(
     count: int | None,
     makes_tables: bool = False,
     columns_first: bool = False,
+    in_one: bool = False,
 ) -> Any:
     """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
     The tokens are put at their places on the smallest grid that has all of them, or on one of `sides`, and are read
     there from the result. Of tables, the rows at these places are returned. Positions are rows and columns, or columns
-    and rows.
+    and rows. Several grids are passed `in_one` call if their sizes are in a tensor, or each in a call of its own.
     """
-    roles, known = words.read_call(function).parameter_of, words.parameters(function) or {}
-    names = {} if sides else sizes_of(function)
-    tensors = [] if makes_tables else [roles[role] for role in _TENSORS if role in roles]
-    block = 1 if sides else block_of(function)
+    known, names = words.parameters(function) or {}, {} if sides else sizes_of(function)
+    roles = {} if makes_tables else words.read_call(function).parameter_of
+    tensors = [roles[role] for role in _TENSORS if role in roles]
     is_square = "grid" in names and known[names["grid"]].annotation in (int, "int")
-    forms = [lambda sides, _: sides[-1]] if is_square else [*_FORMS]  # or only that which works
-
-    def call(given: dict[str, Any], sizes: tuple[int, ...], batch: int) -> list[Tensor]:
-        error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[::-1], 1), strict=False))
-        for i, form in enumerate(forms):
-            values: dict[str, Any] = stated | {"grid": form(sizes, batch)}
-            if "latent" in names:
-                pixels = (n * patch for n, patch in zip(sizes, _patch(function), strict=True))
-                values["latent"] = torch.zeros(1, 1, *pixels)
-            try:
-                returned = function(**given, **{name: values[role] for role, name in names.items()})
-            except Exception as e:  # it takes the sizes in another form
-                error = error or e
-                continue
-            forms[:] = forms[i : i + 1]
-            returned = [given[name] for name in tensors] if returned is None else returned
-            return [x for x in ([returned] if isinstance(returned, Tensor) else returned) if isinstance(x, Tensor)]
-        raise error or TypeError("no form of the sizes is known")
-
-    def counted(positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
-        positions = torch.cat((positions[:-2], positions[-2:].flip(0))) if columns_first else positions
-        # An odd number of blocks, as code that merges patches without an attribute for it refuses.
-        *others, rows, columns = (((int(p.max()) // block + 1) | 1) * block for p in positions)
-        rows, columns = (max(rows, columns),) * 2 if is_square else (rows, columns)
-        sizes = sides or (*others, rows, columns)
-        if (count := math.prod(sizes)) > _MOST or any(n > max(sizes) for n in (rows, columns)):
-            raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
-        axis = min(tensor_layout.find(name) % 9 for name in "st")
-        *frames, row, column = positions
-        place = (
-            (row // block * (sizes[-1] // block) + column // block) * block**2 + row % block * block + column % block
-        )
-        place = place + sum(frames) * sizes[-2] * sizes[-1]
-        copy = (place[:, None] == place).tril(-1).sum(-1)  # of several tokens at one place, each has a grid of its own
-        order = [(copy == n).nonzero().flatten() for n in range(int(copy.max()) + 1)]
-        parts = []
-        for tokens in order:
-            given = dict(passed)
-            for name in tensors:
-                x = passed[name]
-                empty = x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :])
-                given[name] = empty.index_copy(axis, place[tokens], x.index_select(axis, tokens))
-            has_rows = tensors and "b" in tensor_layout
-            found = call(given, sizes, given[tensors[0]].shape[tensor_layout.index("b")] if has_rows else 1)
-            if not tensors:  # tables, which may have an axis for each side
-                found = [x if count in x.shape[:-1] else x.flatten(0, len(sizes) - 1) for x in found]
-                if any(count not in x.shape[:-1] for x in found):
-                    raise IndexError(f"the tables have no rows for a grid of {' × '.join(map(str, sizes))}")
-                found = [x.movedim(x.shape.index(count), 0) for x in found]
-            parts.append([x.index_select(axis, place[tokens]) for x in found])
-        back = torch.cat(order).argsort()
-        out = tuple(torch.cat(part, axis).index_select(axis, back) for part in zip(*parts, strict=True))
-        return out if len(out) > 1 else out[0]
-
+    forms: list[Callable[[list[tuple[int, ...]]], Any]] = [lambda grids: grids[0][-1]] if is_square else [*_FORMS]
+    grids = _Grids(function, names, tensors, forms, sides, is_square, columns_first, in_one)
     kept = [p for name, p in known.items() if name not in names.values()]
     kind, count = inspect.Parameter.KEYWORD_ONLY, 2 if sides else count or counts_of(function)[-1]
     own = {"positions": f"{count}s"} | ({"tensor_layout": "str"} if tensors else {})
     added = (inspect.Parameter(name, kind, annotation=annotation) for name, annotation in own.items())
-    return words.stands_for(counted, function, [*kept, *added])
+    return words.stands_for(partial(grids), function, [*kept, *added])
+
+
+@dataclass(frozen=True)
+class _Grids:
+    """A function of tokens at any places, which calls one of whole grids, or one that computes their tables."""
+
+    function: Any
+    names: dict[str, str]  # of the parameters for the sizes, by role
+    tensors: list[str]  # the names of those for tokens, or none of code that computes tables
+    forms: list[Callable[[list[tuple[int, ...]]], Any]]  # of the sizes in one argument, or the one that works
+    sides: tuple[int, int] | None  # of every grid
+    is_square: bool
+    columns_first: bool
+    in_one: bool
+
+    def __call__(self, positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
+        """Return the results for tokens at positions `[axes, tokens]`: each that is at 0 on all axes begins a grid."""
+        positions = torch.cat((positions[:-2], positions[-2:].flip(0))) if self.columns_first else positions
+        of = torch.cat((positions, (positions == 0).all(0).cumsum(0)[None]))
+        is_same = (of[:, :, None] == of[:, None]).all(0)  # of several tokens at one place, each has a grid of its own
+        keys = [*zip(of[-1].tolist(), is_same.tril(-1).sum(-1).tolist(), strict=True)]
+        grids = [torch.tensor([i for i, of_token in enumerate(keys) if of_token == key]) for key in sorted({*keys})]
+        sizes = [self._size(positions[:, tokens]) for tokens in grids]
+        places = [self._places(positions[:, tokens], size) for tokens, size in zip(grids, sizes, strict=True)]
+        groups = [slice(None)] if self.in_one and self.forms[0] in _FORMS[2:] else [slice(n, n + 1) for n in range(len(grids))]
+        axis = min(tensor_layout.find(name) % 9 for name in "st")
+        parts = [self._run(grids[g], places[g], sizes[g], axis, tensor_layout, passed) for g in groups]
+        back = torch.cat(grids).argsort()
+        out = tuple(torch.cat(part, axis).index_select(axis, back) for part in zip(*parts, strict=True))
+        return out if len(out) > 1 else out[0]
+
+    def _size(self, positions: Tensor) -> tuple[int, ...]:
+        """Return the size of the smallest grid that has all of these places.
+
+        The number of blocks is odd, as code that merges patches without an attribute for it refuses.
+        """
+        block = block_of(self.function)
+        *others, rows, columns = (((int(p.max()) // block + 1) | 1) * block for p in positions)
+        rows, columns = (max(rows, columns),) * 2 if self.is_square else (rows, columns)
+        size = self.sides or (*others, rows, columns)
+        if math.prod(size) > _MOST or max(rows, columns) > max(size):
+            raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
+        return size
+
+    def _places(self, positions: Tensor, size: tuple[int, ...]) -> Tensor:
+        """Return the index of each token on a grid. The tokens of each block of merged patches follow each other."""
+        block = 1 if self.sides else block_of(self.function)
+        *frames, row, column = positions
+        index = (row // block * (size[-1] // block) + column // block) * block**2 + row % block * block + column % block
+        return torch.as_tensor(index + size[-2] * size[-1] * sum(frames))
+
+    def _run(
+        self,
+        grids: list[Tensor],
+        places: list[Tensor],
+        sizes: list[tuple[int, ...]],
+        axis: int,
+        layout: str,
+        passed: dict[str, Any],
+    ) -> list[Tensor]:
+        """Call the function once, with grids as rows of a batch or after each other, and return results by token."""
+        has_rows = bool(self.tensors) and "b" in layout
+        rows = passed[self.tensors[0]].shape[layout.index("b")] if has_rows else 1
+        counts = [max(map(math.prod, sizes)) if has_rows else math.prod(size) for size in sizes]
+        given = dict(passed)
+        for name in self.tensors:
+            x = passed[name]
+            empty = [x.new_zeros(*x.shape[:axis], count, *x.shape[axis + 1 :]) for count in counts]
+            of_each = zip(empty, places, grids, strict=True)
+            filled = [e.index_copy(axis, place, x.index_select(axis, tokens)) for e, place, tokens in of_each]
+            given[name] = torch.cat(filled, layout.index("b") if has_rows else axis)
+        found = self._call(given, [size for size in sizes for _ in range(rows)])
+        if not self.tensors:  # tables, which may have an axis for each side
+            total = sum(counts)
+            found = [x if total in x.shape[:-1] else x.flatten(0, len(sizes[0]) - 1) for x in found]
+            if any(total not in x.shape[:-1] for x in found):
+                raise IndexError(f"the tables have no rows for a grid of {' × '.join(map(str, sizes[0]))}")
+            found = [x.movedim(x.shape.index(total), 0) for x in found]
+        parts = [torch.split(x, *((rows, layout.index("b")) if has_rows else (counts, axis))) for x in found]
+        return [torch.cat([x.index_select(axis, p) for x, p in zip(xs, places, strict=True)], axis) for xs in parts]
+
+    def _call(self, given: dict[str, Any], sizes: list[tuple[int, ...]]) -> list[Tensor]:
+        error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[0][::-1], 1), strict=False))
+        for i, form in enumerate(self.forms):
+            values: dict[str, Any] = stated | {"grid": form(sizes)}
+            if "latent" in self.names:
+                pixels = (n * patch for n, patch in zip(sizes[0], _patch(self.function), strict=True))
+                values["latent"] = torch.zeros(1, 1, *pixels)
+            try:
+                returned = self.function(**given, **{name: values[role] for role, name in self.names.items()})
+            except Exception as e:  # it takes the sizes in another form
+                error = error or e
+                continue
+            self.forms[:] = self.forms[i : i + 1]
+            returned = [given[name] for name in self.tensors] if returned is None else returned
+            return [x for x in ([returned] if isinstance(returned, Tensor) else returned) if isinstance(x, Tensor)]
+        raise error or TypeError("no form of the sizes is known")
 
 
 def block_of(function: Any) -> int:

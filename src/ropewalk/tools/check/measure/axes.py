@@ -215,6 +215,8 @@ _PLACES = torch.tensor(
     ]
 )
 _COUNTED_ON = torch.tensor([0] * 10 + [2] * 2)  # how much less each position is if text counts on from the first axis
+# Of frames, rows and columns: two grids of as many tokens and other sides.
+_GRIDS = torch.cat([torch.cartesian_prod(*map(torch.arange, sides)).mT for sides in ((1, 3, 7), (1, 7, 3))], dim=-1)
 _ONE_TOKEN = torch.tensor([[7], [3], [11], [20]])
 
 
@@ -232,5 +234,8 @@ def judge_calls(baseline: Baseline) -> bool:
     )
     for positions, *codes in tests:
         if baseline.subject.accepts(positions) and baseline.judge(positions, *codes, of_k="key-unlike-query"):
-            break
+            return True
+    for call in (other for other in baseline.subject.others if other.of_grid):
+        with contextlib.suppress(CallError):  # it takes grids of one size in a call
+            replace(baseline, subject=call).judge(_GRIDS[-count:, None], "grids-mixed-up")
     return True
