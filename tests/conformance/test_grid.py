@@ -167,6 +167,12 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("rotate", "// columns", "// rows", ["wrong-side"]),
         ("of_other_names", "% across", "% down", ["wrong-side"]),
         ("of_frames,apply_tables", "// columns", "// rows", ["wrong-side"]),
+        (
+            "OfLatents,turn",
+            "for p, n in each]",
+            "for p, n in each]\n        each = [x.view(*sides, -1).transpose(1, 2).flatten(0, 2) for x in each]",
+            ["order-of-tokens"],
+        ),
         ("of_frames,apply_tables", "T)[:, None]", "T)[:, None] ** 2", ["wrong-frequencies"]),
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
         ("OfASquare", "turn(t, self.angles)", "turn(t, self.angles.roll(1, -1))", ["wrong-frequencies"]),
@@ -232,7 +238,7 @@ class OfBlocks(torch.nn.Module):
 """
 
 
-@pytest.mark.parametrize(("old", "new", "codes"), [("", "", []), (".transpose(1, 2)", "", ["wrong-side"])])
+@pytest.mark.parametrize(("old", "new", "codes"), [("", "", []), (".transpose(1, 2)", "", ["order-of-tokens"])])
 def test_patches_in_the_order_of_merged_blocks(tmp_path: Path, old: str, new: str, codes: list[str]) -> None:
     """As in the vision towers of Qwen, whose images follow each other in one row."""
     (path := tmp_path / "theirs.py").write_text(HEAD + (OF_BLOCKS.replace(old, new) if old else OF_BLOCKS))

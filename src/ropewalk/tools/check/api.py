@@ -18,7 +18,7 @@ from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
 from ropewalk.tools.check.find.subject import CallError
 from ropewalk.tools.check.find.ways import LAST
-from ropewalk.tools.check.measure import states, steps
+from ropewalk.tools.check.measure import lengths, states, steps
 from ropewalk.tools.check.report import Report
 
 
@@ -111,7 +111,7 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
         return
     try:
         steps.run(subject, report)
-    except steps.SizeError as e:
+    except lengths.SizeError as e:
         if len(loaded.objects) < 2:
             raise
         report.found = {"tables": "not judged: their angles depend on the number of tokens, so exact ones are passed"}

@@ -98,8 +98,12 @@ BUGS: dict[str, Bug] = {
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
     "wrong-side": Bug(
         "the tokens of a grid are counted with the wrong one of its sides",
-        "The row of token i is i // columns, and its column is i % columns. If patches are merged, those of one block "
-        "follow each other.",
+        "The row of token i is i // columns, and its column is i % columns.",
+    ),
+    "order-of-tokens": Bug(
+        "the tokens of a grid are counted in another order",
+        "Let the column change from token to token (meshgrid with indexing='ij'). If patches are merged, those of one "
+        "block follow each other.",
     ),
     "grids-mixed-up": Bug(
         "the tokens of one grid are counted by the sides of another, where a call has several",

@@ -388,7 +388,7 @@ class _Finder:
                         channels=expected.channels if way.given is None else given.head_dim,
                         arguments=arguments,
                         axes=count,
-                        of_grid=self.is_grid,
+                        of_grid=block * self.is_grid,
                     )
 
 

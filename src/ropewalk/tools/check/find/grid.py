@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,8 +102,13 @@ class _Grids:
         keys = [*zip(of[-1].tolist(), is_same.tril(-1).sum(-1).tolist(), strict=True)]
         grids = [torch.tensor([i for i, of_token in enumerate(keys) if of_token == key]) for key in sorted({*keys})]
         sizes = [self._size(positions[:, tokens]) for tokens in grids]
-        places = [self._places(positions[:, tokens], size) for tokens, size in zip(grids, sizes, strict=True)]
-        groups = [slice(None)] if self.in_one and self.forms[0] in _FORMS[2:] else [slice(n, n + 1) for n in range(len(grids))]
+        block = 1 if self.sides else block_of(self.function)
+        places = [places_of(positions[:, g], size[-2:], block) for g, size in zip(grids, sizes, strict=True)]
+        groups = (
+            [slice(None)]
+            if self.in_one and self.forms[0] in _FORMS[2:]
+            else [slice(n, n + 1) for n in range(len(grids))]
+        )
         axis = min(tensor_layout.find(name) % 9 for name in "st")
         parts = [self._run(grids[g], places[g], sizes[g], axis, tensor_layout, passed) for g in groups]
         back = torch.cat(grids).argsort()
@@ -122,13 +127,6 @@ class _Grids:
         if math.prod(size) > _MOST or max(rows, columns) > max(size):
             raise IndexError(f"grids of over {_MOST:,} tokens are not tried")
         return size
-
-    def _places(self, positions: Tensor, size: tuple[int, ...]) -> Tensor:
-        """Return the index of each token on a grid. The tokens of each block of merged patches follow each other."""
-        block = 1 if self.sides else block_of(self.function)
-        *frames, row, column = positions
-        index = (row // block * (size[-1] // block) + column // block) * block**2 + row % block * block + column % block
-        return torch.as_tensor(index + size[-2] * size[-1] * sum(frames))
 
     def _run(
         self,
@@ -176,6 +174,13 @@ class _Grids:
             returned = [given[name] for name in self.tensors] if returned is None else returned
             return [x for x in ([returned] if isinstance(returned, Tensor) else returned) if isinstance(x, Tensor)]
         raise error or TypeError("no form of the sizes is known")
+
+
+def places_of(positions: Tensor, sides: Sequence[int], block: int) -> Tensor:
+    """Return the index of each token at positions `[axes, tokens]`, where those of each block follow each other."""
+    (rows, columns), (*frames, row, column) = sides, positions
+    index = (row // block * (columns // block) + column // block) * block**2 + row % block * block + column % block
+    return torch.as_tensor(index + rows * columns * sum(frames))
 
 
 def block_of(function: Any) -> int:

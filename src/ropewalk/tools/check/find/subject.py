@@ -39,7 +39,7 @@ class Subject:
     channels: int = 64  # of a head
     arguments: Arguments | None = field(default=None, repr=False)  # of its constructor
     axes: int | None = None  # the number of those of positions. None means that a token has one position.
-    of_grid: bool = False  # whether the target counts the rows and columns itself, on as many as positions need
+    of_grid: int = 0  # if the target counts rows and columns itself, the side of the blocks that it merges, or 1
     needs_equal_heads: bool = False  # whether q, k and v must have as many heads
     resize: Callable[[int, int], Subject | None] | None = None  # for channels of a head, and of those that rotate
     others: tuple[Subject, ...] = ()  # other calls, such as with cu_seqlens, which should compute the same

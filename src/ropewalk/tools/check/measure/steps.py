@@ -16,8 +16,18 @@ from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CallError, Subject
-from ropewalk.tools.check.find.tables import INDEXED
-from ropewalk.tools.check.measure import axes, conditions, fused, gradients, law, positions, repeats, sizes, states
+from ropewalk.tools.check.measure import (
+    axes,
+    conditions,
+    fused,
+    gradients,
+    law,
+    lengths,
+    positions,
+    repeats,
+    sizes,
+    states,
+)
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline, OnAxes, measure
 from ropewalk.tools.check.measure.case import HEADS, TOKENS, usual, where
 from ropewalk.tools.check.measure.law import Law
@@ -26,10 +36,6 @@ from ropewalk.tools.check.report import Report
 
 _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incremental", "inference"}
 """Words in the names of parameters that only calls of decoding have."""
-
-
-class SizeError(_checks.RopeError):
-    """The angles of a token depend on the number of tokens."""
 
 
 def run(subject: Subject, report: Report) -> None:
@@ -137,14 +143,8 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw == "xpos":
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
-    if structure.flaw is None and (reason := _depends_on_length(subject)):
-        if reason == "wrong-side":
-            says = "The angles of a token differ between grids of 9 × 11 and 17 × 19. No more was judged."
-            report.add("wrong-side", says)
-            return None
-        must, got = "the angle of a token must not depend on the number of tokens", "angles that do, as on a grid"
-        fix = "Check the function that takes the tables alone, or count positions from 0 without a length."
-        raise SizeError(*_checks.error("check", must, got, fix).args)
+    if structure.flaw is None and not lengths.judge(subject, report):
+        return None
     plain = structure.pairing is None and subject.expected.axes is None
     blocks = structure.blocks if plain and (subject.axes or not subject.expected.pairing) else 0
     in_blocks = blocks > 0 and subject.axes in (None, blocks)  # as in CroCo, DUSt3R and VGGT
@@ -202,34 +202,6 @@ def _rotates_once(subject: Subject) -> bool:
         first = None if new is None else infer(new.linear_maps(_few(new)), new.close)
         return first is not None and first.flaw is None
     return False
-
-
-def _depends_on_length(subject: Subject) -> str:
-    """Return "length" if tokens are rotated differently if others follow them, where no positions are passed, or "".
-
-    On a grid, it is "wrong-side" if most have the angles of other tokens, and not others.
-    """
-    if (
-        subject.way.positions != "none"
-        and not (subject.way.tables or "").startswith(INDEXED[1])
-        and not subject.of_grid
-    ):
-        return ""
-    new = subject if subject.rebuild is None else subject.rebuild()
-
-    def turned(*sides: int) -> Tensor:
-        positions = torch.cartesian_prod(*map(torch.arange, sides)).view(-1, len(sides)).mT[:, None]
-        x = new.equal_heads(positions.shape[-1], 1)
-        out, _ = new(x, x, positions if subject.of_grid else positions[0])
-        return out[0, :, 0].view(*sides, -1)
-
-    with contextlib.suppress(CallError):
-        frames = (3,) * (subject.axes == 3)
-        few, many = (turned(*frames, 9, 11), turned(*frames, 17, 19)) if subject.of_grid else (turned(8), turned(16))
-        if not torch.allclose(few, many[tuple(map(slice, few.shape[:-1]))], atol=1e-3, equal_nan=True):
-            among = torch.cdist(few.flatten(0, -2), many.flatten(0, -2)).amin(1) < 1e-2
-            return "wrong-side" if subject.of_grid and float(among.float().mean()) > 0.5 else "length"
-    return ""
 
 
 # (channels of a head, rotated channels): no powers of two, and parts of which the half is odd.
