@@ -1015,6 +1015,40 @@ def test_a_share_of_the_head_beside_tables() -> None:
     assert (report.verdict, report.found["layout"]) == ("right", "thd")
 
 
+@pytest.mark.parametrize(("comes_first", "codes"), [(True, []), (False, ["tokens-before-rotated"])])
+def test_tokens_of_text_that_do_not_rotate(comes_first: bool, codes: list[str]) -> None:
+    """As in CogVideoX, where heads come before tokens, as only the number of those of text shows."""
+
+    def rotate(q: Tensor, k: Tensor, image_rotary_emb: tuple[Tensor, Tensor], text_seq_length: int) -> list[Tensor]:
+        cos, sin, of_image = (
+            *(table[:, : table.shape[1] // 2] for table in image_rotary_emb),
+            q.shape[2] - text_seq_length,
+        )
+        first, second = (text_seq_length, of_image) if comes_first else (of_image, text_seq_length)
+        out = []
+        for x in (q, k):
+            parts = [*x.split((first, second), dim=2)]
+            parts[comes_first] = turn(parts[comes_first].transpose(1, 2), cos, sin).transpose(1, 2)
+            out.append(torch.cat(parts, dim=2))
+        return out
+
+    assert conformance.check(rotate, pairing="half").codes == codes
+
+
+class OfClasses(torch.nn.Module):
+    def __init__(self, head_dim: int, num_cls_tokens: int = 1) -> None:
+        super().__init__()
+        self.head_dim, self.first = head_dim, num_cls_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        tables = cos_sin_cache(self.head_dim, x.shape[1] - self.first).chunk(2, dim=-1)
+        return torch.cat((x[:, : self.first], turn(x[:, self.first :], *tables)), dim=1)
+
+
+def test_a_constructor_that_leaves_tokens_out_by_default() -> None:
+    assert conformance.check(OfClasses, base=100.0).codes == []
+
+
 class OfPairs:
     """ChatGLM's, whose tables are `[tokens, 1, pairs, 2]`."""
 

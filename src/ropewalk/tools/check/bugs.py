@@ -119,6 +119,7 @@ BUGS: dict[str, Bug] = {
         "the pairs of an axis have the frequencies of others",
         "Number the pairs once over all axes, or again for each axis, as the model does.",
     ),
+    "tokens-before-rotated": Bug("the tokens before those that rotate are not left as they are, or counted as well"),
     "positions-off-by-one": Bug(
         "positions are off by one or more", "Count from 0: a token after n others has position n, and the first has 0."
     ),

@@ -66,6 +66,7 @@ def written(
     required |= {"seq_len": f"{q}.shape[{tokens_axis} - len(layout)]"} if _counts_tokens(call) else {}
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
+        "before": "0",
         "x1": halves[0],
         "x2": halves[1],
         "num_v_heads": "num_kv_heads",

@@ -20,6 +20,7 @@ slots of a cache                       SGLang, vLLM, AITER, FlashInfer          
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
 the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 140
+tokens before those that rotate        CogVideoX, timm and others (text, class tokens)      words 3, subject 5
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
@@ -441,6 +442,8 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         score = _score_of_fused(subject, positions)
         if subject.form.packing == "heads":  # of one size, they may be those of q, k and v, along an axis of their own
             score -= not _runs(subject, x[:1], x[:1, :, :2], positions, errors)
+        if (after := subject.after(2)) is not None:
+            score -= not _runs(after, *2 * (subject.equal_heads(_TOKENS + 2, _HEADS),), positions, errors)
         if subject.form.call.key_first:
             score -= not bool(subject(x[:1], torch.zeros_like(x[:1]), positions)[0].any())
     except CallError as e:

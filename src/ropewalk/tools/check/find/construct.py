@@ -21,6 +21,7 @@ from ropewalk.tools.check.find.target import Method, function_of, name_of
 from ropewalk.tools.check.find.words import (
     GRID,
     GRID_AXIS,
+    NOT_ROTATED,
     SPELLINGS,
     filled,
     match,
@@ -188,6 +189,7 @@ def _by_name(
     parts = {
         "attn_scal|attention_scal": 1.0 if expected.rope is None else expected.rope.attention_factor,
         "^patch_size": 1,
+        NOT_ROTATED: 0,
         "nope": 0 if expected.rope is None else expected.rope.rotary_offset,  # the channels before those that rotate
         "orig|train": getattr(scaling, _ORIGINAL, None),
         "scal": getattr(scaling, "factor", None),
@@ -198,7 +200,7 @@ def _by_name(
     }
     for part, size in parts.items():
         for name, p in known.items():
-            if (p.default is p.empty or part == "nope") and size is not None and re.search(part, name):
+            if (p.default is p.empty or part in (NOT_ROTATED, "nope")) and size is not None and re.search(part, name):
                 values.setdefault(name, (1, 1, 1) if "[int" in str(p.annotation) and part == "^patch_size" else size)
     return values
 

@@ -154,6 +154,15 @@ class Subject:
     def _copy(self, x: Tensor) -> Tensor:
         return self.to_native(x).clone(memory_format=torch.contiguous_format)
 
+    def after(self, count: int) -> Subject | None:
+        """Return the same call with more tokens than positions, of which the first do not rotate, if it has one."""
+        written = self.form.written
+        return (
+            replace(self, form=replace(self.form, written={**written, "before": str(count)}))
+            if "before" in written
+            else None
+        )
+
     def returns_nothing(self, x: Tensor, positions: Tensor) -> bool:
         """Return whether a call returns None, so that the results are what it has written into its arguments."""
         return self._run(self._copy(x), self._copy(x), positions).in_place

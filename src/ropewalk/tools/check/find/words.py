@@ -83,11 +83,14 @@ SPELLINGS = {
     "k_positions": "key_positions positions_k pos_k k_pos",
     "k_offset": "k_pos_start k_start k_start_pos offset_k key_offset start_k",
     "sections": "mrope_section mrope_sections section",
+    "before": "",  # the number of tokens before those that rotate, such as text or a class token
 }
 _NAMES = WORDS | SPELLINGS
 _AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of several parameters for positions is for
 GRID = r"^((grid|input|img|image|feat|spatial|rope)_)?(size|shape|resolution|t?hw)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
+# The number of tokens before those that rotate.
+NOT_ROTATED = r"^(text|txt)_(seq_?)?len(gth)?$|^(n|num)_(prefix|cls|class|reg|register|special|text|txt)(s|_tokens)?$"
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {
     "q": r"^(q|query|queries)_",
@@ -100,6 +103,7 @@ _PARTS = {
     "positions": r"^(?!n_|num_|max_|.*(emb|enc|bias|table|freq|len|scal|factor))"
     r".*((^|_)(pos|positions?|coord(inate)?s?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
+    "before": NOT_ROTATED,
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
     "base": r"^(rope_|rotary_|rotary_emb_)?(base|theta)(_freq|_frequency)?$",

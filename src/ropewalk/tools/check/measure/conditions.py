@@ -48,6 +48,7 @@ def judge(baseline: Baseline) -> None:
         "left padding": _check_left_padding,
         "int32 positions": _check_int32,
         "decoding": _check_decoding,
+        "tokens before": _check_before,
         "views": _check_views,
         "gradients": gradients.check,
     }
@@ -162,6 +163,21 @@ def _check_decoding(baseline: Baseline) -> bool:
         known, start = keys, start + tokens
         values = results.v if results.v is not None and results.v.shape == known.shape else torch.zeros_like(known)
         past = known, values
+    return True
+
+
+def _check_before(baseline: Baseline) -> bool:
+    """Test a call with two tokens before those that rotate, if a parameter says how many there are."""
+    subject, case = baseline.subject.after(2), usual(baseline.subject, tokens=TOKENS + 2)
+    if subject is None or POSITIONS_IGNORED & {*baseline.report.codes}:
+        return False
+    inputs = case.tensors()
+    for name, x, out in zip("qk", inputs, subject(*inputs, FIRST), strict=True):
+        right = torch.cat((x[:, :2], baseline.predict(x[:, 2:], FIRST, key=name == "k")), dim=1)
+        if out is not None and bool((wrong := (out - right).abs() > subject.close).any()):
+            says = f"With 2 tokens before the first that rotates, {name} is wrong{where(wrong)}."
+            baseline.report.add("tokens-before-rotated", says, str(case))
+            return True
     return True
 
 
