@@ -1035,6 +1035,24 @@ def test_tokens_of_text_that_do_not_rotate(comes_first: bool, codes: list[str]) 
     assert conformance.check(rotate, pairing="half").codes == codes
 
 
+@pytest.mark.parametrize(("layout", "wrong"), [(None, []), (None, ["unstated-layout"]), ("hd", ["heads-differ"])])
+def test_all_heads_of_a_token_in_one_vector(layout: str | None, wrong: list[str]) -> None:
+    """As in llama2.c. Code that takes the channels of all heads for those of one is right for one head."""
+
+    def rotate(q: Tensor, k: Tensor, pos: int, head_size: int) -> list[Tensor]:
+        out = []
+        for x in (q, k):
+            (size,) = x.shape
+            pair = torch.arange(0, size, 2) if wrong else torch.arange(0, size, 2) % head_size
+            angles = pos * 10_000.0 ** (-pair / head_size)
+            out.append(turn(x[None, None], angles.cos()[None], angles.sin()[None], interleaved=True).flatten())
+        return out
+
+    report = conformance.check(rotate, layout=layout)
+    assert report.codes == wrong, str(report)
+    assert report.found["layout"] == ("d" if wrong == ["unstated-layout"] else "hd")
+
+
 class OfClasses(torch.nn.Module):
     def __init__(self, head_dim: int, num_cls_tokens: int = 1) -> None:
         super().__init__()

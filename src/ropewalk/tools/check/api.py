@@ -55,7 +55,7 @@ def check(
             expected to be converted. Without one, None accepts both.
         factor, download: as for `from_config`, if a config is passed.
         layout: the layout of the tensors: "bshd", "bhsd", "sbhd" or "thd"; "bsd", "td" or "bds" (one head for each
-            call); "bhds"; or "d" or "1111d" (one token of one head). None tries all layouts.
+            call); "bhds"; or "hd", "d" or "1111d" (one token, of all heads or one). None tries all layouts.
         layer: the index of the layer of `config` whose rope is expected.
         ignore: codes of findings that are accepted. They are reported, but do not make the verdict "wrong". Any other
             name is a key of the config, as for `from_config`.

@@ -220,7 +220,7 @@ BUGS: dict[str, Bug] = {
         "caution",
     ),
     "unstated-layout": Bug(
-        "right in the layout that was found, and wrong for several rows in another",
+        "right in the layout that was found, and wrong for several rows or heads in another",
         "Pass --layout (in Python, layout=), to state which one the code has.",
         "caution",
     ),

@@ -54,7 +54,7 @@ Examples:
 @_options.download
 @click.option(
     "--layout",
-    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "bsd", "td", "bhds", "bds", "d", "1111d"]),
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "bsd", "td", "bhds", "bds", "hd", "d", "1111d"]),
     help="The layout of the tensors; bsd, td, bds: one head; d, 1111d: one token. [default: found by trying]",
 )
 @click.option(

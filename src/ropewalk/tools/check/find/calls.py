@@ -12,14 +12,14 @@ one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoForm
 cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                      tables 3
 layouts bshd, bhsd, sbhd, thd          all of them                                          form 20
 layouts bsd, td, bds (one head each)   courses and tutorials, Falcon, time series           form 30
-layouts d, 1111d (one token each)      tutorials of one vector; grids and videos            form 10, ways 5
+layouts hd, d, 1111d (one token each)  llama2.c, tutorials of one vector; grids, videos     form 15, ways 5
 q and k flat, or qkv                   vLLM, FlashInfer, TensorRT-LLM, flash-attention      form 30
 norm of each head or of all            vLLM, TensorRT-LLM, OLMo 2                           form 15
 norms that a module has                attention of Qwen 3 and others                       norms 55
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
-the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 140
+the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 190
 tokens before those that rotate        CogVideoX, timm and others (text, class tokens)      words 3, subject 5
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
@@ -183,9 +183,10 @@ class _Finder:
         for mode in ("offsets", "offset", "packed", "rows", *["grids"] * self.is_grid):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
-        if layout is None and not chosen.form.is_fused and chosen.layout in LAYOUTS:
-            every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, None)
-            chosen = replace(chosen, other_layout=_wrong_only_in_rows(chosen, every))
+        if layout is None and not chosen.form.is_fused and chosen.layout in (*LAYOUTS, "d"):
+            likelier = "hd" if chosen.layout == "d" else None
+            every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, likelier)
+            chosen = replace(chosen, other_layout=_wrong_only_in_several(chosen, every))
         passed = chosen.passed.union(*(other.passed for other in others))
         rest = [name for name in chosen.parameters if name not in passed]
         unread = tuple(name for name in rest if not words.reads(chosen.form.function, name))
@@ -578,22 +579,25 @@ def _like(chosen: Subject, others: Iterable[Subject]) -> Subject | None:
     return working
 
 
-def _wrong_only_in_rows(chosen: Subject, others: Iterable[Subject]) -> str:
-    """Return a likelier layout in which one row has the result of the chosen call, and several have not, or ""."""
+def _wrong_only_in_several(chosen: Subject, others: Iterable[Subject]) -> str:
+    """Return a likelier layout in which one row or head has the result of the chosen call, and several not, or ""."""
     x, positions = _tokens(chosen), torch.arange(_TOKENS)[None]
     right, _ = chosen(x, x, positions)
-    rows, three = positions.expand(3, -1), torch.cat((x, 2 * x, -x))
+    of_heads = chosen.layout == "d"
+    one, several, kind = (x[:, :, :1], x, "heads") if of_heads else (x, torch.cat((x, 2 * x, -x)), "rows")
+    rows, expected = positions.expand(len(several), -1), right if of_heads else torch.cat((right, 2 * right, -right))
     for other in others:
-        is_same = (other.way.tables, other.form.packing) == (chosen.way.tables, chosen.form.packing)
-        is_likelier = LAYOUTS.index(other.layout) < LAYOUTS.index(chosen.layout)
+        is_same = (other.way.tables, other.form.packing) == (
+            chosen.way.tables,
+            "flat" if of_heads else chosen.form.packing,
+        )
+        is_likelier = of_heads or LAYOUTS.index(other.layout) < LAYOUTS.index(chosen.layout)
         if is_same and is_likelier and other.accepts(rows):
             with contextlib.suppress(CallError):
-                one, several = other(x, x, positions)[0], other(three, three, rows)[0]
-                expected = torch.cat((right, 2 * right, -right))
-                if bool((one - right).abs().max() < other.close) and bool(
-                    (several - expected).abs().max() > 10 * other.close
-                ):
-                    return other.layout
+                of_one, of_several = other(one, one, positions)[0], other(several, several, rows)[0]
+                is_right = bool((of_one - right[:, :, : one.shape[2]]).abs().max() < other.close)
+                if is_right and bool((of_several - expected).abs().max() > 10 * other.close):
+                    return f"{other.layout}, several {kind}"
     return ""
 
 

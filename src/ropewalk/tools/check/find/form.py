@@ -264,19 +264,19 @@ def _code(expression: str) -> CodeType:
 
 def to_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view of x `[batch, seq, heads, head_dim]` in a layout, with the heads first if it is of one head."""
-    if layout in ONE_TOKEN:
+    if layout in ONE_TOKEN[1:]:
         return x[0].view(*x.shape[1:3], *[1] * (len(layout) - 1), -1)
     if layout in ONE_ROW:
-        return x[0] if layout == "thd" else x[0].transpose(0, 1)
+        return x[0] if layout in ("thd", "hd") else x[0].transpose(0, 1)
     return x.permute(["bshd".index(axis) for axis in _axes(layout)])
 
 
 def from_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
-    if layout in ONE_TOKEN:
+    if layout in ONE_TOKEN[1:]:
         return x.reshape(1, *x.shape[:2], -1)
     if layout in ONE_ROW:
-        return x[None] if layout == "thd" else x.transpose(0, 1)[None]
+        return x[None] if layout in ("thd", "hd") else x.transpose(0, 1)[None]
     return x.permute([_axes(layout).index(axis) for axis in "bshd"])
 
 
@@ -285,26 +285,29 @@ def _axes(layout: str) -> str:
 
 
 def _one_by_one(function: Callable[..., Any], parameter_of: Roles, layout: str) -> Callable[..., Any]:
-    """Wrap a function of one head, or of one token of it, so that it is called with each one of all."""
+    """Wrap a function of one head, or of one token of it or of all, so that it is called with each one of all."""
     tensors = [n for role, n in parameter_of.items() if role in ("q", "x", "k", "q_out", "k_out", "past_k", "past_v")]
     places = [name for role, name in parameter_of.items() if role.startswith("positions") and layout in ONE_TOKEN]
     axis = 1 if places else 0  # of the heads
 
     def run(**passed: Any) -> Any:
-        heads = [passed[name].shape[axis] for name in tensors]
+        heads = [1 if layout == "hd" else passed[name].shape[axis] for name in tensors]
         tokens = [range(len(passed[tensors[0]]))] if places else []
         results = []
         for *token, head in product(*tokens, range(max(heads))):
             one = dict(passed)
+            place = (*token, slice(None)) if layout == "hd" else (*token, head)
             for name, count in zip(tensors, heads, strict=True):  # the last head may be repeated
-                one[name] = passed[name][(*token, head)] if head < count else passed[name][(*token, -1)].clone()
+                one[name] = passed[name][place] if head < count else passed[name][(*token, -1)].clone()
             for name in places:
-                one[name] = passed[name][token[0]].tolist() if layout == "d" else passed[name][token[0]][None]
+                one[name] = passed[name][token[0]][None] if layout == "1111d" else passed[name][token[0]].tolist()
             results.append(function(**one))
         if results[0] is None:
             return None
         found = zip(*(each if isinstance(each, (list, tuple)) else [each] for each in results), strict=True)
         joined = [torch.stack(each) for each in found]
+        if layout == "hd":
+            return tuple(joined)
         if places:  # of which the axes of size 1 may differ
             joined = [x.view(-1, max(heads), *passed[name].shape[2:]) for x, name in zip(joined, tensors, strict=False)]
         return tuple(x.narrow(axis, 0, count) for x, count in zip(joined, heads, strict=False))
@@ -332,7 +335,7 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
     key_heads = ("kept", "dropped") if call.parameter_of.get("k") in ONE_KEY_HEAD else ("",)
     norms = (False, True) if "q_weight" in roles else (False,)
     by_name = accept_keywords(function)
-    if layout in ONE_HEAD:
+    if layout in (*ONE_HEAD, "hd"):
         by_name = _one_by_one(by_name, call.parameter_of, layout)
     for packing, cache, key_head, joined in product(packings, caches, key_heads, norms):
         if packing in ("each", "heads") or layout.endswith("hd"):

@@ -47,7 +47,7 @@ class Subject:
     passed: frozenset[str] = frozenset()  # those that this call passes
     not_passed: tuple[str, ...] = ()  # those that neither this call nor the others pass
     unread: tuple[str, ...] = ()  # those that the code does not mention
-    other_layout: str = ""  # one in which the same call is right for one row and wrong for several
+    other_layout: str = ""  # one in which the same call is right for one row or head and wrong for several, in words
 
     @property
     def layout(self) -> str:

@@ -17,10 +17,10 @@ from ropewalk.tools.check.find.words import Call, Roles
 COUNTS = (2, 3, 4)
 """The numbers of axes that are tried if nothing states it."""
 
-ONE_TOKEN = ("d", "1111d")
-"""The layouts of one token of one head, alone or with four axes of size 1, as of rows, frames, lines and columns."""
+ONE_TOKEN = ("hd", "d", "1111d")
+"""The layouts of one token: its heads, or one, alone or with four axes of size 1, as of rows, frames and sides."""
 
-ONE_HEAD = ("bsd", "td", "bds", *ONE_TOKEN)
+ONE_HEAD = ("bsd", "td", "bds", *ONE_TOKEN[1:])
 """The layouts of one head, so that each head needs a call."""
 
 LAST = ("bsd", "td", "bhds", "bds", *ONE_TOKEN)

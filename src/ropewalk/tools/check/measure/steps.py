@@ -81,7 +81,7 @@ def run(subject: Subject, report: Report) -> None:
     if repeats.judge(subject, report):
         return
     if other := subject.other_layout:  # found by calls before this, whose results may vary with the memory
-        report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other}, several rows are wrong.")
+        report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other} are wrong.")
     if (baseline := _measure(subject, report)) is None or (not subject.noise and _rounds_results(subject, report)):
         return
     of_options = {"scaling-ignored", "section-layout", "yarn-truncate"} & {*report.codes}
