@@ -1015,6 +1015,64 @@ def test_a_share_of_the_head_beside_tables() -> None:
     assert (report.verdict, report.found["layout"]) == ("right", "thd")
 
 
+class OfResidues:
+    def __init__(self, dim: int) -> None:
+        self.inv_freq = 100.0 ** (-torch.arange(0, dim, 2).double() / dim)
+
+    def angles(self, residx: Tensor) -> Tensor:
+        return torch.einsum("bs,f->bsf", residx.double(), self.inv_freq)
+
+    def rotate(self, t: Tensor, residx: Tensor) -> Tensor:
+        angles = self.angles(residx)
+        return turn(t, angles.cos(), angles.sin())
+
+
+def of_latent_attention(
+    q: Tensor, k_pe: Tensor, cos_sin_cache: Tensor, positions: Tensor, qk_nope_head_dim: int = 128
+) -> tuple[Tensor, Tensor]:
+    tables = at_positions(cos_sin_cache, positions)
+    nope, rope = q[..., :qk_nope_head_dim], q[..., qk_nope_head_dim:]
+    return torch.cat((nope, turn(rope, *tables)), dim=-1), turn(k_pe[:, None], *tables)[:, 0]
+
+
+def angles_of(pos: Tensor) -> Tensor:
+    return pos[..., None] * 100.0 ** (-torch.arange(0, 64, 2).double() / 64)
+
+
+def by_theta(x: Tensor, theta: Tensor) -> Tensor:
+    return turn(x, theta.cos(), theta.sin())
+
+
+def of_a_mask(q: Tensor, k: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    tables = at_positions(cos_sin_cache(q.shape[-1], 512), attention_mask.long().cumsum(-1) - 1)
+    return turn(q, *tables), turn(k, *tables)
+
+
+def in_16_bits(x: Tensor, position_ids: Tensor) -> Tensor:
+    angles = angles_of(position_ids.to(torch.int16))
+    return turn(x, angles.cos(), angles.sin())
+
+
+def but_the_last(x: Tensor) -> Tensor:
+    cos, sin = cos_sin_cache(x.shape[-1], x.shape[1]).chunk(2, dim=-1)
+    return torch.cat((turn(x[:, :-1], cos[:-1], sin[:-1]), x[:, -1:]), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "codes"),
+    [
+        ("OfResidues.rotate", []),
+        ("of_latent_attention", []),
+        ("angles_of,by_theta", []),
+        ("of_a_mask", []),
+        ("in_16_bits", ["positions-overflow"]),
+        ("but_the_last", ["last-token-wrong"]),
+    ],
+)
+def test_names_and_bugs_of_several_projects(target: str, codes: list[str]) -> None:
+    assert conformance.check(f"{__file__}:{target}", pairing="half").codes == codes
+
+
 @pytest.mark.parametrize(("comes_first", "codes"), [(True, []), (False, ["tokens-before-rotated"])])
 def test_tokens_of_text_that_do_not_rotate(comes_first: bool, codes: list[str]) -> None:
     """As in CogVideoX, where heads come before tokens, as only the number of those of text shows."""

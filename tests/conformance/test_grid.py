@@ -104,6 +104,16 @@ class Sides(torch.nn.Module):
     def forward(self, x):
         return turn(x, self.angles)
 """,
+    "AfterAClass": """
+class AfterAClass(torch.nn.Module):
+    def __init__(self, dim, grid_h=14, grid_w=14, use_cls_token=True):
+        super().__init__()
+        angles = angles_of(grid_h, grid_w, dim)
+        self.angles = torch.cat((torch.zeros(int(use_cls_token), dim // 2), angles))
+
+    def forward(self, x):
+        return turn(x, self.angles)
+""",
     "of_frames,apply_tables": """
 def of_frames(embed_dim, T, H, W):
     time = torch.arange(T)[:, None] * 100.0 ** (-torch.arange(0, embed_dim // 2, 2).double() / (embed_dim // 2))
@@ -177,6 +187,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
         ("OfASquare", "turn(t, self.angles)", "turn(t, self.angles.roll(1, -1))", ["wrong-frequencies"]),
         ("OfLatents,turn", "num_frames, height, width = h", "num_frames, width, height = h", ["wrong-side"]),
+        ("AfterAClass", "// 2), angles", "// 2), angles.roll(-1, 0)", ["wrong-frequencies"]),
         ("Video", "grid_sizes.tolist", "grid_sizes[:1].tolist", ["grids-mixed-up"]),
         ("of_each_row", "sizes[row]", "sizes[0]", ["grids-mixed-up"]),
         ("Largest,turn", "grid_hws.tolist()", "[grid_hws[0].tolist()] * len(grid_hws)", ["grids-mixed-up"]),

@@ -58,6 +58,7 @@ def written(
         "scale": "1.0",
         "base": str(base),
         "inv_freq": inv_freq,
+        "mask": f"torch.ones({q}.shape[layout.index('b')], {q}.shape[{tokens_axis} - len(layout)], dtype=torch.int64)",
         "q_out": f"torch.full_like({q}, torch.nan)",
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
@@ -67,6 +68,7 @@ def written(
     required |= {"channels": f"{q}.shape[-1]"} if {"q", "x"} & {*call.parameter_of} else {}
     always = {
         "before": "0",
+        "nope": str(0 if expected.rope is None else expected.rope.rotary_offset),
         "x1": halves[0],
         "x2": halves[1],
         "num_v_heads": "num_kv_heads",

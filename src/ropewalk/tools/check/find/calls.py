@@ -57,6 +57,7 @@ from ropewalk.tools.check.find.construct import (
     is_constructor,
     sides_of,
     takes_sizes,
+    tokens_before,
 )
 from ropewalk.tools.check.find.form import LAYOUTS, ONE_KEY_HEAD, forms
 from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
@@ -303,7 +304,8 @@ class _Finder:
         spread = partial(grid.spread, count=count, columns_first=columns_first, in_one=mode == "grids")
         block = 1 if sides else max(grid.block_of(each) for each in (first, second) if each is not None)
         if sides or grid.sizes_of(first):
-            first = spread(first, sides, makes_tables=second is not None)
+            before = tokens_before(target) if sides else 0
+            first = spread(first, sides, makes_tables=second is not None, before=before)
         if second is not None and of_grid:
             second = spread(second)
         function = first if second is None else second

@@ -99,6 +99,7 @@ def chosen(constructor: Any, expected: Expected) -> dict[str, Any]:
         for name, is_side in _sides(owner).items():
             frames = (1,) * (str(known[name].annotation).count("int") - 2)
             values[name] = next(rows_and_columns, None) if is_side else (*frames, *sides)
+        values = {name: value for name, value in values.items() if not re.search(NOT_ROTATED, name)}
         if _SQUARE in values and "dim" in values:  # of one axis
             values["dim"] = expected.rotary_dim // 2
     elif is_constructor(constructor):  # the largest positions
@@ -118,10 +119,17 @@ def sides_of(constructor: Any) -> tuple[int, int] | None:
     return grid.SIDES[1:] * 2 if _SQUARE in sides else grid.SIDES
 
 
+def tokens_before(constructor: Any) -> int:
+    """Return the number of tokens, such as a class token, that come before those of a grid by default."""
+    known = parameters(getattr(constructor, "owner", constructor)) or {}
+    return next((int(p.default) for n, p in known.items() if re.search(NOT_ROTATED, n) and p.default is not p.empty), 0)
+
+
 def _sides(owner: Any) -> dict[str, bool]:
     """Return the parameters for the size of a grid, and whether each is for one of its sides."""
     known = parameters(owner) or {}
-    names = [n for n, p in known.items() if p.default is p.empty and re.search(f"{GRID}|{GRID_AXIS}", n)]
+    names = [n for n, p in known.items() if p.default is p.empty or (p.default and n.startswith("grid_"))]
+    names = [n for n in names if re.search(f"{GRID}|{GRID_AXIS}", n)]
     return {n: not re.search(GRID, n) for n in [*names, *({_SQUARE} & {*known})]}
 
 

@@ -61,19 +61,21 @@ def spread(
     makes_tables: bool = False,
     columns_first: bool = False,
     in_one: bool = False,
+    before: int = 0,
 ) -> Any:
     """Return a function of positions on the axes of a grid that calls one of its size. A video may have one frame.
 
     The tokens are put at their places on the smallest grid that has all of them, or on one of `sides`, and are read
     there from the result. Of tables, the rows at these places are returned. Positions are rows and columns, or columns
-    and rows. Several grids are passed `in_one` call if their sizes are in a tensor, or each in a call of its own.
+    and rows. Several grids are passed `in_one` call if their sizes are in a tensor, or each in a call of its own. As
+    many other tokens come `before` them.
     """
     known, names = words.parameters(function) or {}, {} if sides else sizes_of(function)
     roles = {} if makes_tables else words.read_call(function).parameter_of
     tensors = [roles[role] for role in _TENSORS if role in roles]
     is_square = "grid" in names and known[names["grid"]].annotation in (int, "int")
     forms: list[Callable[[list[tuple[int, ...]]], Any]] = [lambda grids: grids[0][-1]] if is_square else [*_FORMS]
-    grids = _Grids(function, names, tensors, forms, sides, is_square, columns_first, in_one)
+    grids = _Grids(function, names, tensors, forms, sides, is_square, columns_first, in_one, before)
     kept = [p for name, p in known.items() if name not in names.values()]
     kind, count = inspect.Parameter.KEYWORD_ONLY, 2 if sides else count or counts_of(function)[-1]
     own = {"positions": f"{count}s"} | ({"tensor_layout": "str"} if tensors else {})
@@ -93,6 +95,7 @@ class _Grids:
     is_square: bool
     columns_first: bool
     in_one: bool
+    before: int
 
     def __call__(self, positions: Tensor, tensor_layout: str = "s", **passed: Any) -> Any:
         """Return the results for tokens at positions `[axes, tokens]`: each that is at 0 on all axes begins a grid."""
@@ -103,7 +106,9 @@ class _Grids:
         grids = [torch.tensor([i for i, of_token in enumerate(keys) if of_token == key]) for key in sorted({*keys})]
         sizes = [self._size(positions[:, tokens]) for tokens in grids]
         block = 1 if self.sides else block_of(self.function)
-        places = [places_of(positions[:, g], size[-2:], block) for g, size in zip(grids, sizes, strict=True)]
+        places = [
+            self.before + places_of(positions[:, g], size[-2:], block) for g, size in zip(grids, sizes, strict=True)
+        ]
         groups = (
             [slice(None)]
             if self.in_one and self.forms[0] in _FORMS[2:]
@@ -140,7 +145,8 @@ class _Grids:
         """Call the function once, with grids as rows of a batch or after each other, and return results by token."""
         has_rows = bool(self.tensors) and "b" in layout
         rows = passed[self.tensors[0]].shape[layout.index("b")] if has_rows else 1
-        counts = [max(map(math.prod, sizes)) if has_rows else math.prod(size) for size in sizes]
+        counts = [self.before + math.prod(size) for size in sizes]
+        counts = [max(counts)] * len(counts) if has_rows else counts
         given = dict(passed)
         for name in self.tensors:
             x = passed[name]

@@ -71,6 +71,7 @@ def _read(owner: Any) -> Mapping[str, str]:
             is_init = function is owner or function.__name__ == "__init__"
             use.stands_for = {**attributes, **({name: (name,) for name in known} if is_init else {})}
             use.scope = function.__globals__
+            use.owner = use.scope.get(function.__qualname__.rpartition(".")[0])
             if not others or kind is ast.FunctionDef:  # and not one of several in a line
                 use.generic_visit(node)
             attributes |= {name: of for name, of in use.stands_for.items() if name.startswith("self.")}
@@ -83,6 +84,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self, stands_for: dict[str, tuple[str, ...]], scope: Mapping[str, Any]) -> None:
         self.stands_for = stands_for  # variable → the parameters that it stands for, followed by "/2" if it is a half
         self.scope = scope
+        self.owner: Any = None  # the class of which it is a method
         self.inner: dict[str, tuple[list[str], Mapping[str, str]]] = {}  # function in it → parameters, and their roles
         self.found: dict[str, set[str]] = {}
         self.factors: list[tuple[str, set[str]]] = []  # parameter, and those of which its factor is made
@@ -266,6 +268,8 @@ class _Uses(ast.NodeVisitor):
         """Return the function of the same file that is called, if any: also the forward of one with a gradient."""
         if isinstance(node.func, ast.Attribute) and node.func.attr == "apply":
             return getattr(self.scope.get(ast.unparse(node.func.value)), "forward", None)
+        if isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "self":
+            return getattr(self.owner, node.func.attr, None)
         return self.scope.get(_name(node))
 
     def _counted(self, arguments: list[ast.expr]) -> None:
@@ -289,7 +293,7 @@ def _of_function(function: Any) -> tuple[list[str], Mapping[str, str]]:
     """Return the parameters of a function, and their roles."""
     if not inspect.isfunction(function):
         return [], {}
-    return [name for name in inspect.signature(function).parameters if name != "ctx"], _read(function)
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "ctx")], _read(function)
 
 
 def _parts(node: ast.Subscript) -> list[ast.expr]:

@@ -80,6 +80,8 @@ SPELLINGS = {
     "unsqueeze_dim": "",
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
+    "nope": "",  # the number of channels of q before those that rotate
+    "mask": "attention_mask",  # from which positions are counted
     "k_positions": "key_positions positions_k pos_k k_pos",
     "k_offset": "k_pos_start k_start k_start_pos offset_k key_offset start_k",
     "sections": "mrope_section mrope_sections section",
@@ -90,7 +92,10 @@ _AXIS = "(t|h|w|r|c|x|y|z|rows?|cols?|height|width|frames?|time)"  # that one of
 GRID = r"^((grid|input|img|image|feat|spatial|rope)_)?(size|shape|resolution|t?hw)s?$"
 GRID_AXIS = r"^((grid|input|img|image|feat|patch|max|num|n)_)?(h|w|height|width|rows|cols)$"
 # The number of tokens before those that rotate.
-NOT_ROTATED = r"^(text|txt)_(seq_?)?len(gth)?$|^(n|num)_(prefix|cls|class|reg|register|special|text|txt)(s|_tokens)?$"
+NOT_ROTATED = (
+    r"^(text|txt)_(seq_?)?len(gth)?$|^(n|num)_(prefix|cls|class|reg|register|special|text|txt)(s|_tokens)?$"
+    r"|^(use|with|has)_(cls|class)(_token)?$"
+)
 # Role → a part of a name by which it is known, if no parameter has a name of the role.
 _PARTS = {
     "q": r"^(q|query|queries)_",
@@ -104,6 +109,7 @@ _PARTS = {
     r".*((^|_)(pos|positions?|coord(inate)?s?|xyz|xy|yx)(_|$)|_(ids|idx|indices|order)$|^m$)",
     **{f"positions_{i}": rf"(^|_){_AXIS}(_|$)" for i in (1, 2, 3)},
     "before": NOT_ROTATED,
+    "nope": r"nope_?(head_)?(dim|size)",
     "cu_seqlens": "^cu_",
     "max_seqlen": "^max_(seq|len)",
     "base": r"^(rope_|rotary_|rotary_emb_)?(base|theta)(_freq|_frequency)?$",
@@ -288,6 +294,9 @@ def take_tables(function: Any, call: Call) -> Call:
     roles, known = call.parameter_of, parameters(function) or {}
     if {"cos", "sin"} <= {*roles} or {"freqs_cis", "cos_sin_cache"} & {*roles}:
         return call
+    if "base" in roles and "base" not in call.optional:  # a theta is the angles
+        roles = {"freqs_cis" if role == "base" else role: name for role, name in roles.items()}
+        return replace(call, parameter_of=roles)
     taken = {*roles.values()}
     free = [name for name, p in known.items() if name not in taken and p.default is inspect.Parameter.empty]
     missing = [r for r in ("cos", "sin") if r not in roles] if len(free) != 1 or "cos" in roles else ["freqs_cis"]

@@ -172,6 +172,10 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
     if float((z - 1).abs().max()) < 1e-3:
         return "unrotated-past-table", f"The token at position {p:,} is not rotated."
 
+    for bits in (16, 8):
+        signed = (p + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+        if signed < 0 and law.explains(z, torch.tensor(signed)):
+            return "positions-overflow", f"Position {p:,} has the angles of {signed:,}, as if kept in {bits} bits."
     for n in sorted({p, *range(p - 3, p), *(2**n for n in range(5, 21)), *_table_length(baseline.subject)}):
         if max(right, 0) < n <= p:
             if law.explains(z, torch.tensor(n - 1)):

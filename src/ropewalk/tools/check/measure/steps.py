@@ -143,8 +143,13 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if structure.flaw == "xpos":
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
-    if structure.flaw is None and not lengths.judge(subject, report):
-        return None
+    if structure.flaw is None:
+        last = measure(subject, structure, SMALL[None])[0, -2:]
+        if ((last - 1).abs().amax(-1) > 1e-5).tolist() == [True, False]:
+            report.add("last-token-wrong", f"Of {len(SMALL)} tokens, the last is not rotated. No more was judged.")
+            return None
+        if not lengths.judge(subject, report):
+            return None
     plain = structure.pairing is None and subject.expected.axes is None
     blocks = structure.blocks if plain and (subject.axes or not subject.expected.pairing) else 0
     in_blocks = blocks > 0 and subject.axes in (None, blocks)  # as in CroCo, DUSt3R and VGGT
