@@ -1043,9 +1043,36 @@ def by_theta(x: Tensor, theta: Tensor) -> Tensor:
     return turn(x, theta.cos(), theta.sin())
 
 
-def of_a_mask(q: Tensor, k: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    tables = at_positions(cos_sin_cache(q.shape[-1], 512), attention_mask.long().cumsum(-1) - 1)
-    return turn(q, *tables), turn(k, *tables)
+def with_heads_first(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    angles = angles_of(positions)
+    q, k = (turn(x, angles.cos(), angles.sin()) for x in (q, k))
+    slots = slot_mapping[slot_mapping >= 0]
+    k_cache[slots // 16, :, slots % 16] = k[slot_mapping >= 0]
+    v_cache[slots // 16, :, slots % 16] = v[slot_mapping >= 0]
+    return q, k
+
+
+def mixed_at_the_end(x: Tensor, positions: Tensor) -> Tensor:
+    angles = angles_of(positions)
+    return turn(x, angles.cos(), angles.sin()).transpose(1, 2).reshape(x.shape)
+
+
+def mixed_at_the_beginning(x: Tensor, positions: Tensor) -> Tensor:
+    angles, (batch, seq, heads, dim) = angles_of(positions), x.shape
+    return turn(x.reshape(batch, heads, seq, dim).transpose(1, 2), angles.cos(), angles.sin())
+
+
+class OfAPrecedence:
+    """The exponents are not divided, but what they are exponents of."""
+
+    def __init__(self, dim: int, theta: float = 100.0) -> None:
+        self.inv_freq = 1.0 / (theta ** torch.arange(0, dim, 2).double() / dim)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None] * self.inv_freq
+        return turn(x, angles.cos(), angles.sin())
 
 
 def in_16_bits(x: Tensor, position_ids: Tensor) -> Tensor:
@@ -1064,13 +1091,18 @@ def but_the_last(x: Tensor) -> Tensor:
         ("OfResidues.rotate", []),
         ("of_latent_attention", []),
         ("angles_of,by_theta", []),
-        ("of_a_mask", []),
+        ("with_heads_first", []),
+        ("mixed_at_the_end", ["heads-differ"]),
+        ("mixed_at_the_beginning", ["heads-differ"]),
+        ("OfAPrecedence", ["wrong-exponent"]),
         ("in_16_bits", ["positions-overflow"]),
         ("but_the_last", ["last-token-wrong"]),
     ],
 )
 def test_names_and_bugs_of_several_projects(target: str, codes: list[str]) -> None:
-    assert conformance.check(f"{__file__}:{target}", pairing="half").codes == codes
+    report = conformance.check(f"{__file__}:{target}", pairing="half")
+    assert report.codes == codes, str(report)
+    assert ("are mixed" in str(report)) == ("mixed" in target)
 
 
 @pytest.mark.parametrize(("comes_first", "codes"), [(True, []), (False, ["tokens-before-rotated"])])
@@ -1224,14 +1256,14 @@ def test_attention_is_no_rotation() -> None:
         conformance.check(attend)
 
 
-def test_a_mask_is_no_position() -> None:
+def test_a_mask_of_padding_is_of_ones() -> None:
     def from_mask(x: Tensor, attention_mask: Tensor) -> Tensor:
         positions = (attention_mask.long().cumsum(-1) - 1).masked_fill(attention_mask == 0, 0)
         angles = positions[..., None].float() * 100.0 ** (-torch.arange(32) / 32)
         return turn(x, angles.cos(), angles.sin())
 
-    with pytest.raises(RopeError, match="whose meaning is known, got attention_mask"):
-        conformance.check(from_mask)
+    report = conformance.check(from_mask)
+    assert (report.codes, report.found["padding"]) == ([], "not tried: attention_mask is all ones")
 
 
 @pytest.mark.parametrize(

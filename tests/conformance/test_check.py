@@ -335,8 +335,8 @@ class TestCall:
         assert report.findings[0].says == "The result is 0 at position 0, as with cos and sin of 0."
 
     def test_layout(self) -> None:
-        with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .*, .1111d., got .hd."):
-            conformance.check(rotated, layout="hd")  # type: ignore[arg-type]
+        with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .*, .1111d., got .dh."):
+            conformance.check(rotated, layout="dh")  # type: ignore[arg-type]
 
 
 class TestExpected:

@@ -77,6 +77,15 @@ def of_axes(rope_dim_list, rope_sizes, theta=100.0):
     inv_freqs = (theta ** (-torch.arange(0, dim, 2).double() / dim) for dim in rope_dim_list)
     return torch.cat([place[:, None] * inv_freq for place, inv_freq in zip(places, inv_freqs)], dim=-1)[:, None]
 """,
+    "OfATableOf64": """
+class OfATableOf64:
+    def __init__(self, dim):
+        self.angles = angles_of(64, 64, dim).view(64, 64, -1)
+
+    def __call__(self, x, grid_hw):
+        rows, columns = grid_hw
+        return turn(x, self.angles[:rows, :columns].flatten(0, 1)[:, None])
+""",
     "of_each_row": """
 def of_each_row(x, grid_sizes):
     sizes, out = grid_sizes.tolist(), []

@@ -58,7 +58,7 @@ def written(
         "scale": "1.0",
         "base": str(base),
         "inv_freq": inv_freq,
-        "mask": f"torch.ones({q}.shape[layout.index('b')], {q}.shape[{tokens_axis} - len(layout)], dtype=torch.int64)",
+        "attention_mask": f"torch.ones({q}.shape[layout.index('b')], {q}.shape[{tokens_axis}], dtype=torch.int64)",
         "q_out": f"torch.full_like({q}, torch.nan)",
         "k_out": f"torch.full_like({k}, torch.nan)",
         "seq_dim": tokens_axis,
@@ -197,6 +197,7 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
     """Return `written` with values in place of what is no word."""
     fixed = {
         "tensor_layout": "'bshd'",
+        "attention_mask": "torch.ones(q.shape[:2], dtype=torch.int64)",
         "eps": "1e-6",
         "max_seqlen": "int(cu_seqlens.diff().max())",
         "unsqueeze_dim": "1",

@@ -63,7 +63,7 @@ from ropewalk.tools.check.find.form import LAYOUTS, ONE_KEY_HEAD, forms
 from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED, Source, TableSet
 from ropewalk.tools.check.find.target import Method, Target, function_of
-from ropewalk.tools.check.find.ways import COUNTS, LAST, OF_POSITIONS, ONE_ROW, Way, count_of, ways
+from ropewalk.tools.check.find.ways import COUNTS, LAST, OF_POSITIONS, ONE_ROW, ONE_TOKEN, Way, count_of, ways
 from ropewalk.tools.check.find.words import FUSED, Call
 from ropewalk.tools.check.measure import case, structure
 
@@ -159,8 +159,10 @@ class _Finder:
         if not stated and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
-            last = _better(*(self.search(stated or None, each) for each in LAST))
-            if best is not None and last is not None and best[0] >= _ROTATES and last[0] >= _IN_PAIRS:
+            mixes = best is not None and best[0] >= _ROTATES  # which a single token does not show
+            tried = [each for each in LAST if not (mixes and each in ONE_TOKEN)]
+            last = _better(*(self.search(stated or None, each) for each in tried))
+            if mixes and best is not None and last is not None and last[0] >= _IN_PAIRS:
                 must, fix = "the layout must be stated", f"Pass {_checks.argument('layout')}."
                 got = f"code that rotates in {last[1].layout}, and mixes heads or tokens in {best[1].layout}"
                 raise _checks.error("check", must, got, fix)

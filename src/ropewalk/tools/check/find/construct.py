@@ -128,7 +128,7 @@ def tokens_before(constructor: Any) -> int:
 def _sides(owner: Any) -> dict[str, bool]:
     """Return the parameters for the size of a grid, and whether each is for one of its sides."""
     known = parameters(owner) or {}
-    names = [n for n, p in known.items() if p.default is p.empty or (p.default and n.startswith("grid_"))]
+    names = [n for n, p in known.items() if not isinstance(p.default, str | bool | None)]
     names = [n for n in names if re.search(f"{GRID}|{GRID_AXIS}", n)]
     return {n: not re.search(GRID, n) for n in [*names, *({_SQUARE} & {*known})]}
 

@@ -31,11 +31,13 @@ EPS = 1e-6
 _PAGE = 16  # slots of one block of a paged cache
 _EMPTY = 99.0  # what is in every slot before the call
 
+_HEADS_FIRST = "blocks, heads, slots, channels"
 # Axes of a cache → how it is made from [slots, heads, channels].
 _CACHES: dict[str, Callable[[Tensor], Tensor]] = {
     "slots, heads, channels": lambda t: t,
     "blocks, slots, heads, channels": lambda t: t.view(-1, _PAGE, *t.shape[1:]),
     "slots, heads · channels": lambda t: t.flatten(1),
+    _HEADS_FIRST: lambda t: t.view(-1, _PAGE, *t.shape[1:]).transpose(1, 2).contiguous(),
 }
 
 
@@ -183,7 +185,8 @@ class Form:
         returned = memory.call(self.function, {**self.fixed, **passed, **angles})
         found, stored = self._read(returned, values, q, key, v), None
         if slots is not None and self.cache:
-            keys, vs = (cache.reshape(empty.shape) for cache in caches)
+            is_swapped = self.cache == _HEADS_FIRST
+            keys, vs = ((c.transpose(1, 2) if is_swapped else c).reshape(empty.shape) for c in caches)
             stored = Stored(slots, empty, keys, vs if "value_cache" in roles else None)
         for role, size in zip("qk", sizes, strict=False):
             found[role] = (found[role] * size).to(found[role].dtype)

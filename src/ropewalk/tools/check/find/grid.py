@@ -123,10 +123,12 @@ class _Grids:
     def _size(self, positions: Tensor) -> tuple[int, ...]:
         """Return the size of the smallest grid that has all of these places.
 
-        The number of blocks is odd, as code that merges patches without an attribute for it refuses.
+        The number of blocks is odd, as code that merges patches without an attribute for it refuses, unless a table of
+        64 ends there.
         """
         block = block_of(self.function)
-        *others, rows, columns = (((int(p.max()) // block + 1) | 1) * block for p in positions)
+        counts = [int(p.max()) // block + 1 for p in positions]
+        *others, rows, columns = ((n if n * block == 64 else n | 1) * block for n in counts)
         rows, columns = (max(rows, columns),) * 2 if self.is_square else (rows, columns)
         size = self.sides or (*others, rows, columns)
         if math.prod(size) > _MOST or max(rows, columns) > max(size):

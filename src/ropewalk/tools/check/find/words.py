@@ -81,7 +81,7 @@ SPELLINGS = {
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
     "layer_type": "",
     "nope": "",  # the number of channels of q before those that rotate
-    "mask": "attention_mask",  # from which positions are counted
+    "attention_mask": "",  # from which positions are counted
     "k_positions": "key_positions positions_k pos_k k_pos",
     "k_offset": "k_pos_start k_start k_start_pos offset_k key_offset start_k",
     "sections": "mrope_section mrope_sections section",
@@ -199,6 +199,8 @@ def read_call(called: Callable[..., Any]) -> Call:
         unread -= _PLACES
     roles = {role: name for role, name in roles.items() if role not in unread}
     optional &= {*roles}
+    if _PLACES & {*roles}:
+        roles.pop("attention_mask", "")
     if "k" not in roles:  # of which past keys would be the first
         roles = {role: name for role, name in roles.items() if role not in ("past_k", "past_v")}
     if "v" in optional:  # a function that rotates what is passed, as in RoFormer

@@ -269,6 +269,9 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
         says = f"The exponents are (2i{k:+})/{dim} instead of 2i/{dim}."
         yield "wrong-frequencies", says, plain * rope.base ** (-k / dim)
     yield "wrong-exponent", "The exponents have no minus sign.", turn / plain
+    for times in (1, dim, head_dim) if rope.axes is None else ():
+        says = "The exponents are not divided by the number of channels" + ", but the frequencies are" * (times > 1)
+        yield "wrong-exponent", f"{says}.", times * plain**dim
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:

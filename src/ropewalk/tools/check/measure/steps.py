@@ -63,6 +63,8 @@ def run(subject: Subject, report: Report) -> None:
     if rounded := ", ".join(name for name, buffer in buffers if buffer.is_floating_point()):
         reads = "which conformance.verify reads in a loaded model"
         report.found["not tried"] = f"what .bfloat16() or .half() does to {rounded}, {reads}"
+    if "attention_mask" in subject.form.written:
+        report.found["padding"] = "not tried: attention_mask is all ones"
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
@@ -274,6 +276,9 @@ _FLAWS = {
 }
 
 
+_MIXED = "Heads and tokens are mixed, as by reshape or view in place of transpose. No more was judged."
+
+
 def _judge_heads(subject: Subject, report: Report) -> bool:
     """Pass the same numbers in each of several heads, and return whether their results differ.
 
@@ -299,6 +304,11 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 says = f"All of {heads} heads of {name} get other angles than {HEADS} heads, as by their total width."
                 report.add("size-dependent", f"{says} No more was judged.", str(usual(subject, heads=heads)))
                 return True
+            of_tokens, of_all = (t[0].flatten(0, 1) for t in (expected, out))
+            share, right_share = ((torch.cdist(t, of_tokens) < 2e-2).float().mean(0) for t in (of_all, of_tokens))
+            if wrong and torch.allclose(share, right_share):  # each result is that of another token
+                report.add("heads-differ", _MIXED, str(usual(subject, heads=heads)))
+                return True
             if wrong and heads != TOKENS:
                 of, each = subject.expected, out[0].transpose(0, 1).flatten(1)
                 is_own = int((torch.cdist(each, each) < 1e-3).sum()) == heads and subject.way.given is None
@@ -321,6 +331,10 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
     x = subject.equal_heads(TOKENS, HEADS)
     out, _ = subject(x, x, SMALL[None, :TOKENS])
     code, says = "not-a-rotation", "The channels do not change in pairs."
+    is_moved = bool((out - x)[:, 1:].abs().amax(-1).min() > 1e-3)
+    keeps_sizes = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
+    if is_moved and keeps_sizes and torch.equal(out[:, :1], x[:, :1]):  # equal tokens are rotated
+        code, says = "heads-differ", _MIXED
     if torch.equal(out, x):
         code, says = "not-rotated", "The output equals the input."
         for rows, heads in ((3, HEADS), (TOKENS, HEADS), (1, TOKENS), (TOKENS, TOKENS)):  # a single one is token 0
