@@ -352,10 +352,10 @@ class _Finder:
             calls = [(call, [])]
             states_positions = bool((OF_POSITIONS | FUSED) & roles)
             if mode is None and "base" in roles - call.optional and not states_positions:  # a theta may be the angles
-                of_tables = _renamed(call, "base", "freqs_cis")
+                of_tables = call.renamed("base", "freqs_cis")
                 calls.append((of_tables, tables.exact(of_tables.parameter_of, given)))
             if mode is None and "positions" in roles and not {"offset", "offsets"} & roles and not call.axes:
-                calls.append((_renamed(call, "positions", "offset"), []))  # as in arange(pos, pos + n)
+                calls.append((call.renamed("positions", "offset"), []))  # as in arange(pos, pos + n)
         if call.key_first:
             calls[:0] = [(replace(each, results=("k", "q")), sources) for each, sources in calls]
         for each, sources in calls:
@@ -396,11 +396,6 @@ class _Finder:
                         axes=count,
                         of_grid=block * self.is_grid,
                     )
-
-
-def _renamed(call: Call, role: str, other: str) -> Call:
-    """Return the call in which the parameter of a role has another."""
-    return replace(call, parameter_of={other if r == role else r: name for r, name in call.parameter_of.items()})
 
 
 def _require_tensors(function: Any) -> None:
@@ -591,10 +586,8 @@ def _wrong_only_in_several(chosen: Subject, others: Iterable[Subject]) -> str:
     one, several, kind = (x[:, :, :1], x, "heads") if of_heads else (x, torch.cat((x, 2 * x, -x)), "rows")
     rows, expected = positions.expand(len(several), -1), right if of_heads else torch.cat((right, 2 * right, -right))
     for other in others:
-        is_same = (other.way.tables, other.form.packing) == (
-            chosen.way.tables,
-            "flat" if of_heads else chosen.form.packing,
-        )
+        packing = "flat" if of_heads else chosen.form.packing
+        is_same = (other.way.tables, other.form.packing) == (chosen.way.tables, packing)
         is_likelier = of_heads or LAYOUTS.index(other.layout) < LAYOUTS.index(chosen.layout)
         if is_same and is_likelier and other.accepts(rows):
             with contextlib.suppress(CallError):

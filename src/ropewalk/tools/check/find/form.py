@@ -16,7 +16,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.memory import CallError
-from ropewalk.tools.check.find.ways import ONE_HEAD, ONE_ROW, ONE_TOKEN
+from ropewalk.tools.check.find.ways import ONE_HEAD, ONE_ROW, ONE_TOKEN, ONE_VECTOR
 from ropewalk.tools.check.find.words import FUSED, Call, Roles, accept_keywords
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
@@ -267,7 +267,7 @@ def _code(expression: str) -> CodeType:
 
 def to_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view of x `[batch, seq, heads, head_dim]` in a layout, with the heads first if it is of one head."""
-    if layout in ONE_TOKEN[1:]:
+    if layout in ONE_VECTOR:
         return x[0].view(*x.shape[1:3], *[1] * (len(layout) - 1), -1)
     if layout in ONE_ROW:
         return x[0] if layout in ("thd", "hd") else x[0].transpose(0, 1)
@@ -276,7 +276,7 @@ def to_layout(layout: str, x: Tensor) -> Tensor:
 
 def from_layout(layout: str, x: Tensor) -> Tensor:
     """Return a view `[batch, seq, heads, head_dim]` of x, which has a layout."""
-    if layout in ONE_TOKEN[1:]:
+    if layout in ONE_VECTOR:
         return x.reshape(1, *x.shape[:2], -1)
     if layout in ONE_ROW:
         return x[None] if layout in ("thd", "hd") else x.transpose(0, 1)[None]
@@ -338,7 +338,7 @@ def forms(call: Call, layout: str, function: Callable[..., Any], **fixed: Any) -
     key_heads = ("kept", "dropped") if call.parameter_of.get("k") in ONE_KEY_HEAD else ("",)
     norms = (False, True) if "q_weight" in roles else (False,)
     by_name = accept_keywords(function)
-    if layout in (*ONE_HEAD, "hd"):
+    if layout in (*ONE_HEAD, *ONE_TOKEN):
         by_name = _one_by_one(by_name, call.parameter_of, layout)
     for packing, cache, key_head, joined in product(packings, caches, key_heads, norms):
         if packing in ("each", "heads") or layout.endswith("hd"):

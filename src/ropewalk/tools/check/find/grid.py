@@ -105,16 +105,10 @@ class _Grids:
         keys = [*zip(of[-1].tolist(), is_same.tril(-1).sum(-1).tolist(), strict=True)]
         grids = [torch.tensor([i for i, of_token in enumerate(keys) if of_token == key]) for key in sorted({*keys})]
         sizes = [self._size(positions[:, tokens]) for tokens in grids]
-        block = 1 if self.sides else block_of(self.function)
-        places = [
-            self.before + places_of(positions[:, g], size[-2:], block) for g, size in zip(grids, sizes, strict=True)
-        ]
-        groups = (
-            [slice(None)]
-            if self.in_one and self.forms[0] in _FORMS[2:]
-            else [slice(n, n + 1) for n in range(len(grids))]
-        )
-        axis = min(tensor_layout.find(name) % 9 for name in "st")
+        block, axis = 1 if self.sides else block_of(self.function), min(tensor_layout.find(name) % 9 for name in "st")
+        places = [places_of(positions[:, g], size[-2:], block) for g, size in zip(grids, sizes, strict=True)]
+        in_one = len(grids) if self.in_one and self.forms[0] in _FORMS[2:] else 1
+        groups = [slice(n, n + in_one) for n in range(0, len(grids), in_one)]
         parts = [self._run(grids[g], places[g], sizes[g], axis, tensor_layout, passed) for g in groups]
         back = torch.cat(grids).argsort()
         out = tuple(torch.cat(part, axis).index_select(axis, back) for part in zip(*parts, strict=True))
@@ -147,6 +141,7 @@ class _Grids:
         """Call the function once, with grids as rows of a batch or after each other, and return results by token."""
         has_rows = bool(self.tensors) and "b" in layout
         rows = passed[self.tensors[0]].shape[layout.index("b")] if has_rows else 1
+        places = [self.before + place for place in places]
         counts = [self.before + math.prod(size) for size in sizes]
         counts = [max(counts)] * len(counts) if has_rows else counts
         given = dict(passed)

@@ -156,12 +156,9 @@ class Subject:
 
     def after(self, count: int) -> Subject | None:
         """Return the same call with more tokens than positions, of which the first do not rotate, if it has one."""
-        written = self.form.written
-        return (
-            replace(self, form=replace(self.form, written={**written, "before": str(count)}))
-            if "before" in written
-            else None
-        )
+        if "before" not in self.form.written:
+            return None
+        return replace(self, form=replace(self.form, written={**self.form.written, "before": str(count)}))
 
     def returns_nothing(self, x: Tensor, positions: Tensor) -> bool:
         """Return whether a call returns None, so that the results are what it has written into its arguments."""

@@ -17,10 +17,13 @@ from ropewalk.tools.check.find.words import Call, Roles
 COUNTS = (2, 3, 4)
 """The numbers of axes that are tried if nothing states it."""
 
-ONE_TOKEN = ("hd", "d", "1111d")
-"""The layouts of one token: its heads, or one, alone or with four axes of size 1, as of rows, frames and sides."""
+ONE_VECTOR = ("d", "1111d")
+"""The layouts of one token of one head, alone or with four axes of size 1, as of rows, frames, lines and columns."""
 
-ONE_HEAD = ("bsd", "td", "bds", *ONE_TOKEN[1:])
+ONE_TOKEN = ("hd", *ONE_VECTOR)
+"""The layouts of one token, so that each token needs a call."""
+
+ONE_HEAD = ("bsd", "td", "bds", *ONE_VECTOR)
 """The layouts of one head, so that each head needs a call."""
 
 LAST = ("bsd", "td", "bhds", "bds", *ONE_TOKEN)

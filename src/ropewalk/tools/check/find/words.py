@@ -158,6 +158,10 @@ class Call:
         """Return the call that omits the parameters with these roles."""
         return replace(self, parameter_of={role: n for role, n in self.parameter_of.items() if role not in roles})
 
+    def renamed(self, role: str, other: str) -> Call:
+        """Return the call in which the parameter of a role has another."""
+        return replace(self, parameter_of={other if r == role else r: name for r, name in self.parameter_of.items()})
+
     @property
     def key_first(self) -> bool:
         """Whether k comes before q, so that the results may be in this order, too."""
@@ -297,8 +301,7 @@ def take_tables(function: Any, call: Call) -> Call:
     if {"cos", "sin"} <= {*roles} or {"freqs_cis", "cos_sin_cache"} & {*roles}:
         return call
     if "base" in roles and "base" not in call.optional:  # a theta is the angles
-        roles = {"freqs_cis" if role == "base" else role: name for role, name in roles.items()}
-        return replace(call, parameter_of=roles)
+        return call.renamed("base", "freqs_cis")
     taken = {*roles.values()}
     free = [name for name, p in known.items() if name not in taken and p.default is inspect.Parameter.empty]
     missing = [r for r in ("cos", "sin") if r not in roles] if len(free) != 1 or "cos" in roles else ["freqs_cis"]
