@@ -1153,8 +1153,15 @@ class OfClasses(torch.nn.Module):
         return torch.cat((x[:, : self.first], turn(x[:, self.first :], *tables)), dim=1)
 
 
-def test_a_constructor_that_leaves_tokens_out_by_default() -> None:
-    assert conformance.check(OfClasses, base=100.0).codes == []
+class OfTokensOfAnImage(OfClasses):
+    def __init__(self, head_dim: int, img_size: int = 224, h: int = 8) -> None:
+        super().__init__(head_dim, 0)
+
+
+@pytest.mark.parametrize("target", [OfClasses, OfTokensOfAnImage])
+def test_what_a_constructor_has_by_default(target: Any) -> None:
+    """Tokens that do not rotate are none, and the size of an image of which tokens are counted does not matter."""
+    assert conformance.check(target, base=100.0).codes == []
 
 
 class OfPairs:

@@ -122,15 +122,19 @@ def sides_of(constructor: Any) -> tuple[int, int] | None:
 def tokens_before(constructor: Any) -> int:
     """Return the number of tokens, such as a class token, that come before those of a grid by default."""
     known = parameters(getattr(constructor, "owner", constructor)) or {}
-    return next((int(p.default) for n, p in known.items() if re.search(NOT_ROTATED, n) and p.default is not p.empty), 0)
+    counts = (p.default for name, p in known.items() if re.search(NOT_ROTATED, name))
+    return next((int(count) for count in counts if isinstance(count, int)), 0)
 
 
 def _sides(owner: Any) -> dict[str, bool]:
     """Return the parameters for the size of a grid, and whether each is for one of its sides."""
     known = parameters(owner) or {}
-    names = [n for n, p in known.items() if not isinstance(p.default, str | bool | None)]
-    names = [n for n in names if re.search(f"{GRID}|{GRID_AXIS}", n)]
-    return {n: not re.search(GRID, n) for n in [*names, *({_SQUARE} & {*known})]}
+    names = [n for n in known if re.search(f"{GRID}|{GRID_AXIS}", n)]
+    required = [n for n in names if known[n].default is inspect.Parameter.empty]
+    fixed = [n for n in names if known[n].default and re.search("^((grid|feat)_.*|h|w|height|width)$", n)]
+    if not required and (len(fixed) > 1 or re.search(GRID, "".join(fixed))):  # a default is the only size, too
+        required = fixed
+    return {n: not re.search(GRID, n) for n in [*required, *({_SQUARE} & {*known})]}
 
 
 def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
