@@ -113,7 +113,7 @@ def _scope(obj: Any) -> dict[str, Any]:
 def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     """Append to the message of an error the adapter to paste for a target that cannot be called."""
     code = write(target, expected, has_failed=True)
-    missing = " Replace each `...`." if "=..." in code else ""
+    missing = " Replace each `...`." if "=..." in code else " If that fails as well, change its arguments."
     says = "Check a function that calls it. The names of its parameters say what check passes."
     if "def tables(" in code:
         says = f"Check FILE:tables,{name_of(target.objects[-1])}, where FILE contains this."
