@@ -494,12 +494,15 @@ class TestSingleModels:
         with pytest.raises(RopeError, match="layer_types must be a list with an entry for each of the 5 layers"):
             from_config({**dory, "num_hidden_layers": 5, "layer_types": blocks})
 
-    def test_mimo_from_its_own_file(self) -> None:
+    @pytest.mark.parametrize("model_type", ["mimo_v2_flash", "mimo_v2"])
+    def test_mimo_from_its_own_file(self, model_type: str) -> None:
+        """MiMo-V2.5 and V2.6 are mimo_v2, whose classes in vLLM and SGLang are those of V2-Flash."""
         ropes = from_config({
-            "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "partial_rotary_factor": 0.334,
-            "rope_theta": 5e6, "swa_rope_theta": 1e4, "hybrid_layer_pattern": [0, 1, 1],
+            "model_type": model_type, "num_hidden_layers": 3, "head_dim": 192, "partial_rotary_factor": 0.334,
+            "rope_theta": 5e6, "swa_rope_theta": 1e4, "hybrid_layer_pattern": [0, 1, 1], "swa_head_dim": 192,
+            "vision_config": {"hidden_size": 16}, "audio_config": {"hidden_size": 8},
         })  # fmt: skip
-        assert [rope.base for rope in ropes.layers if rope] == [5e6, 1e4, 1e4]
+        assert [(rope.base, rope.rotary_dim) for rope in ropes.layers if rope] == [(5e6, 64), (1e4, 64), (1e4, 64)]
 
     def test_step_from_its_own_file(self) -> None:
         """The lists have an entry for each layer, and one for the layer that predicts a further token."""

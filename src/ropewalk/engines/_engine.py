@@ -41,7 +41,7 @@ MSCALE_KEYS = frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_a
 
 MIXED_WINDOWS = frozenset({"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma2", "gemma3_text"})
 MIXED_WINDOWS |= {"gemma3n_text", "gemma4_text", "gpt_oss", "laguna", "llama4_text", "mellum", "mimo_v2_flash"}
-MIXED_WINDOWS |= {"muse_glimmer_text", "olmo3", "step3p5"}
+MIXED_WINDOWS |= {"mimo_v2", "muse_glimmer_text", "olmo3", "step3p5"}
 """The model_types with a window in some layers, which SGLang (srt/models) and llama.cpp (src/models) apply."""
 
 HUNYUAN = ("hunyuan",)

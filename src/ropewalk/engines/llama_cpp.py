@@ -34,7 +34,7 @@ _DEEPSEEK2 = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"
 _WRITES_MSCALE = _DEEPSEEK2 | {"deepseek_v32", "ministral3", "mistral4"}
 _READS_BETAS = frozenset({"ministral3"})
 _KEEP_WINDOWS = frozenset({"afmoe", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "mellum"})
-_KEEP_WINDOWS |= {"mimo_v2_flash", "modernbert", "olmo3", "step3p5"}
+_KEEP_WINDOWS |= {"mimo_v2", "mimo_v2_flash", "modernbert", "olmo3", "step3p5"}
 """The model_types of which `src/models` rotates layers with a window by the numbers of the file.
 
 It calls `llama_model::get_rope_freq_scale` for each layer, or passes 1 in `olmo2.cpp` and `mellum.cpp`.
