@@ -348,6 +348,17 @@ class TestSentences:
         found = diff.engines(config, names=["transformers", "llama.cpp"])
         assert [*found.facts["states"].values()] == ["same", wanted]
 
+    def test_models_of_their_own_code_in_llama_cpp(self) -> None:
+        """`conversion/minicpm.py` needs the two lists of a rope_scaling (llama.cpp, issue 12468)."""
+        mini = {**LLAMA_5, "model_type": "minicpm", "rope_theta": 1e6, "rope_parameters": None}
+        assert state(mini, "llama.cpp") == ("same", [])
+        refused, [said] = state({**mini, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, "llama.cpp")
+        assert (refused, "rope_scaling.long_factor" in said) == ("refused", True)
+        # `conversion/bailingmoe.py` has a class for Ling 1, whose whole head rotates, and one for Ling 2.
+        ling = {**mini, "model_type": "bailing_moe", "partial_rotary_factor": 0.5}
+        assert state(ling, "llama.cpp")[0] == "differs"
+        assert state({**ling, "architectures": ["BailingMoeV2ForCausalLM"]}, "llama.cpp") == ("same", [])
+
     def test_a_text_model_whose_class_is_not_in_transformers(self) -> None:
         """InternLM2Config reads rope_theta at the top, and a rope_scaling of two keys, in SGLang and on the hub."""
         text = {**LLAMA_5, "model_type": "internlm2"}
