@@ -484,23 +484,24 @@ def test_longrope_within_its_length() -> None:
 
 
 def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) -> None:
-    """The config of Qwen3-8B states 40,960 tokens, and its card enables YaRN with these keys, for 131,072."""
+    """Qwen3-8B was trained for 32,768 tokens, though its config states 40,960: its card has these keys for 131,072."""
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
     card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     qwen3 = {**FLAT, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40_960}
-    found = extend(qwen3, LONG, method="yarn", new_factor=4.0, original=32_768)
+    found = extend(qwen3, LONG, method="yarn", new_factor=4.0)
+    assert from_config({**qwen3, "max_position_embeddings": 262_144}).trained_length == 262_144  # Qwen3-4B-2507
     theirs = Qwen3RotaryEmbedding(AutoConfig.for_model(**qwen3, rope_scaling=card))
     np.testing.assert_allclose(from_config(found.config()).rope.inv_freq, theirs.inv_freq.numpy(), rtol=2e-5)
     assert "--rope-scale 4 --yarn-orig-ctx 32768" in commands(found)
-    assert [plan.factor for plan in extend(qwen3, 40_960, original=32_768).plans] == [2.5, 2.5]  # 2 × 40,960 / 32,768
+    assert [plan.factor for plan in extend(qwen3, 40_960).plans] == [2.5, 2.5]  # 2 × 40,960 / 32,768
     path = tmp_path / "config.json"
     path.write_text(json.dumps(qwen3))
     arguments = ["extend", str(path), "--to", "128k", "--method", "yarn", "--factor", "4"]
-    assert "It counts from 40,960 tokens. If the model card does not" in CliRunner().invoke(main, arguments).output
-    asked = CliRunner().invoke(main, [*arguments, "--original", "32k"]).output
-    assert "--yarn-orig-ctx 32768" in asked
+    assert "It counts from 32,768 tokens. If the model card does not" in CliRunner().invoke(main, arguments).output
+    asked = CliRunner().invoke(main, [*arguments, "--original", "40k"]).output
+    assert "--yarn-orig-ctx 40960" in asked
     assert "It counts from" not in asked
     with pytest.raises(RopeError, match="original must not be given for a config with a scaling"):
         extend({**qwen3, "rope_scaling": card}, 2 * LONG, original=40_960)
@@ -597,7 +598,7 @@ GGUF = {
 def test_a_gguf_file(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "q.gguf", GGUF, architecture="qwen3")
     found = CliRunner().invoke(main, ["extend", str(path), "--to", "160k", "--for", "llama.cpp,vllm"])
-    flags = "--rope-scaling yarn --rope-scale 8 --yarn-orig-ctx 40960 --yarn-beta-fast 32 --yarn-beta-slow 1"
+    flags = "--rope-scaling yarn --rope-scale 10 --yarn-orig-ctx 32768 --yarn-beta-fast 32 --yarn-beta-slow 1"
     assert f"llama-server -m {path} {flags} --rope-freq-base 1000000 -c 163840" in found.output
     assert "vllm serve MODEL --hf-overrides" in found.output
     assert found.exit_code == 0

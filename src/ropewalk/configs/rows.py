@@ -19,14 +19,13 @@ def row(folder: str, **fields: Any) -> Architecture:
     return Architecture(source=source(folder), **fields)
 
 
-def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
+def llama_like(names: str, **fields: Any) -> dict[str, Architecture]:
     """Build the `Architecture` of models of transformers in which the whole head of every layer rotates, as in Llama.
 
     Args:
         names: the model_types, separated by spaces. `model_type@folder` names the folder of the model in transformers,
             if its name is not the model_type.
-        head_dim_divides: as in `Architecture`.
-        pairing: as in `Architecture`.
+        fields: as in `Architecture`.
 
     Returns:
         A dict from each model_type to its `Architecture`.
@@ -34,7 +33,7 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
     rows = {}
     for name in names.split():
         model_type, _, folder = name.partition("@")
-        rows[model_type] = row(folder or model_type, head_dim_divides=head_dim_divides, pairing=pairing)
+        rows[model_type] = row(folder or model_type, **fields)
     return rows
 
 

@@ -16,6 +16,7 @@ from ropewalk._checks import RopeError, argument, nearest, shown, unreadable_fil
 from ropewalk.configs.architecture import QueryScale
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
+from ropewalk.configs.families.functions import qwen3_length
 from ropewalk.configs.gguf import header, scheme
 from ropewalk.configs.gguf.axes import NAMES, axes_of
 from ropewalk.configs.gguf.keys import ARCHITECTURES, Keys
@@ -79,11 +80,12 @@ def _read(c: Keys) -> ModelRopes:
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own, axes=axes)
             ropes[name] = rope
             extra_ropes.update(_indexer(c, name, rope))
+    unscaled = qwen3_length(c) if c.architecture in ("qwen3", "qwen3moe") else c.longest
     return ModelRopes(
         layers=tuple(ropes[name] for name in layers),
         model_type=c.architecture,
         source=c.source,
-        trained_length=_trained_length(c, scaling),
+        trained_length=c.original or (unscaled if scaling is None else scaling.trained_length(c.longest)),
         max_position_embeddings=c.longest,
         extra_ropes=extra_ropes,
         softmax_factor=_softmax_factor(c, scaling, scaling_type, ropes),
@@ -339,12 +341,6 @@ def _model_base(c: Keys) -> float:
     missing = f"the file has no {c.full(BASE)}, for which llama.cpp uses {implied.value:g}."
     c.assume(f"{missing} {implied.warning}")
     return implied.value
-
-
-def _trained_length(c: Keys, scheme: Scaling | None) -> int | None:
-    if c.original is not None:
-        return c.original
-    return c.longest if scheme is None else scheme.trained_length(c.longest)
 
 
 def _check_unscaled(c: Keys, kinds: list[Kind], scheme: Scaling | None) -> None:

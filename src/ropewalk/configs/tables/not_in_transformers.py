@@ -82,13 +82,6 @@ REMOTE: dict[str, Architecture] = {
             ("grove_moe", "SGLang srt/models/grovemoe.py of inclusionAI/GroveMoE at 0b37d9496"),
         )
     },
-    "mimo_v2": remote(
-        f"{_VLLM}/mimo_v2.py",
-        head_dim_divides=False,
-        partial=1.0,
-        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",), head_dim_key="swa_head_dim")},
-        pattern=LayerCodes("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
-    ),
     "k2_horizon": remote(f"{_VLLM}/k2_horizon.py", check=functions.refuse_rope_head_dim),
     "xllm": remote(f"{_SGLANG}/xllm.py", check=functions.refuse_rope_head_dim),
     "TeleFLM": remote(f"{_VLLM}/teleflm.py", **_IMPLIED_BASE),

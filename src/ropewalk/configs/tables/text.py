@@ -43,6 +43,14 @@ _DEEPSEEK_V4 = DeepSeekV4(
     pattern=LayerCodes("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: "heavily_compressed_attention"}, longer=True),
 )
 
+_MIMO = row(
+    "mimo_v2_flash",
+    head_dim_divides=False,
+    partial=0.334,
+    kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",), head_dim_key="swa_head_dim")},
+    pattern=LayerCodes("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
+)
+
 TEXT: dict[str, Architecture] = {
     # The head size is hidden / heads if head_dim is not given.
     **llama_like(
@@ -54,13 +62,13 @@ TEXT: dict[str, Architecture] = {
         "mimi_decoder@mimi mistral mixtral moshi olmo olmo2 olmoe phimoe pocket_tts "
         "pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_encoder@pocket_tts_audio_tokenizer "
         "pocket_tts_audio_tokenizer_decoder@pocket_tts_audio_tokenizer qwen2 "
-        "qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
+        "qwen2_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
         "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "
     ),
     # The head size is independent of hidden / heads, so the config must state it.
     **llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hy_v3 internlm3 iquestcoder "
-        "ministral muse_glimmer_assistant qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
+        "ministral muse_glimmer_assistant qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
         "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime ",
         head_dim_divides=False,
     ),
@@ -68,6 +76,8 @@ TEXT: dict[str, Architecture] = {
         name: row(name, head_dim_divides=False, fixed={"use_rotary_pos_emb": (True, "no rotation")})
         for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")
     },
+    **llama_like("qwen3", head_dim_divides=False, trained_length=functions.qwen3_length),
+    **llama_like("qwen3_moe", trained_length=functions.qwen3_length),
     **llama_like("ernie4_5 ernie4_5_moe ", pairing="interleaved"),
     **llama_like(
         "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
@@ -285,13 +295,7 @@ TEXT: dict[str, Architecture] = {
     "zaya": row(
         "zaya", head_dim_divides=False, partial=1.0, kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())}
     ),
-    "mimo_v2_flash": row(
-        "mimo_v2_flash",
-        head_dim_divides=False,
-        partial=0.334,
-        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",), head_dim_key="swa_head_dim")},
-        pattern=LayerCodes("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
-    ),
+    "mimo_v2_flash": _MIMO,
     "molmo2_text": row(
         "molmo2",
         head_dim_divides=False,
@@ -421,6 +425,7 @@ TEXT: dict[str, Architecture] = {
         pattern=LayerCodes("compress_ratios", {0: _SLIDING, 1: _SPARSE, 2: _SPARSE}),
         in_transformers=False,
     ),
+    "mimo_v2": replace(_MIMO, source="vLLM model_executor/models/mimo_v2.py", in_transformers=False, partial=1.0),
     # The configs of SGLang's copies, which omit keys that equal the defaults of the class in transformers.
     "deepseek_ref": replace(
         _DEEPSEEK_V4,

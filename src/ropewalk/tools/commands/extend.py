@@ -47,7 +47,7 @@ Examples:
 @click.option(
     "--original",
     type=_options.Length(min=1),
-    help="The length before scaling; 128k is 131,072. [default: that of the config; for Qwen3, pass 32k]",
+    help="The length before scaling; 128k is 131,072. [default: that of the config]",
 )
 @click.option(
     "--write",
