@@ -37,8 +37,8 @@ _OF_ENGINES = {
 }
 
 _DRAFT = (
-    "the file of a draft does not state with which pairing it was trained, so it is that of the model_type, as in vLLM "
-    "and SGLang. Drafts of Llama 4 were trained with interleaved pairs (TensorRT-LLM, pull request 19036)."
+    "the file of a draft states no pairing, so it is that of its type. Drafts of Llama 4 were trained with interleaved "
+    "pairs (TensorRT-LLM#19036). SGLang raises an error if max_position_embeddings is below the length of the target."
 )
 
 
