@@ -495,6 +495,8 @@ def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) 
     theirs = Qwen3RotaryEmbedding(AutoConfig.for_model(**qwen3, rope_scaling=card))
     np.testing.assert_allclose(from_config(found.config()).rope.inv_freq, theirs.inv_freq.numpy(), rtol=2e-5)
     assert "--rope-scale 4 --yarn-orig-ctx 32768" in commands(found)
+    older = "Builds before its pull request 28030 serve no more than the file states, unless you add --override-kv "
+    assert f"{older}qwen3.context_length=int:131072." in of(found, "llama.cpp")["notes"]
     assert [plan.factor for plan in extend(qwen3, 40_960).plans] == [2.5, 2.5]  # 2 × 40,960 / 32,768
     path = tmp_path / "config.json"
     path.write_text(json.dumps(qwen3))
@@ -513,12 +515,12 @@ def test_refusals() -> None:
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     phi = {**FLAT, "model_type": "phi3", "rope_scaling": {"type": "longrope", **lists}}
     with pytest.raises(
-        RopeError, match=r"got longrope\. If the model card states more than its 32,768 tokens, write that"
-    ):
+        RopeError, match=r"got longrope\. If the model card states more than its 32,768 tokens, write that as"
+    ) as refused:
         extend(phi, LONG)
-    with pytest.raises(
-        RopeError, match="new_factor must be at least 4, the target divided by the length before scaling"
-    ):
+    override = "(llama.cpp: --override-kv <general.architecture>.context_length=int:131072)."
+    assert str(refused.value).endswith(f"max_position_embeddings into the config {override}")
+    with pytest.raises(RopeError, match="new_factor must be at least 4, the target / the length before scaling"):
         extend(FLAT, LONG, new_factor=2.0)
     for asked in ({"new_factor": 4.0}, {"method": "yarn"}):
         with pytest.raises(RopeError, match="to must be more than the 32,768 tokens of the config"):

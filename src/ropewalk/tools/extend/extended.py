@@ -259,14 +259,14 @@ def _others(source: Source, chosen: Engine, target: int, tried: Mapping[str, Any
 
 def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int, model: str) -> list[str]:
     """Return what limits the length of an engine besides the config, and where its ropes differ, as sentences."""
-    plan = None if row["plan"] is None else made[row["plan"]]
-    notes = []
+    plan, notes = None if row["plan"] is None else made[row["plan"]], list[str]()
     if row["name"] == "llama.cpp" and plan is not None and len({source.text.window(i) for i in plan.layers}) > 1:
         notes.append("Its arguments do not change layers with a window, whose positions are not new to the model.")
-    if row["name"] == "llama.cpp" and target > source.stated and (plan is None or plan.method != "yarn"):
+    if row["name"] == "llama.cpp" and target > source.stated:
         names = [name for name, own in HF_MODEL_TYPES.items() if own.split("/")[-1] == source.text.model_type]
         key = f"{names[0] if len(names) == 1 else '<general.architecture>'}.context_length=int:{target}"
-        notes.append(f"It serves no more than the file states, unless you add --override-kv {key}.")
+        who = "It serves" if plan is None or plan.method != "yarn" else "Builds before its pull request 28030 serve"
+        notes.append(f"{who} no more than the file states, unless you add --override-kv {key}.")
     reads = row["name"] == "llama.cpp" and plan and _written(source, ENGINES["llama.cpp"], plan, target, "")["reads"]
     if row["name"] == "llama.cpp" and plan and (reads or source.text.file_format == "GGUF file"):
         around = "Programs that run llama-server without them, such as Ollama (not its older versions)"

@@ -135,7 +135,8 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     now = scheme_of(source.text)
     if now is not None and not method_of(now):
         key = next(iter(_lengths(find_text(source.whole)[1], target)))
-        fix = f"If the model card states more than its {source.length:,} tokens, write that as {key} into the config."
+        fix = f"If the model card states more than its {source.length:,} tokens, write that as {key} into the config"
+        fix += f" (llama.cpp: --override-kv <general.architecture>.context_length=int:{target})."
         raise error(source.text.source, "the scaling must be one that another factor extends", now.rope_type, fix)
     trained = source.text.trained_length or 0
     before = original or (trained if 0 < trained < source.stated else source.length)
@@ -150,9 +151,8 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
     if factor is None:
         factor = math.ceil(100 * MARGIN * target / before) / 100
     elif factor < (least := target / before):
-        must = f"must be at least {least:g}, the target divided by the length before scaling"
-        got, fix = f"{factor:g}", "Pass a larger factor, or omit it."
-        raise error("ropewalk extend", f"{_checks.option('new_factor')} {must}", got, fix)
+        must = f"{_checks.option('new_factor')} must be at least {least:g}, the target / the length before scaling"
+        raise error("ropewalk extend", must, f"{factor:g}", "Pass a larger factor, or omit it.")
     known = [i for i, rope in enumerate(source.ropes.layers) if rope is not None]
     far = [i for i in known if (window := source.ropes.window(i)) is None or window > before]
     method, factor = (method, factor) if far else ("none", 1.0)
