@@ -497,7 +497,12 @@ def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) 
     assert "--rope-scale 4 --yarn-orig-ctx 32768" in commands(found)
     older = "Builds before its pull request 28030 serve no more than the file states, unless you add --override-kv "
     assert f"{older}qwen3.context_length=int:131072." in of(found, "llama.cpp")["notes"]
-    assert [plan.factor for plan in extend(qwen3, 40_960).plans] == [2.5, 2.5]  # 2 × 40,960 / 32,768
+    assert [plan.factor for plan in extend(qwen3, 65_536).plans] == [4.0, 4.0]  # 2 × 65,536 / 32,768
+    assert extend(qwen3, 40_960).complete  # only texts that "significantly" exceed 32,768 need YaRN, says its card
+    assert [diff.for_engine(qwen3, "vllm", length=n).verdict for n in (40_960, 40_961)] == [
+        "nothing needed",
+        "not trained",
+    ]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(qwen3))
     arguments = ["extend", str(path), "--to", "128k", "--method", "yarn", "--factor", "4"]

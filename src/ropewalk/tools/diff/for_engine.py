@@ -181,7 +181,7 @@ def _too_long(ropes: ModelRopes, length: int | None) -> str:
     if length is None or stated is None or length <= stated * times:
         return ""
     why = f"its config states {stated:,}"
-    if trained is not None and trained < stated:
+    if any(schemes) and trained is not None and trained < stated:
         origin = ropes.origins.get("original_max_position_embeddings", "in its config")
         why = f"it was trained for {trained:,} ({origin}), and its scaling reaches {stated:,}"
     return f"The model was not trained for {length:,} tokens: {why}."

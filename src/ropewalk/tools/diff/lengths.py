@@ -33,7 +33,7 @@ def stated_length(ropes: ModelRopes) -> int | None:
     longest, own = ropes.max_position_embeddings, ropes.trained_length
     schemes = {rope.scaling for rope in ropes.layers if rope is not None and rope.scaling is not None}
     if own is not None and not schemes and not (ropes.config or {}).get("dual_chunk_attention_config"):
-        return own  # also where the config states more, as that of nomic-embed-text does
+        return longest if own < (longest or 0) < 1.5 * own else own  # 1.25 times in Qwen 3, 4 in nomic-embed-text
     # It is None for linear scaling, whose configs may state the length before or after it.
     scaled = [(getattr(scheme, "factor", None) or 0) * (scheme.trained_length(longest) or 0) for scheme in schemes]
     return max((round(n) for n in (longest, own, *scaled) if n), default=None)
