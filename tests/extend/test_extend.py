@@ -490,6 +490,7 @@ def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) 
 
     card = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     qwen3 = {**FLAT, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40_960}
+    assert "32,768 tokens (40,960 are stated);" in from_config(qwen3).explain()
     found = extend(qwen3, LONG, method="yarn", new_factor=4.0)
     assert from_config({**qwen3, "max_position_embeddings": 262_144}).trained_length == 262_144  # Qwen3-4B-2507
     theirs = Qwen3RotaryEmbedding(AutoConfig.for_model(**qwen3, rope_scaling=card))

@@ -100,7 +100,9 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     if info["trained_length"] is not None:
         full, within = rope["full_turns_when_trained"], _within(window, info["trained_length"])
         turns = f"{full} of {rope['pairs']} pairs complete a turn within {within} before scaling"
-        rows.append(("trained length", f"{info['trained_length']:,} tokens; {turns}"))
+        stated = None if parameters else info["max_position_embeddings"]
+        states = "" if stated in (None, info["trained_length"]) else f" ({stated:,} are stated)"
+        rows.append(("trained length", f"{info['trained_length']:,} tokens{states}; {turns}"))
     if info["length"] is not None:
         rows.append(("at length", _format_length(rope, info)))
     return [f"  {name:<16}  {value}" for name, value in rows]
@@ -176,10 +178,8 @@ def _format_length(rope: dict[str, Any], info: dict[str, Any]) -> str:
     full = rope["full_turns_at_length"]
     length, trained, window = info["length"], info["trained_length"], rope["window"]
     words = f"{length:,} tokens; {full} of {rope['pairs']} pairs complete a turn within {_within(window, length)}"
-    if trained is None:
-        return words
-    if length <= trained:
-        return f"{words}; within the trained length"
+    if trained is None or length <= trained:
+        return words if trained is None else f"{words}; within the trained length"
     length, trained = (min(n, window or n) for n in (length, trained))
     # A pair that did not complete a turn in training reaches unseen angles if it now rotates further than in training.
     reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _divisors(rope), strict=True)]
