@@ -564,8 +564,8 @@ def tables_at(positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos().float(), angles.sin().float()
 
 
-def from_an_offset(q: Tensor, k: Tensor, pos: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    assert mask is None
+def from_an_offset(q: Tensor, k: Tensor, pos: Any, attention_mask: Any) -> tuple[Tensor, Tensor]:
+    assert attention_mask is None
     tables = tables_at(torch.arange(pos, pos + q.shape[1]))
     return turn(q, *tables), turn(k, *tables)
 
@@ -822,7 +822,7 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
         (lambda x, theta: turn(x, theta.cos(), theta.sin()), "call", "f(x, theta), tables: angles half"),
         (of_sines_first, "call", "f(q, k, rope), tables: (sin, cos) half"),
         (of_a_period, "call", "f(x, offset, max_period)"),
-        (from_an_offset, "call", "f(q, k, pos, mask=None)"),
+        (from_an_offset, "call", "f(q, k, pos, attention_mask=None)"),
         (OnlyForward, "rotated channels", "0 to 63 of 64"),
         (along_an_axis, "never read", "position_ids"),
         (of_one_head, "layout", "td"),
@@ -1075,6 +1075,13 @@ class OfAPrecedence:
         return turn(x, angles.cos(), angles.sin())
 
 
+class OfWholeExponents(OfAPrecedence):
+    """Of which all pairs but the first are so slow that no base matters."""
+
+    def __init__(self, dim: int, theta: float = 10_000.0) -> None:
+        self.inv_freq = theta ** -torch.arange(0, dim, 2).double()
+
+
 def in_16_bits(x: Tensor, position_ids: Tensor) -> Tensor:
     angles = angles_of(position_ids.to(torch.int16))
     return turn(x, angles.cos(), angles.sin())
@@ -1095,6 +1102,7 @@ def but_the_last(x: Tensor) -> Tensor:
         ("mixed_at_the_end", ["heads-differ"]),
         ("mixed_at_the_beginning", ["heads-differ"]),
         ("OfAPrecedence", ["wrong-exponent"]),
+        ("OfWholeExponents", ["wrong-exponent"]),
         ("in_16_bits", ["positions-overflow"]),
         ("but_the_last", ["last-token-wrong"]),
     ],
@@ -1110,15 +1118,13 @@ def test_tokens_of_text_that_do_not_rotate(comes_first: bool, codes: list[str]) 
     """As in CogVideoX, where heads come before tokens, as only the number of those of text shows."""
 
     def rotate(q: Tensor, k: Tensor, image_rotary_emb: tuple[Tensor, Tensor], text_seq_length: int) -> list[Tensor]:
-        cos, sin, of_image = (
-            *(table[:, : table.shape[1] // 2] for table in image_rotary_emb),
-            q.shape[2] - text_seq_length,
-        )
-        first, second = (text_seq_length, of_image) if comes_first else (of_image, text_seq_length)
+        cos, sin = image_rotary_emb
+        sizes = [text_seq_length, q.shape[2] - text_seq_length]
         out = []
         for x in (q, k):
-            parts = [*x.split((first, second), dim=2)]
-            parts[comes_first] = turn(parts[comes_first].transpose(1, 2), cos, sin).transpose(1, 2)
+            parts = [*x.split(sizes if comes_first else sizes[::-1], dim=2)]
+            a, b = parts[comes_first].double().chunk(2, dim=-1)
+            parts[comes_first] = (parts[comes_first] * cos + torch.cat((-b, a), dim=-1) * sin).type_as(x)
             out.append(torch.cat(parts, dim=2))
         return out
 
