@@ -34,6 +34,7 @@ class Expected:
         config: the config, for constructors with a parameter for it: its keys, or a config object of transformers.
         layer_type: the kind of the layer whose rope is expected, such as "full_attention", for code with a parameter
             for it. None if all layers are alike.
+        layer: the index of that layer.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
         is_slice: whether the target gets only the rotated channels, which its caller slices out.
@@ -52,6 +53,7 @@ class Expected:
     table_length: int | None = None
     config: Any = None
     layer_type: str | None = None
+    layer: int = 0
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     is_slice: bool = False
@@ -132,7 +134,7 @@ def read(
             notes=notes,
             axis_names=tower.axis_names,
         )
-    layer, layer_rope = _choose_layer(ropes.layers, layer)
+    chosen, layer_rope = _choose_layer(ropes.layers, layer)
     layer_rope = layer_rope if converted is None else replace(layer_rope, pairing=converted)
     longest = ropes.max_position_embeddings
     return replace(
@@ -141,7 +143,8 @@ def read(
         model_type=ropes.model_type,
         table_length=None if longest is None else min(longest, 163_840),  # that of DeepSeek V3
         config=config if hasattr(config, "to_dict") else _keys_of(config, ropes),
-        layer_type=ropes.layer_kinds[layer] if ropes.layer_kinds else None,
+        layer_type=ropes.layer_kinds[chosen] if ropes.layer_kinds else None,
+        layer=chosen,
         notes=notes,
         axis_names=ropes.axis_names,
     )

@@ -85,7 +85,10 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     errors: list[str] = []
     try:
         return _find(target, expected, layout, torch.float32, errors)
-    except _checks.RopeError:
+    except _checks.RopeError as e:
+        if expected == Expected() and "cannot be constructed" in str(e):  # as with three axes of as many channels
+            with contextlib.suppress(_checks.RopeError):
+                return _find(target, Expected(head_dim=96), layout, torch.float32, errors)
         for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
             with contextlib.suppress(_checks.RopeError):
                 return _find(target, expected, layout, dtype, [])
@@ -545,8 +548,8 @@ def _writes_into_its_input(subject: Subject) -> bool:
         return found
     try:
         return overwrites(torch.cat((whole, whole), dim=-1)[..., : subject.channels])
-    except CallError:  # it takes no views
-        return False
+    except CallError as e:  # it takes no views: it demands none if it works in place, and otherwise cannot reshape them
+        return "view size" not in str(e)
 
 
 def _added_to_weights(subject: Subject) -> tuple[float, float]:

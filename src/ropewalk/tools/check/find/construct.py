@@ -48,11 +48,15 @@ _NAMES = {
     "embed_dim": "n_embd hidden_size d_model",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
-    "scaling": "rope_scaling rope_parameters freq_config scaling_config",
+    "layer_index": "layer_idx layer_id i_layer",  # from 0, unlike Megatron's layer_number
+    "scaling": "rope_scaling rope_parameters freq_config scaling_config extra_config",
     "scaled": "use_scaled use_scaled_rope",
 }
 _DIM = r"^(?!n_|num_|position_dim|(seq|unsqueeze)_dim).*(dim|width|feature)|^d_"
-_PARTS = {"base": r"(^|_)(base|theta)(_|$)", "rotary_share": "fraction|percent|proportion|partial"}
+_PARTS = {
+    "base": r"(^|_)(base|theta)(_|$)(?!fps|size|height|width|resolution|len|seq)",
+    "rotary_share": "fraction|percent|proportion|partial",
+}
 _ORIGINAL = "original_max_position_embeddings"
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
@@ -130,6 +134,7 @@ def _sides(owner: Any) -> dict[str, bool]:
     """Return the parameters for the size of a grid, and whether each is for one of its sides."""
     known = parameters(owner) or {}
     names = [n for n in known if re.search(f"{GRID}|{GRID_AXIS}", n)]
+    names = [n for n in names if uses.roles(owner).get(n) not in ("dim", "half", "head_size")]
     required = [n for n in names if known[n].default is inspect.Parameter.empty]
     fixed = [n for n in names if known[n].default and re.search("^((grid|feat)_.*|h|w|height|width)$", n)]
     if not required and (len(fixed) > 1 or re.search(GRID, "".join(fixed))):  # a default is the only size, too
@@ -189,6 +194,8 @@ def _by_name(
                 values[name] = tuple(values[name].items())
         elif role == "layer_type" and expected.layer_type is not None:
             values[name] = expected.layer_type
+        elif role == "layer_index":
+            values[name] = expected.layer
         elif role == "scaled":
             values[name] = scaling is not None
         elif role == "dtype" and (default is None or isinstance(default, torch.dtype)):

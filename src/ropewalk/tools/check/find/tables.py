@@ -77,7 +77,8 @@ def passed(
     if not names and sources[0].given is None and [*roles].index("sin") < [*roles].index("cos"):
         orders.append(orders[0][::-1])  # GPT-J's class returns sin first
     is_given = way.positions == "given"
-    has_rows = (is_given or any(source.is_final for source in sources)) and "tensor_layout" not in roles
+    has_rows = is_given or any(source.is_final for source in sources)
+    has_rows &= not {"tensor_layout", "offset", "offsets"} & {*roles}  # of which a slice is read
     if "unsqueeze_dim" in roles:
         places = [(name, "bs" if has_rows else "s", axis) for name, axis in _UNSQUEEZED.items() if name in layouts]
         places += [(name, "s", 1) for name in layouts if name in (("thd", "bshd") if has_rows else ("thd",))]

@@ -144,6 +144,9 @@ class Baseline:
             if bool(is_right(cosines, sines)[wrong].all()):
                 of_cos, of_sin = (int(places[..., row, token].max()) for places in (cosines, sines))
                 return self._ignored, f"{here} has the cosines of position {of_cos} and the sines of {of_sin}."
+        for other in range(len(self.multipliers) if positions.ndim == 2 else 0):
+            if bool(is_right(torch.full_like(positions, other))[row, token]):
+                return otherwise, f"{here} is rotated by position {other} instead of {asked}."
         return otherwise, f"{here} is not rotated by position {asked}."
 
     @property

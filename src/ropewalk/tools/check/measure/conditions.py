@@ -47,6 +47,7 @@ def judge(baseline: Baseline) -> None:
     tests: dict[str, Callable[[Baseline], bool | str]] = {
         "left padding": _check_left_padding,
         "int32 positions": _check_int32,
+        "positions of k": _check_positions_of_k,
         "decoding": _check_decoding,
         "tokens before": _check_before,
         "views": _check_views,
@@ -134,6 +135,26 @@ def _check_int32(baseline: Baseline) -> bool:
         other.judge(usual(other.subject).positions(other.subject), "positions-misread")
         return True
     return False
+
+
+def _check_positions_of_k(baseline: Baseline) -> bool:
+    """Test a call whose k has other positions than q, if a parameter states them."""
+    roles, way = baseline.subject.form.call.parameter_of, baseline.subject.way
+    name = next((roles[role] for role in ("k_positions", "k_offset") if role in roles), "")
+    if not name or name not in way.arguments(FIRST, torch.zeros(1)) or POSITIONS_IGNORED & {*baseline.report.codes}:
+        return False
+
+    def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
+        return {n: value + 3 * (n == name) for n, value in way.arguments(positions, q).items()}
+
+    subject = replace(baseline.subject, way=replace(way, arguments=arguments))
+    case = usual(subject)
+    results = zip("qk", case.tensors(), subject(*case.tensors(), FIRST), (FIRST, FIRST + 3), strict=True)
+    for of, x, out, positions in results:
+        if out is not None and (found := baseline.fault(of, x, out, positions, "key-unlike-query")) is not None:
+            baseline.report.add("key-unlike-query", f"If k begins at position 3 and q at 0, {found[1]}", str(case))
+            break
+    return True
 
 
 def _check_decoding(baseline: Baseline) -> bool:

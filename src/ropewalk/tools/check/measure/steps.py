@@ -255,7 +255,10 @@ def _judge_head_sizes(baseline: Baseline) -> bool | str:
         except (CallError, _checks.RopeError):
             continue  # the target refuses this size in one of these calls
         tried = True
-        new = [f for f in there.findings if f.severity == "wrong" and f.code not in {*report.codes, *report.ignored}]
+        known = {*report.codes, *report.ignored}
+        if found is not None and abs(found.law.factor / baseline.law.factor - 1) < 2e-3:
+            known.add("attention-factor")  # the same as at the first size
+        new = [f for f in there.findings if f.severity == "wrong" and f.code not in known]
         if new:
             code, says, case = new[0].code, new[0].says, new[0].case or str(usual(resized))
             if used.overwritten and code == "heads-differ":  # the next head is what is overwritten
@@ -270,7 +273,7 @@ _FREQUENCIES = ("wrong-base", "wrong-frequencies")
 _FLAWS = {
     "not-a-rotation": "The two channels of a pair do not become (a cos − b sin, b cos + a sin) for any one angle.",
     "channel-overwritten": "One channel of each pair is computed from the result for the other, as b cos + a' sin.",
-    "mixed-pairings": "The two channels of a pair are multiplied by the cosines of different angles.",
+    "mixed-pairings": "The two channels of a pair are multiplied by the cosines or sines of different angles.",
     "attention-factor": "cos and sin are multiplied by different factors.",
     "cos-and-sin-swapped": "They are swapped in one of the two channels of each pair. No more was judged.",
 }
@@ -428,6 +431,8 @@ def _judge_law(
     speeds = measured.inv_freq.abs()
     halved = "Pairs 0 and 1, 2 and 3 and so on rotate at the same speed, as if their index was halved."
     alike = {"All pairs rotate at the same speed.": speeds[:1], halved: speeds[::2].repeat_interleave(2)[: len(speeds)]}
+    if float(speeds.max()) < law.ROUNDED:
+        alike = {"Tokens at positions 0 and 1 have the same angles.": speeds}
     same = [says for says, these in alike.items() if len(speeds) > 2 and torch.allclose(speeds, these, rtol=1e-3)]
     if same and subject.axes is None and (measured.code == "wrong-frequencies" or not (stated or measured.code)):
         measured = replace(measured, code="wrong-frequencies", says=same[0])

@@ -153,9 +153,14 @@ def _flaw(blocks: Tensor, close: float) -> str | None:
     for a, b in ((first_row, second_row), (second_row, first_row)):  # b is computed from the result a
         if torch.allclose(b, torch.complex(a.real - a.imag**2, a.real * a.imag), atol=close):
             return "channel-overwritten"
-    if torch.allclose(first_row, second_row.conj(), atol=close) or not torch.allclose(
-        first_row.abs(), second_row.abs(), atol=max(1e-4, close)
-    ):
+    if torch.allclose(first_row, second_row.conj(), atol=close):
+        return "not-a-rotation"
+    if torch.allclose(first_row.real, second_row.real, atol=close):
+        of_pairs = (1 - first_row.real**2).clamp(min=0).sqrt().T.contiguous()
+        distances = [torch.cdist(row.imag.abs().T.contiguous(), of_pairs).amin(1) for row in (first_row, second_row)]
+        if float(torch.stack(distances).max()) < 0.01 and float(second_row.imag.abs().max()) > 0.1:
+            return "mixed-pairings"  # the sines are those of other pairs
+    if not torch.allclose(first_row.abs(), second_row.abs(), atol=max(1e-4, close)):
         return "not-a-rotation"
     if torch.allclose(first_row, 1j * second_row.conj(), atol=close):
         return "cos-and-sin-swapped"

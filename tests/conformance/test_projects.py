@@ -1,0 +1,170 @@
+"""`check` of code in the styles of several projects: what each needs, and bugs with a name of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk import conformance
+
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+LLAMA31: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+def frequencies(dim: int, base: float = 10_000.0) -> Tensor:
+    return base ** (-torch.arange(0, dim, 2).double() / dim)
+
+
+def turn(x: Tensor, angles: Tensor, factor: float = 1.0) -> Tensor:
+    """Rotate x `[batch, seq, heads, channels]` by angles `[…, seq, pairs]`, and multiply it."""
+    a, b = x.double().chunk(2, dim=-1)
+    cos, sin = factor * angles.cos()[..., None, :], factor * angles.sin()[..., None, :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class OfALayer:
+    """As in ports whose layers differ."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        slides = config.layer_types[layer_idx] == "sliding_attention"
+        self.inv_freq = frequencies(config.head_dim, config.rope_local_base_freq if slides else config.rope_theta)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, positions[..., None] * self.inv_freq)
+
+
+def build_rope_cache(
+    seq_len: int, n_elem: int, base: float = 10_000.0, extra_config: dict[str, Any] | None = None
+) -> Tensor:
+    """As in LitGPT."""
+    inv_freq = frequencies(n_elem, base)
+    if extra_config is not None:
+        waves = torch.tensor(extra_config["original_max_seq_len"]) * inv_freq / (2 * torch.pi)
+        low, high = extra_config["low_freq_factor"], extra_config["high_freq_factor"]
+        smooth = ((waves - low) / (high - low)).clamp(0, 1)
+        inv_freq = inv_freq * (smooth + (1 - smooth) / extra_config["factor"])
+    return torch.outer(torch.arange(seq_len).double(), inv_freq)
+
+
+def by_angles(x: Tensor, angles: Tensor) -> Tensor:
+    return turn(x, angles)
+
+
+def of_a_slice(x: Tensor, cos: Tensor, sin: Tensor, offset: int = 0) -> Tensor:
+    """As in nanochat, with tables `[positions, pairs]`, which have no axis for the rows of a batch."""
+    cos, sin = (table[offset : offset + x.shape[1], None] for table in (cos, sin))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+@torch.no_grad()
+def in_place(x: Tensor, positions: Tensor) -> Tensor:
+    assert x.is_contiguous()
+    return x.copy_(turn(x, positions[..., None] * frequencies(x.shape[-1])))
+
+
+class WithAFactor:
+    def __init__(self, dim: int, base: float = 10_000.0, scale: float = 1.25) -> None:
+        self.inv_freq, self.scale = frequencies(dim, base), scale
+
+    def __call__(self, x: Tensor, offset: int = 0) -> Tensor:
+        return turn(x, (torch.arange(x.shape[1]) + offset)[:, None] * self.inv_freq, self.scale)
+
+
+class OfFrames:
+    """As in Cosmos, whose base_fps is no base of the frequencies."""
+
+    def __init__(self, head_dim: int, base_fps: int = 24) -> None:
+        self.inv_freq, self.base_fps = frequencies(head_dim), base_fps
+
+    def __call__(self, x: Tensor, positions: Tensor, fps: float | None = None) -> Tensor:
+        times = positions if fps is None else positions / fps * self.base_fps
+        return turn(x, times[..., None] * self.inv_freq)
+
+
+class OfAnInput:
+    def __init__(self, max_len: int, input_size: int) -> None:
+        self.inv_freq = 10_000.0 ** (-torch.arange(0, input_size, 2).double() / input_size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return turn(x, torch.arange(x.shape[1])[:, None] * self.inv_freq)
+
+
+class OfThreeAxes:
+    def __init__(self, head_dim: int) -> None:
+        assert head_dim % 6 == 0
+        self.inv_freq = frequencies(head_dim // 3)
+
+    def __call__(self, feat: Tensor, coord: Tensor) -> Tensor:
+        parts = feat.chunk(3, dim=-1)
+        return torch.cat([turn(x, coord[..., i, None] * self.inv_freq) for i, x in enumerate(parts)], dim=-1)
+
+
+def of_queries_alone(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+    angles = q_pos[..., None] * frequencies(q.shape[-1])
+    return turn(q, angles), turn(k, angles)
+
+
+def of_fours(x: Tensor, positions: Tensor) -> Tensor:
+    return turn(x, (positions // 4)[..., None] * frequencies(x.shape[-1]))
+
+
+def by_tokens(x: Tensor, offset: int = 0) -> Tensor:
+    return turn(x, (torch.arange(x.shape[1]) + offset * x.shape[1])[:, None] * frequencies(x.shape[-1]))
+
+
+def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
+    """With the cosines of neighbours, and the sines of halves."""
+    angles = (positions[..., None] * frequencies(x.shape[-1]))[..., None, :]
+    cos, sin = angles.cos().repeat_interleave(2, dim=-1), angles.sin().repeat(1, 1, 1, 2)
+    a, b = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+    return (x * cos + torch.stack((-b, a), dim=-1).flatten(-2) * sin).type_as(x)
+
+
+@pytest.mark.parametrize(
+    ("target", "stated", "codes", "says"),
+    [
+        ("OfALayer", {"config": GEMMA3, "layer": 0}, [], ""),
+        ("OfALayer", {"config": GEMMA3, "layer": 1}, [], ""),
+        ("build_rope_cache,by_angles", {"config": LLAMA31}, [], ""),
+        ("of_a_slice", {}, [], ""),
+        ("in_place", {}, ["no-gradient", "raises"], "In the test of views"),
+        ("WithAFactor", {}, [], ""),
+        ("OfFrames", {}, [], ""),
+        ("OfAnInput", {}, [], ""),
+        ("OfThreeAxes", {}, [], ""),
+        ("of_queries_alone", {}, ["key-unlike-query"], "rotated by position 0 instead of 3."),
+        ("of_fours", {}, ["wrong-frequencies"], "Tokens at positions 0 and 1 have the same angles."),
+        ("by_tokens", {}, ["wrong-far-positions"], "rotated by position 35 instead of 7."),
+        ("by_other_sines", {}, ["mixed-pairings"], "cosines or sines of different angles"),
+    ],
+)
+def test_code_of_several_projects(target: str, stated: dict[str, Any], codes: list[str], says: str) -> None:
+    report = conformance.check(f"{__file__}:{target}", **stated)
+    assert sorted(report.codes) == codes, str(report)
+    assert says in str(report)
