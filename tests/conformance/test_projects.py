@@ -125,6 +125,29 @@ class OfThreeAxes:
         return torch.cat([turn(x, coord[..., i, None] * self.inv_freq) for i, x in enumerate(parts)], dim=-1)
 
 
+class OfLatents:
+    """As in Cosmos, whose channels come last."""
+
+    def __init__(self, head_dim: int) -> None:
+        self.inv_freq = frequencies(head_dim // 3)
+
+    def of_shape(self, shape: torch.Size) -> Tensor:
+        _, frames, rows, columns, _ = shape
+        places = torch.cartesian_prod(*map(torch.arange, (frames, rows, columns)))
+        return (places[..., None] * self.inv_freq).flatten(1)
+
+    def __call__(self, x_B_T_H_W_C: Tensor) -> Tensor:  # noqa: N803
+        return self.of_shape(x_B_T_H_W_C.shape)
+
+
+def of_latent_attention(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, emb_dim: int) -> Tensor:
+    """As in Megatron."""
+    rest, (a, b) = t[..., :qk_head_dim], t[..., qk_head_dim:].chunk(2, dim=-1)
+    assert a.shape[-1] == emb_dim // 2
+    cos, sin = cos[:, None, : emb_dim // 2], sin[:, None, : emb_dim // 2]
+    return torch.cat((rest, a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
 def of_queries_alone(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
     angles = q_pos[..., None] * frequencies(q.shape[-1])
     return turn(q, angles), turn(k, angles)
@@ -158,6 +181,8 @@ def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfFrames", {}, [], ""),
         ("OfAnInput", {}, [], ""),
         ("OfThreeAxes", {}, [], ""),
+        ("OfLatents,by_angles", {"head_dim": 48}, [], ""),
+        ("of_latent_attention", {}, [], ""),
         ("of_queries_alone", {}, ["key-unlike-query"], "rotated by position 0 instead of 3."),
         ("of_fours", {}, ["wrong-frequencies"], "Tokens at positions 0 and 1 have the same angles."),
         ("by_tokens", {}, ["wrong-far-positions"], "rotated by position 35 instead of 7."),

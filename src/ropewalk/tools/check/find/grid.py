@@ -167,7 +167,8 @@ class _Grids:
             values: dict[str, Any] = stated | {"grid": form(sizes)}
             if "latent" in self.names:
                 pixels = (n * patch for n, patch in zip(sizes[0], _patch(self.function), strict=True))
-                values["latent"] = torch.zeros(1, 1, *pixels)
+                shape = (1, *pixels, 1) if self.names["latent"].endswith("_C") else (1, 1, *pixels)
+                values["latent"] = torch.zeros(shape)
             try:
                 returned = self.function(**given, **{name: values[role] for role, name in self.names.items()})
             except Exception as e:  # it takes the sizes in another form

@@ -192,6 +192,8 @@ def read_call(called: Callable[..., Any]) -> Call:
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
+    if {"qk_head_dim", "emb_dim"} <= {*known}:  # as in Megatron, of MLA
+        roles["nope"], roles["rotary_dim"] = "qk_head_dim", "emb_dim"
     axes = {role: roles[role] for role in roles if role.startswith("positions")}
     is_alike = len({known[name].default is inspect.Parameter.empty for name in axes.values()}) == 1
     first = axes.get("positions", "")  # without it, or with another kind of name, the others are not of axes
@@ -257,10 +259,11 @@ def match(
     """
     # Without axes, as in x_BTHD.
     plain = {name: re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name for name in known}
-    found: Roles = {}
+    latent = next((name for name in known if "latent" in names and re.search("_T_H_W(_C)?$", name)), "")
+    found: Roles = {"latent": latent} if latent else {}
     for name in known:
         for role, spellings in names.items():
-            if plain[name] in (role, *spellings.split()) and role not in found:
+            if plain[name] in (role, *spellings.split()) and role not in found and name not in found.values():
                 found[role] = name
                 break
     required = [name for name, p in known.items() if p.default is inspect.Parameter.empty]
