@@ -148,6 +148,11 @@ def of_latent_attention(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, e
     return torch.cat((rest, a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def of_queries_and_keys(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+    q_angles, k_angles = (places[..., None] * frequencies(q.shape[-1]) for places in (q_pos, k_pos))
+    return turn(q, q_angles), turn(k, k_angles)
+
+
 def of_queries_alone(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
     angles = q_pos[..., None] * frequencies(q.shape[-1])
     return turn(q, angles), turn(k, angles)
@@ -183,6 +188,7 @@ def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfThreeAxes", {}, [], ""),
         ("OfLatents,by_angles", {"head_dim": 48}, [], ""),
         ("of_latent_attention", {}, [], ""),
+        ("of_queries_and_keys", {}, [], ""),
         ("of_queries_alone", {}, ["key-unlike-query"], "rotated by position 0 instead of 3."),
         ("of_fours", {}, ["wrong-frequencies"], "Tokens at positions 0 and 1 have the same angles."),
         ("by_tokens", {}, ["wrong-far-positions"], "rotated by position 35 instead of 7."),
