@@ -19,14 +19,14 @@ norms that a module has                attention of Qwen 3 and others           
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
-the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 190
+the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 195
 tokens before those that rotate        CogVideoX, timm and others (text, class tokens)      words 3, subject 5
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
 16 bits alone                          FlashInfer, SGLang (kernels that refuse float32)     subject 35, calls 6
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
-any name, known by its use             code of one's own in Python                          uses 290
+any name, known by its use             code of one's own in Python                          uses 305
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
