@@ -148,6 +148,28 @@ def of_latent_attention(t: Tensor, cos: Tensor, sin: Tensor, qk_head_dim: int, e
     return torch.cat((rest, a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+class OfOptionalTables:
+    """As in OLMo."""
+
+    def __init__(self, head_size: int, theta: float = 500_000.0) -> None:
+        self.inv_freq = frequencies(head_size, theta)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, pos_sin: Tensor | None = None, pos_cos: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if pos_sin is None or pos_cos is None:
+            angles = torch.arange(q.shape[1])[:, None] * self.inv_freq
+            pos_sin, pos_cos = (f().repeat(1, 2)[:, None].float() for f in (angles.sin, angles.cos))
+        a, b = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1) for x in (q, k))
+        return (q * pos_cos + a * pos_sin).type_as(q), (k * pos_cos + b * pos_sin).type_as(k)
+
+
+def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+    """As in torch_npu."""
+    a, b = input.chunk(2, dim=-1)
+    return r1 * input + r2 * torch.cat((-b, a), dim=-1)
+
+
 def of_queries_and_keys(q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
     q_angles, k_angles = (places[..., None] * frequencies(q.shape[-1]) for places in (q_pos, k_pos))
     return turn(q, q_angles), turn(k, k_angles)
@@ -188,6 +210,8 @@ def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfThreeAxes", {}, [], ""),
         ("OfLatents,by_angles", {"head_dim": 48}, [], ""),
         ("of_latent_attention", {}, [], ""),
+        ("OfOptionalTables", {}, [], "base 500000"),
+        ("npu_rotary_mul", {}, [], ""),
         ("of_queries_and_keys", {}, [], ""),
         ("of_queries_alone", {}, ["key-unlike-query"], "rotated by position 0 instead of 3."),
         ("of_fours", {}, ["wrong-frequencies"], "Tokens at positions 0 and 1 have the same angles."),

@@ -336,7 +336,7 @@ class _Finder:
             sources = tables.of_target(first, layer_type, count, is_passed_positions=has_positions)
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
-            if roles & _TABLES <= call.optional and "positions" in roles:
+            if roles & _TABLES <= call.optional and ("positions" in roles or arguments is not None):
                 calls = [(call.without(_TABLES), [])]  # their default may be right
             of_cache = "cos_sin_cache" in roles and expected.axes is not None
             if count is not None and ("sections" in roles or self.is_grid or of_cache):

@@ -31,8 +31,8 @@ WORDS = {
     "x": "xs t input inputs tensor hidden_states states qk tokens",
     "qkv": "mixed_qkv packed_qkv",  # q, k and v in one tensor
     "kv": "",
-    "cos": "cos_cached cached_cos cos_cache freqs_cos cos_table",
-    "sin": "sin_cached cached_sin sin_cache freqs_sin sin_table",
+    "cos": "cos_cached cached_cos cos_cache freqs_cos cos_table r1",
+    "sin": "sin_cached cached_sin sin_cache freqs_sin sin_table r2",
     "freqs_cis": "freqs_complex freqs rope_cache emb pos_emb rope angles sinusoidal_pos rotary_emb image_rotary_emb "
     "position_embeddings",
     "cos_sin_cache": "",  # [length, rotary_dim]

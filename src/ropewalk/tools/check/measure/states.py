@@ -48,7 +48,7 @@ def takes_64_tokens(subject: Subject) -> bool:
 
 def _judge_base(baseline: Baseline) -> bool:
     arguments = baseline.subject.arguments
-    if baseline.subject.rebuild is None or arguments is None or arguments.base is None:
+    if baseline.subject.rebuild is None or baseline.subject.way.given or not (arguments and arguments.base):
         return False
     if not bool((baseline.law.inv_freq[1:].abs() > 1e-5).any()):  # that of the first pair is the same with any base
         return False
