@@ -207,7 +207,7 @@ def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("WithAFactor", {}, [], ""),
         ("OfFrames", {}, [], ""),
         ("OfAnInput", {}, [], ""),
-        ("OfThreeAxes", {}, [], ""),
+        ("OfThreeAxes", {"pairing": "half"}, [], ""),
         ("OfLatents,by_angles", {"head_dim": 48}, [], ""),
         ("of_latent_attention", {}, [], ""),
         ("OfOptionalTables", {}, [], "base 500000"),

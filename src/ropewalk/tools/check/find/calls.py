@@ -86,9 +86,10 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     try:
         return _find(target, expected, layout, torch.float32, errors)
     except _checks.RopeError as e:
-        if expected == Expected() and "cannot be constructed" in str(e):  # as with three axes of as many channels
+        is_free = expected.rope is None and not expected.states_head_dim
+        if is_free and "cannot be constructed" in str(e):  # as three axes of 64 channels cannot
             with contextlib.suppress(_checks.RopeError):
-                return _find(target, Expected(head_dim=96), layout, torch.float32, errors)
+                return _find(target, replace(expected, head_dim=96), layout, torch.float32, errors)
         for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
             with contextlib.suppress(_checks.RopeError):
                 return _find(target, expected, layout, dtype, [])
