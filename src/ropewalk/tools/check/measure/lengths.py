@@ -46,12 +46,14 @@ def judge(subject: Subject, report: Report) -> bool:
     few, many = (_in_calls(x, subject.of_grid) for x in (few, many))
     by_columns = [x.reshape(*x.shape[:-3], *x.shape[-2:-4:-1], -1).transpose(-3, -2) for x in (few, many)]
     says = f"The angles of a token differ between grids of {' and '.join(' × '.join(map(str, s[-2:])) for s in sizes)}"
+    code, order = "order-of-tokens", ""
     if subject.of_grid > 1 and _is_part(few, many):
-        report.add("order-of-tokens", f"{says}: it counts them row by row, and not block by block.")
-    elif _is_part(*by_columns) and _moves_rows_first(by_columns[0], subject):  # or else i // rows is taken for the row
-        report.add("order-of-tokens", f"{says}: it counts them column by column.")
-    else:
-        report.add("wrong-side", f"{says}. No more was judged.")
+        order = ": it counts them row by row, and not block by block"
+    elif _is_part(*by_columns) and _moves_rows_first(by_columns[0], subject):
+        order = ": it counts them column by column"
+    else:  # such as i // rows, which is taken for the row
+        code = "wrong-side"
+    report.add(code, f"{says}{order}. No more was judged.")
     return False
 
 

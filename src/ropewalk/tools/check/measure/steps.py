@@ -146,8 +146,8 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         fix = "Check the rotation without that scale."
         raise _checks.error("check", "pairs must keep their size", "powers of the position, as in xPos", fix)
     if structure.flaw is None:
-        last = measure(subject, structure, SMALL[None])[0, -2:]
-        if ((last - 1).abs().amax(-1) > 1e-5).tolist() == [True, False]:
+        multipliers = measure(subject, structure, SMALL[None])[0]
+        if ((multipliers[-2:] - 1).abs().amax(-1) > 1e-5).tolist() == [True, False]:
             report.add("last-token-wrong", f"Of {len(SMALL)} tokens, the last is not rotated. No more was judged.")
             return None
         if not lengths.judge(subject, report):
@@ -166,7 +166,6 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
             says += " With float16 tensors it rotates: of them, `.float()` is a copy, but of float32 ones it is none."
         report.add(structure.flaw, says)
         return None
-    multipliers = measure(subject, structure, SMALL[None])[0]
     subject, on_axes = axes.judge(subject, structure, multipliers, report)
     measured = _judge_law(subject, structure, multipliers, report, on_axes)
     k_multipliers = _judge_k(subject, structure, multipliers, measured, report)
@@ -308,8 +307,7 @@ def _judge_heads(subject: Subject, report: Report) -> bool:
                 report.add("size-dependent", f"{says} No more was judged.", str(usual(subject, heads=heads)))
                 return True
             each = out[0].flatten(0, 1)
-            alike = (each[:, None] - each).abs().amax(-1) < 1e-4
-            if wrong and bool((alike.sum(1) == heads).all()):  # each is the result of a token
+            if wrong and bool(((torch.cdist(each, each, math.inf) < 1e-4).sum(1) == heads).all()):  # those of tokens
                 report.add("heads-differ", _MIXED, str(usual(subject, heads=heads)))
                 return True
             if wrong and heads != TOKENS:
