@@ -589,6 +589,16 @@ def test_numbers_of_a_scaling(scheme: str, factor: float, length: int, says: str
     assert report.findings[0].says.startswith(says)
 
 
+def test_a_factor_of_the_base_and_not_of_the_frequencies() -> None:
+    plain = 5e5 ** (-torch.arange(0, 64, 2).double() / 64)
+    right = torch.tensor([float(w) for w in oracle.yarn(5e5, 64, 32.0, 8192)], dtype=torch.float64)
+    kept = (right - plain / 32) / (plain - plain / 32)
+    wrong = kept * plain + (1 - kept) * (32 * 5e5) ** (-torch.arange(0, 64, 2).double() / 64)
+    rope = Rope(64, 5e5, "half", scaling=schemes.YaRN(32.0, 8192, attention_factor=1.0))
+    report = conformance.check(lambda x, positions: turned(x, positions[..., None, None] * wrong), rope=rope)
+    assert report.findings[0].says == "The base is multiplied by 32, and they are not divided by it."
+
+
 class TestFoundAlone:
     """Frequencies that are found without an expected config or base."""
 
@@ -628,8 +638,14 @@ class TestFoundAlone:
         report = conformance.check(lambda x, positions: rotated(x, 2.5 * positions))
         assert (report.codes, report.found["frequencies"]) == ([], "base 10000, divided by 0.4")
 
+    def test_a_usual_progression_in_reverse_order(self) -> None:
+        report = conformance.check(
+            lambda x, positions: turned(x, positions[..., None, None] * 1e4 ** (torch.arange(-62, 2, 2).double() / 64))
+        )
+        assert report.codes == ["frequencies-reversed"]
+
     def test_a_progression_whose_slowest_pair_comes_first(self) -> None:
-        """No weights are known, so it may be right. It must not be denied that it is a progression."""
+        """No weights are known, so an unusual one may be right. It must not be denied that it is a progression."""
         report = conformance.check(
             lambda x, positions: turned(x, positions[..., None, None] * 1e-4 * 1e4 ** torch.linspace(0, 1, 32).double())
         )

@@ -244,6 +244,8 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
             kept = (rope.inv_freq / plain - 1 / factor) / (1 - 1 / factor) if factor != 1 else 1.0  # of each pair
             wrong = plain * (kept + (1 - kept) * factor)
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", wrong
+            wrong = plain * (kept + (1 - kept) * factor ** (-steps / dim))
+            yield "wrong-frequencies", f"The base is multiplied by {factor:g}, and they are not divided by it.", wrong
         yield "scaling-twice", "They are scaled twice.", rope.inv_freq**2 / plain
         yield from scaling.known_bugs(rope.base, dim)
         for key, powers in (("factor", range(1, 8)), ("original_max_position_embeddings", range(9, 21))):

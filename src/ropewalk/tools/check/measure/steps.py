@@ -465,9 +465,11 @@ def _fitting_rope(
         dim, offset = 2 * structure.pairs, 0
     if base is None and not subject.noise:  # 16 bits are too few to find one
         inv_freq = law.measure_frequencies(multipliers, SMALL)
-        fitted = law.fit_base(inv_freq, dim, axes=of_axes)
+        fitted, reverse = (law.fit_base(f, dim, axes=of_axes) for f in (inv_freq, inv_freq.flip(0)))
         if fitted is not None and abs(fitted[1] - 1) < 1e-4:
             base = fitted[0]
+        elif reverse is not None and abs(reverse[1] - 1) < 1e-4 and reverse[0] == float(f"{reverse[0]:.2g}"):
+            base = reverse[0]  # a usual one, in the wrong order
         elif (loose := law.fit_base(inv_freq, dim, tolerance=0.1)) is not None:
             base = float(f"{loose[0]:.2g}")  # that of frequencies that are rounded to 16 bits
         elif len(inv_freq) > 1 and abs(inv_freq[0] - 1) < 1e-5 and inv_freq[1] > 1.001:  # exponents without minus
