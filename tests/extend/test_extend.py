@@ -136,7 +136,7 @@ def test_transformers_computes_the_ropes_of_the_config(method: str) -> None:
 
 def test_the_factors_without_a_measurement() -> None:
     """2 times 131,072 / 32,768; llama.cpp has no arguments for Llama 3's scheme."""
-    found = extend(FLAT, LONG)
+    found = extend({**FLAT, "model_type": "llama"}, LONG)
     assert [(plan.method, plan.factor) for plan in found.plans] == [("llama3", 8.0), ("yarn", 8.0)]
     assert [of(found, name)["plan"] for name in ("vLLM", "llama.cpp")] == [0, 1]
     assert of(found, "llama.cpp")["commands"] == [
@@ -163,6 +163,29 @@ def test_programs_around_llama_cpp_without_its_arguments(tmp_path: Path, method:
     assert [any(note.endswith(other) for note in notes) for notes in (of_file, short)] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("model", "trained", "target", "who", "factor"),
+    [
+        ("qwen2", 32_768, LONG, "Qwen2.5", 4.0),  # the numbers of its card
+        ("qwen3_moe", 262_144, 1_010_000, "Qwen3-Coder", 3.86),
+        ("smollm3", 65_536, LONG, "SmolLM3", 2.0),
+        ("qwen2", 32_768, LONG + 1, "", 8.01),  # farther than the card goes
+        ("qwen2", 65_536, LONG, "", 4.0),
+        ("qwen2_5_vl", 32_768, LONG, "", 8.0),  # whose card advises against it
+    ],
+)
+def test_what_the_authors_recommend(model: str, trained: int, target: int, who: str, factor: float) -> None:
+    found = extend({**FLAT, "model_type": model, "max_position_embeddings": trained}, target)
+    said = " ".join(found.text().split())
+    assert (found.plans[0].factor, f"The authors of {who} recommend this." in said) == (factor, bool(who))
+    assert ("the model card recommends" in said) is not bool(who)
+    if who:
+        assert [plan.method for plan in found.plans] == ["yarn"]
+        assert "(the ratio of the lengths)" in said
+        other = extend({**FLAT, "model_type": model, "max_position_embeddings": trained}, target, method="llama3")
+        assert other.plans[0].factor > 1.9 * factor
+
+
 @pytest.mark.parametrize("method", ["llama3", "yarn"])
 def test_this_factor_reached_the_target_in_each_measurement(method: str) -> None:
     """Or the next smaller one that was measured."""
@@ -171,7 +194,9 @@ def test_this_factor_reached_the_target_in_each_measurement(method: str) -> None
     for path in paths:
         facts = json.loads(path.read_text())
         [plan] = extend(
-            {**FLAT, "max_position_embeddings": facts["stated_length"]}, facts["target"], method=method
+            {**FLAT, "model_type": "llama", "max_position_embeddings": facts["stated_length"]},
+            facts["target"],
+            method=method,
         ).plans
         rows = [row for row in facts["rows"] if row["method"] == method and row["factor"] <= plan.factor]
         assert max(rows, key=lambda row: row["factor"])["at_target"] >= facts["bar"]
@@ -498,7 +523,7 @@ def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) 
     assert "--rope-scale 4 --yarn-orig-ctx 32768" in commands(found)
     older = "Builds before its pull request 28030 serve no more than the file states, unless you add --override-kv "
     assert f"{older}qwen3.context_length=int:131072." in of(found, "llama.cpp")["notes"]
-    assert [plan.factor for plan in extend(qwen3, 65_536).plans] == [4.0, 4.0]  # 2 × 65,536 / 32,768
+    assert [plan.factor for plan in extend(qwen3, 65_536).plans] == [2.0]  # 65,536 / 32,768, as the card says
     assert extend(qwen3, 40_960).complete  # only texts that "significantly" exceed 32,768 need YaRN, says its card
     assert [diff.for_engine(qwen3, "vllm", length=n).verdict for n in (40_960, 40_961)] == [
         "nothing needed",
@@ -690,7 +715,8 @@ def test_an_engine_without_arguments_reads_what_is_written(tmp_path: Path) -> No
     newer = json.loads((tmp_path / "newer" / "config.json").read_text())
     [row] = extend(newer, 2 * LONG, engines=("mlx-lm",)).facts["engines"]
     assert row["reads"] == "the config that --write --version 4 writes"
-    said = extend(FLAT, LONG - 1, engines=("mlx-lm", "exllamav3", "transformers-4")).text()
+    llama = {**FLAT, "model_type": "llama"}
+    said = extend(llama, LONG - 1, engines=("mlx-lm", "exllamav3", "transformers-4")).text()
     assert said.count("Its limits of length were not looked up.") == 1
     assert "mlx_lm.server needs no argument, because its cache grows with the text\n" in said
     assert f"in TabbyAPI --max-seq-len {LONG - 1} --cache-size {LONG}\n" in said  # config_sample.yml: a multiple of 256

@@ -42,7 +42,7 @@ Examples:
     "--factor",
     "new_factor",  # the `factor` of from_config is that of the file
     type=float,
-    help="The factor of the scheme. [default: 2 times the ratio of the lengths]",
+    help="The factor of the scheme. [default: 2 times the ratio of the lengths, or what the authors recommend]",
 )
 @click.option(
     "--original",

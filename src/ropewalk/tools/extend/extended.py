@@ -82,10 +82,11 @@ def extend(
         source: as in `diff.engines`.
         target: the length to reach, in tokens.
         engines: names of `ropewalk.diff.ENGINES` or `MORE_ENGINES`.
-        method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or else
-            Llama 3's scheme, and YaRN for engines that do not have it. A dict maps methods, the best first, to their
-            factors; an engine gets the first that it has.
-        new_factor: the factor of the scheme. None for twice the target, divided by the length before scaling.
+        method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or
+            YaRN if its authors recommend it, or else Llama 3's scheme, and YaRN for engines that do not have it. A dict
+            maps methods, the best first, to their factors; an engine gets the first that it has.
+        new_factor: the factor of the scheme. None for twice the target, divided by the length before scaling, or once
+            with YaRN if the authors recommend that.
         original: the length before scaling, in tokens. None for that of the config, which linear scaling hides.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
@@ -115,7 +116,7 @@ def extend(
         must = f"to must be more than the {unscaled:,} tokens of the config if a method or a factor is passed"
         raise _checks.error("ropewalk extend", must, f"{target:,}", "Omit them: no scaling is needed.")
     reaches = target <= length and method is None and new_factor is None
-    ways = ways or dict.fromkeys(plans.methods(read), new_factor)
+    ways = ways or dict.fromkeys(plans.methods(read, target, original), new_factor)
     made = [] if reaches else [plans.make(read, target, name, factor, original) for name, factor in ways.items()]
     made = made if made and made[0].layers else made[:1]
     rows = []
@@ -139,6 +140,7 @@ def extend(
         "scaling": getattr(now, "rope_type", None),
         "ignored": list(options.get("ignore", ())),
         "asked": {"method": method, "factor": next(iter(ways.values())), "original": original},
+        "recommended_for": plans.recommended(read, target, original),
         "plans": [_plan_facts(read, entry) for entry in made],
         "replaces": _replaces(read, made),
         "engines": rows,

@@ -32,6 +32,25 @@ METHODS: dict[str, Callable[[float, int], Scaling] | None] = {
 MARGIN = 2.0
 """By which a factor exceeds target / length before scaling, if nobody measured the model (docs/extend.md)."""
 
+# (model_type, trained length in tokens) → the models whose authors recommend YaRN with the ratio of the lengths.
+_RECOMMENDED = {
+    ("qwen2", 32_768): "Qwen2.5",
+    **dict.fromkeys((("qwen3", 32_768), ("qwen3_moe", 32_768)), "Qwen3"),
+    ("qwen3_moe", 262_144): "Qwen3-Coder",
+    ("qwen3_next", 262_144): "Qwen3-Next",
+    **dict.fromkeys((("qwen3_5", 262_144), ("qwen3_5_moe", 262_144)), "Qwen3.5"),
+    ("smollm3", 65_536): "SmolLM3",
+    **dict.fromkeys((("bailing_moe", 32_768), ("bailing_moe_v2", 32_768)), "Ling 2.0"),
+}
+_FARTHEST = 4.0  # the largest factor that they recommend
+
+
+def recommended(source: Source, target: int, original: int | None) -> str:
+    """Return the models whose authors recommend YaRN with the ratio of the lengths for such a config, or ""."""
+    before = original or source.text.trained_length or source.length
+    is_near = scheme_of(source.text) is None and target <= _FARTHEST * before
+    return _RECOMMENDED.get((source.ropes.model_type.removesuffix("_text"), before), "") if is_near else ""
+
 
 def scheme_of(ropes: ModelRopes) -> Scaling | None:
     """Return the scheme of the layers that are scaled, or None."""
@@ -109,8 +128,10 @@ def read_source(config: Any, **options: Any) -> Source:
     return Source(ropes, text, configs, whole, length, text.max_position_embeddings or length, asked)
 
 
-def methods(source: Source) -> list[str]:
-    """Return the methods to try if none is asked for, the best first: that of the config, or the two defaults."""
+def methods(source: Source, target: int, original: int | None) -> list[str]:
+    """Return the methods to try if none is asked for, the best first: that of the config or of its authors, or two."""
+    if recommended(source, target, original):
+        return ["yarn"]
     now = method_of(scheme_of(source.text))
     if now and all(rope is None or rope.is_static for rope in source.text.layers):
         return [now]
@@ -149,7 +170,8 @@ def make(source: Source, target: int, method: str, factor: float | None, origina
         fix = f"Pass {first} if the model card says that they are, and {second} if they are those after it."
         raise error(source.text.source, f"{_checks.option('original')} must be given, {said}", "none", fix)
     if factor is None:
-        factor = math.ceil(100 * MARGIN * target / before) / 100
+        is_known = method == "yarn" and recommended(source, target, original)
+        factor = math.ceil(100 * (1.0 if is_known else MARGIN) * target / before) / 100
     elif factor < (least := target / before):
         must = f"{_checks.option('new_factor')} must be at least {least:g}, the target / the length before scaling"
         raise error("ropewalk extend", must, f"{factor:g}", "Pass a larger factor, or omit it.")

@@ -55,15 +55,17 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
     asked = facts["asked"]
     if not first["layers"]:
         return ["No layer rotates tokens beyond a window, so only the length changes."]
-    words = _WORDS[first["method"]]
+    words, who = _WORDS[first["method"]], facts["recommended_for"] if first["method"] == "yarn" else ""
     parts = [f"{words[0].upper()}{words[1:]} with factor {first['factor']:g}"]
     if len(first["layers"]) < facts["layers"]:
         parts.append(f" in {layers(first['layers'], facts['layers'])}, the others stay as they are")
     if asked["factor"] is None:
-        parts.append(f" ({MARGIN:g} × the ratio of the lengths)")
+        parts.append(" (the ratio of the lengths)" if who else f" ({MARGIN:g} × the ratio of the lengths)")
     parts += [f", or {_WORDS[p['method']]} with factor {p['factor']:g} for engines without it" for p in others]
     said = ["".join([*parts, "."])]
-    if asked["factor"] is None:
+    if asked["factor"] is None and who:
+        said.append(f"The authors of {who} recommend this. --measure finds how far the model then reads.")
+    elif asked["factor"] is None:
         said.append(
             "This factor is a rule from two small models at up to 4 times their length, which did not read to the end "
             "with the plain ratio. If the model card recommends numbers, take those. --measure finds the model's own."
