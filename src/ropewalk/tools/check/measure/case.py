@@ -44,13 +44,16 @@ class Case:
     def positions(self, subject: Subject) -> Tensor:
         """Return positions `[rows, tokens]`: below `KNOWN` and others for each row, or from `_FAR` or 0 on.
 
-        If the target takes several documents in one row, they are those of such documents.
+        If the target takes several documents in one row, they are those of such documents. Of a grid, they are the
+        places `[axes, rows, tokens]` on as many as are needed.
         """
         from_0 = torch.arange(self.tokens).expand(self.rows, -1)
         if subject.way.positions in ("packed", "runs"):
             return from_0 % _DOCUMENT
-        if subject.of_grid:
-            return from_0 % _SIDE
+        if subject.of_grid and subject.axes:
+            places = torch.zeros(subject.axes, *from_0.shape, dtype=torch.int64)
+            places[-2:] = torch.stack((from_0 // _SIDE % _SIDE, from_0 % _SIDE))
+            return places
         other = (from_0 + _FAR + 7 * torch.arange(self.rows)[:, None]) % KNOWN
         return next((p for p in (other, (from_0 + _FAR) % KNOWN, from_0 + _FAR) if subject.accepts(p)), from_0)
 
