@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -196,9 +197,112 @@ def by_other_sines(x: Tensor, positions: Tensor) -> Tensor:
     return (x * cos + torch.stack((-b, a), dim=-1).flatten(-2) * sin).type_as(x)
 
 
+class OfANestedConfig(torch.nn.Module):
+    """As in torchtitan, whose dim is that of a head."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        dim: int
+        max_seq_len: int
+        theta: float = 10_000.0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.angles = torch.outer(torch.arange(config.max_seq_len).double(), frequencies(config.dim, config.theta))
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return turn(query, self.angles[positions]), turn(key, self.angles[positions])
+
+
+def of_crops(embed_dim: int, crops_coords: Any, grid_size: Any, temporal_size: int, base: float = 10_000.0) -> Tensor:
+    """As in diffusers."""
+    (top, left), (bottom, right) = crops_coords
+    rows, columns = (torch.arange(a, b).double() for a, b in ((top, bottom), (left, right)))
+    assert (len(rows), len(columns)) == tuple(grid_size)
+    sizes = embed_dim // 4, embed_dim // 8 * 3, embed_dim // 8 * 3
+    places = torch.cartesian_prod(torch.arange(temporal_size).double(), rows, columns)
+    return torch.cat([p[:, None] * frequencies(n, base) for p, n in zip(places.T, sizes, strict=True)], dim=-1)
+
+
+class OfTimes(torch.nn.Module):
+    """As in lucidrains' code: with a length, what was computed for it before is returned for any positions."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inv_freq, self.angles = frequencies(dim), torch.zeros(0, dim // 2)
+
+    def forward(self, t: Tensor, seq_len: int | None = None) -> Tensor:
+        if seq_len is None or seq_len > len(self.angles):
+            self.angles = t.double()[..., None] * self.inv_freq
+        return self.angles if seq_len is None else self.angles[:seq_len]
+
+
+class OfAShape:
+    """As in timm, whose tables are made for half pairing, and applied to interleaved pairs by default."""
+
+    def __init__(self, dim: int, normalize_coords: str = "none") -> None:
+        self.inv_freq = frequencies(dim // 2, 100.0)
+
+    def get_embed(self, shape: list[int] | None = None) -> Tensor:
+        places = torch.cartesian_prod(*(torch.arange(n).double() for n in shape or ()))
+        return torch.cat([p[:, None] * self.inv_freq for p in places.T], dim=-1).repeat(1, 2)
+
+
+def by_halves(x: Tensor, emb: Tensor, half: bool = False) -> Tensor:
+    a, b = x.double().chunk(2, dim=-1) if half else x.double().unflatten(-1, (-1, 2)).unbind(-1)
+    other = torch.cat((-b, a), dim=-1) if half else torch.stack((-b, a), dim=-1).flatten(-2)
+    return (x * emb.cos()[:, None] + other * emb.sin()[:, None]).type_as(x)
+
+
+def of_scales(
+    dim: int, end: int, theta: float, use_scaled: bool, scale_factor: float, high_freq_factor: float
+) -> Tensor:
+    """As in Llama 4."""
+    inv_freq = frequencies(dim, theta)
+    return torch.outer(
+        torch.arange(end).double(), inv_freq / scale_factor * high_freq_factor if use_scaled else inv_freq
+    )
+
+
+class OfOneWidth:
+    """As in MiniMax's, which rotates 96 channels of any head."""
+
+    def __init__(self, base: float = 10_000.0) -> None:
+        self.inv_freq = frequencies(32, base)
+
+    def __call__(self, position_ids: Tensor) -> Tensor:
+        times, rows, columns = position_ids.double().unbind(-1)
+        return torch.cat([p[..., None] * self.inv_freq for p in (times, rows, columns)], dim=-1)
+
+
+class AfterAToken:
+    """As in CLIP, without a parameter for its class token."""
+
+    def __init__(self, dim: int, h: int = 4, w: int = 6) -> None:
+        places = torch.cartesian_prod(torch.arange(h).double(), torch.arange(w).double())
+        angles = torch.cat([p[:, None] * frequencies(dim // 2, 100.0) for p in places.T], dim=-1)
+        self.angles = torch.cat((torch.zeros(1, dim // 2), angles))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return turn(x, self.angles)
+
+
+def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As in books, whose tables are exact if nobody passes another dtype."""
+    return torch.arange(length, dtype=dtype)[:, None] * frequencies(head_dim).to(dtype)
+
+
 @pytest.mark.parametrize(
     ("target", "stated", "codes", "says"),
     [
+        ("OfANestedConfig", {}, [], "base 10000"),
+        ("of_crops,by_angles", {}, [], "pairs 0 to 7 time, 8 to 19 height, 20 to 31 width"),
+        ("OfTimes,by_angles", {}, [], ""),
+        ("OfAShape.get_embed,by_halves", {}, [], "half=True"),
+        ("of_scales,by_angles", {}, [], ""),
+        ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),
+        ("AfterAToken", {}, [], "pairs 0 to 15 height, 16 to 31 width"),
+        ("of_a_dtype,by_angles", {}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 0}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 1}, [], ""),
         ("build_rope_cache,by_angles", {"config": LLAMA31}, [], ""),

@@ -39,7 +39,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 from unittest import mock
 
@@ -69,6 +69,7 @@ from ropewalk.tools.check.measure import case, structure
 
 GIVEN = Rope(16, 100.0, "half")  # of the tables that `check` passes to a function, if no sizes are expected
 _OF_DTYPE = r"(?i)^\w+: .*(dtype|float|half|bf16|fp16)|^AssertionError"  # errors of code that takes no float32
+_OF_WIDTH = r"size of tensor \w \((\d+)\)"
 _TABLES = {"cos", "sin", "freqs_cis", "cos_sin_cache"}
 
 Found = tuple[int, Subject]  # a call, and its score
@@ -87,9 +88,12 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
         return _find(target, expected, layout, torch.float32, errors)
     except _checks.RopeError as e:
         is_free = expected.rope is None and not expected.states_head_dim
-        if is_free and "cannot be constructed" in str(e):  # as three axes of 64 channels cannot
+        # Three axes of 64 channels cannot be constructed, and some code has tables of one width.
+        widths = {int(n) * half for each in errors for n in re.findall(_OF_WIDTH, each) for half in (1, 2)}
+        fitting = sorted({96} if "cannot be constructed" in str(e) else {n for n in widths if 64 < n <= 256})
+        for head_dim in fitting if is_free else ():
             with contextlib.suppress(_checks.RopeError):
-                return _find(target, replace(expected, head_dim=96), layout, torch.float32, errors)
+                return _find(target, replace(expected, head_dim=head_dim), layout, torch.float32, errors)
         for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
             with contextlib.suppress(_checks.RopeError):
                 return _find(target, expected, layout, dtype, [])
@@ -310,7 +314,7 @@ class _Finder:
         spread = partial(grid.spread, count=count, columns_first=columns_first, in_one=mode == "grids")
         block = 1 if sides else max(grid.block_of(each) for each in (first, second) if each is not None)
         if sides or grid.sizes_of(first):
-            before = tokens_before(target) if sides else 0
+            before = (tokens_before(target) or grid.more_rows(first, sides)) if sides else 0
             first = spread(first, sides, makes_tables=second is not None, before=before)
         if second is not None and of_grid:
             second = spread(second)
@@ -365,12 +369,15 @@ class _Finder:
         for each, sources in calls:
             of_rope: Expected | Rope = given if sources and second is None else expected
             sizes_of_head = of_rope.head_dim, of_rope.rotary_dim
-            written = adapter.written(each, expected, sizes_of_head, count, layer_type)
+            # Its default may not be the pairing of the tables that the target computes itself.
+            is_open = second is not None and expected.pairing is None and {"interleaved", "is_neox"} & each.optional
+            stated = [replace(expected, pairing=p) for p in ("half", "interleaved")] if is_open else []
+            writings = [adapter.written(each, e, sizes_of_head, count, layer_type) for e in (expected, *stated)]
             fixed = words.filled(function, each.parameter_of.values())
             of_configs = {n: config for n, config in config_objects(function, expected).items() if n in fixed}
             fixed |= of_configs
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
-            for way, name in _places(each, sources, count, layout, mode):
+            for (way, name), written in product(_places(each, sources, count, layout, mode), writings):
                 for form in forms(each, name, function, written=written, fixed=fixed):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}

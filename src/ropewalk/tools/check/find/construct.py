@@ -198,7 +198,7 @@ def _by_name(
             values[name] = expected.layer
         elif role == "scaled":
             values[name] = scaling is not None
-        elif role == "dtype" and (default is None or isinstance(default, torch.dtype)):
+        elif role == "dtype" and (default is None or (isinstance(default, torch.dtype) and default != torch.float32)):
             values[name] = expected.dtype or torch.float32
         elif role in ("embed_dim", "heads") and {"embed_dim", "heads"} <= {*parameter_of} and "dim" not in parameter_of:
             values[name] = 4 * expected.head_dim if role == "embed_dim" else 4
@@ -211,7 +211,7 @@ def _by_name(
         NOT_ROTATED: 0,
         "nope": 0 if expected.rope is None else expected.rope.rotary_offset,  # the channels before those that rotate
         "orig|train": getattr(scaling, _ORIGINAL, None),
-        "scal": getattr(scaling, "factor", None),
+        "scal": getattr(scaling, "factor", 1.0),
         _DIM: expected.head_dim,
         "heads|_head$": 4,
         "len|ctx|context|(max|num|n)_(pos|seq|tok)": expected.table_length or 4096,
@@ -369,7 +369,7 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     config = expected.config
     if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
         code = getattr(owner, "__init__", None) if inspect.isclass(owner) else owner
-        annotation = getattr(code, "__globals__", {}).get(annotation)
+        annotation = getattr(code, "__globals__", {}).get(annotation) or getattr(owner, annotation, None)
     if not isinstance(config, Mapping | None):
         config = copy.deepcopy(config)
         return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -381,10 +381,12 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
         known, keys = parameters(annotation) or {}, config or {}
         required = [name for name, p in known.items() if p.default is p.empty]
+        of_head = {} if {*_NAMES["heads"].split()} & {*known} else dict.fromkeys({"dim"} & {*known}, expected.head_dim)
         with contextlib.suppress(TypeError, ValueError):
             return annotation(
                 **dict.fromkeys(required)
                 | _of_keys(known, expected)
+                | of_head
                 | {name: keys[name] for name in known if name in keys}
             )
     return _NamedConfig(expected=expected) if config is None else _Config(**config)

@@ -17,7 +17,7 @@ from ropewalk.tools.check.find import words
 
 SIDES = (65, 67)  # rows and columns of the largest grid: more than positions are measured, and not a square
 _TENSORS = ("q", "k", "v", "x", "qkv")
-_SIZES = ("frames", "height", "width", "grid", "latent")
+_SIZES = ("frames", "height", "width", "grid", "crops", "latent")
 _MOST = 20_000  # tokens of the largest grid
 # The sizes of grids in one argument, with the frames of a video. In a tensor, each grid may have another size.
 _FORMS: tuple[Callable[[list[tuple[int, ...]]], Any], ...] = (
@@ -36,7 +36,7 @@ def sizes_of(function: Any) -> dict[str, str]:
     """Return the role and the name of each parameter for the size of a grid, if a function takes no positions."""
     call = words.read_call(function)
     roles = {*call.parameter_of}
-    required = roles - call.optional
+    required = (roles - call.optional) or roles
     tables = {"positions", "cos"} if "grid" in required else {"positions", "cos", "freqs_cis"}
     if not required & {"grid", "height", "latent"} or required & tables:
         return {}
@@ -164,7 +164,8 @@ class _Grids:
     def _call(self, given: dict[str, Any], sizes: list[tuple[int, ...]]) -> list[Tensor]:
         error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[0][::-1], 1), strict=False))
         for i, form in enumerate(self.forms):
-            values: dict[str, Any] = stated | {"grid": form(sizes)}
+            of_grid = [size[-2:] for size in sizes] if "frames" in self.names else sizes
+            values: dict[str, Any] = stated | {"grid": form(of_grid), "crops": ((0, 0), sizes[0][-2:])}
             if "latent" in self.names:
                 pixels = (n * patch for n, patch in zip(sizes[0], _patch(self.function), strict=True))
                 shape = (1, *pixels, 1) if self.names["latent"].endswith("_C") else (1, 1, *pixels)
@@ -191,6 +192,14 @@ def block_of(function: Any) -> int:
     """Return the side of the blocks of patches that an object merges, in whose order their tokens are, or 1."""
     known = getattr(getattr(function, "__self__", function), "__dict__", {})
     return next((n for name, n in known.items() if "merge" in name and isinstance(n, int) and n > 1), 1)
+
+
+def more_rows(function: Any, sides: Sequence[int]) -> int:
+    """Return how many rows more than a grid has tokens the tensors of an object have, as for a class token."""
+    owner, total = getattr(function, "__self__", function), math.prod(sides)
+    tensors = (*getattr(owner, "__dict__", {}).values(), *getattr(owner, "_buffers", {}).values())
+    more = {rows - total for x in tensors if isinstance(x, Tensor) for rows in x.shape[:-1]}
+    return min(({0} & more) or {n for n in more if 0 < n <= 8} or {0})
 
 
 def _patch(function: Any) -> tuple[int, int, int]:

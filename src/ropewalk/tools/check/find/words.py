@@ -61,7 +61,7 @@ SPELLINGS = {
     "max_seqlen": "max_seqlen_q",
     "eps": "epsilon norm_eps rms_norm_eps variance_epsilon",
     "interleaved": "interleave rotary_interleaved traditional",
-    "is_neox": "is_neox_style neox_style",
+    "is_neox": "is_neox_style neox_style half rotate_half",
     "inplace": "in_place",
     "conjugate": "conj inverse",
     "base": "theta rope_theta max_period",
@@ -73,9 +73,10 @@ SPELLINGS = {
     "channels": "dim",  # of a head
     "seq_dim": "",  # the axis of the tokens
     "grid": "",  # the sizes of the axes of the positions, in one tuple or each alone
-    "frames": "T num_frames",
+    "frames": "T num_frames temporal_size",
     "height": "h end_y",
     "width": "w end_x",
+    "crops": "crops_coords",  # the first and the last corner of the grid
     "latent": "",  # [batch, channels, …, rows, columns], of which the shape alone is read
     "unsqueeze_dim": "",
     "rotary_share": "rotary_percent rotary_pct partial_rotary_factor",
@@ -181,10 +182,18 @@ def _of_schema(schema: Any) -> dict[str, inspect.Parameter]:
 def read_call(called: Callable[..., Any]) -> Call:
     """Return the roles of the parameters of a function that rotates or computes tables."""
     known = parameters(called) or {}
-    roles = match(known, _NAMES, _PARTS, uses.roles(code_of(called)))
+    used = uses.roles(code_of(called))
+    roles = match(known, _NAMES, _PARTS, used)
     guessed = {*roles.values()} - {*match(known, _NAMES, _PARTS).values()}
-    if "frames" in roles and not {"height", "width", "seq_len"} & {*roles}:  # then it is not of a grid
+    if "frames" in roles and not {"height", "width", "grid", "seq_len"} & {*roles}:  # then it is not of a grid
         roles = {"seq_len" if role == "frames" else role: name for role, name in roles.items()}
+    if used.get("t") == "positions" and roles.get("x") == "t":  # as in lucidrains' code
+        roles["positions"] = roles.pop("x")
+    place = roles.get("positions", "")
+    is_option = place and isinstance(known[place].default, str)
+    if is_option or re.search(f"{GRID}|dim|factor", place):  # which also multiply, or are counted to
+        roles |= {"grid": place} if re.search(GRID, place) else {}
+        roles.pop("positions")
     if "positions" not in roles:
         roles = {"positions" if role == "k_positions" else role: name for role, name in roles.items()}
     alone = next((role for role in "qkv" if role in roles), "")
