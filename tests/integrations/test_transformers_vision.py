@@ -15,9 +15,11 @@ import tiny_models
 import tiny_towers
 from model_checks import NEAR, attached, refused, relative
 from ropewalk import Rope, formats
+from ropewalk.configs.tables.towers import TOWERS
 from ropewalk.integrations.transformers import accelerate, restore
 from ropewalk.integrations.transformers.functions import Form, attach, dispatcher, original, probe
 from ropewalk.integrations.transformers.modules import BatchAngles
+from ropewalk.positions import grid, with_unrotated
 from rotating_functions import rotating_function
 from tower_checks import exact_tables, rotary
 
@@ -66,6 +68,21 @@ def test_the_angle_of_each_pair(name: str) -> None:
     accelerate(model, angles="theirs")
     theirs = given_positions(model.get_submodule(said.modules[0]), positions)
     assert (theirs[0].double() - exact[0]).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", sorted({*GIVEN_POSITIONS} - {"gemma4_vision", "sam3_vit_model"}))
+def test_the_meaning_of_the_positions_in_words(name: str) -> None:
+    """Compare it with the positions that the tower gives its rotary module for an image of 4 × 6 patches."""
+    model, words, given = tiny_towers.build(name), TOWERS[name].positions, []
+    [module] = rotary(model)
+    module.register_forward_pre_hook(
+        lambda _, inputs, named: given.extend([*inputs, *named.values()]), with_kwargs=True
+    )
+    model(**tiny_towers.calls(name)[0])
+    order = "thw" if "frame, row and column" in words else "wh" if "column and row" in words else "hw"
+    merge = 2 if "order of the blocks that are merged" in words else 1
+    made = grid(4, 6, 1 if order == "thw" else None, order=order, merge=merge, start=int("from 1" in words))
+    assert torch.equal(given[-1].T, with_unrotated(made, before=int("which comes first" in words)))
 
 
 @pytest.mark.parametrize("name", ["dinov3_vit", "llama4_vision_model"])

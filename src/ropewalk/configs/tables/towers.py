@@ -43,6 +43,12 @@ def _memory(folder: str, *position_keys: str) -> Tower:
     )
 
 
+_MUSE = {"axis_names": ("column", "row"), "positions": "integers: column and row of each patch in the grid, from 1"}
+_CLASS_FIRST = (
+    "integers: row and column of each patch, from 1; 0 and 0 for the class token, which comes first; patches are in "
+    "the order of the blocks that are merged"
+)
+_LEARNED = f"{GRID}; the class token, which comes first, has learned angles of its own"
 _QWEN = {"positions": _MERGED, "heads": ("num_heads", "num_attention_heads")}
 
 TOWERS: dict[str, Tower] = {
@@ -61,23 +67,13 @@ TOWERS: dict[str, Tower] = {
     "glm_ocr_vision": _tower("glm_ocr", axial(), 1024, 16, **_QWEN),
     "glm5_next_vision": _tower("glm5_next", axial(), 1024, 16, **_QWEN),
     "dots3_note_vision_encoder": _tower("dots3_note", axial(), 1536, 24, positions=_MERGED),
-    "lfm3_vl_vision": _tower("lfm3_vl", axial(), 1024, 16, base=1e6),
-    "muse_glimmer_vision": _tower("muse_glimmer", axial(), 1536, 16),
-    "muse_spark_vision": _tower("muse_spark", axial(), 1536, 16),
+    "lfm3_vl_vision": _tower("lfm3_vl", axial(), 1024, 16, base=1e6, positions=_MERGED),
+    **{f"{name}_vision": _tower(name, axial(), 1536, 16, **_MUSE) for name in ("muse_glimmer", "muse_spark")},
     "paddleocr_vl_vision": _tower("paddleocr_vl", axial(), 1152, 16),
     "video_llama_3_vision": _tower("video_llama_3", axial(), 768, 12, positions=_MERGED),
-    **{
-        name: _tower(
-            "mlcd",
-            axial(),
-            1664,
-            16,
-            positions=f"{GRID}; the class token, which comes first, has learned angles of its own",
-        )
-        for name in ("mlcd", "mlcd_vision_model")
-    },
+    **dict.fromkeys(("mlcd", "mlcd_vision_model"), _tower("mlcd", axial(), 1664, 16, positions=_LEARNED)),
     "step3p5_vision": _tower("step3p7", axial(order=(1, 0)), 1536, 16),
-    "inkling2_vision": _tower("inkling2", axial("interleaved", order=(1, 0)), 1024, 16),
+    "inkling2_vision": _tower("inkling2", axial("interleaved", order=(1, 0)), 1024, 16, positions=_CLASS_FIRST),
     "kimi_k25_vision": _tower(
         "kimi_k25",
         axial(order=(1, 0), layout=Axes.alternating),
@@ -103,8 +99,7 @@ TOWERS: dict[str, Tower] = {
         1280,
         16,
         axis_names=("time", "height", "width"),
-        positions="integers: frame, row and column of each patch, from 0; patches are in the order of the blocks that "
-        "are merged",
+        positions=_MERGED.replace("row", "frame, row"),
     ),
     "gemma4_vision": _tower(
         "gemma4",
@@ -114,7 +109,7 @@ TOWERS: dict[str, Tower] = {
         64,
         base=100.0,
         axis_names=("column", "row"),
-        positions="integers: column and row of each patch in the grid of patches, from 0",
+        positions=GRID.replace("row and column", "column and row"),
     ),
     "llama4_vision_model": _tower(
         "llama4",
