@@ -118,6 +118,18 @@ def test_cosmos_without_scales_has_plain_blocks() -> None:
     assert ropes.rope == Rope(128, 1e4, "half", axes=Axes.axial((44, 42, 42)))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [  # read in diffusers 0.40: ChronoEditRotaryPosEmbed.forward, the Framepack pipeline, ZImage's _pad_with_ids
+        ("ChronoEditTransformer3DModel", "of two frames of latents, the second is at rope_temporal_skip_len - 1"),
+        ("HunyuanVideoFramepackTransformer3DModel", "the index that the pipeline gives a frame"),
+        ("ZImageTransformer2DModel", "an image continues after the padding"),
+    ],
+)
+def test_positions_that_are_not_those_of_a_plain_grid(name: str, said: str) -> None:
+    assert said in from_config({"_class_name": name}).origins["positions"]
+
+
 def test_sana_wm_without_positions() -> None:
     assert from_config({"_class_name": "SanaWMTransformer3DModel", "use_pe": False}).layers == (None,) * 20
 

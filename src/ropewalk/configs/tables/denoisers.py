@@ -6,6 +6,7 @@ Source: models/transformers of diffusers 0.42.1, whose position classes were run
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ropewalk.configs.denoiser import Denoiser, cogvideox_channels, interleaved, parts, wan_channels
@@ -18,6 +19,10 @@ _TIME = ("time",)
 _IRC = ("image", "row", "column")
 _IDS = "integers: the ids that the pipeline computes, txt_ids and then img_ids, one row for each axis"
 _GRID = "integers: frame, row and column of each patch, from 0; text is not rotated"
+_FRAMEPACK = (
+    "integers: the index that the pipeline gives a frame, and row and column of each patch, from 0; where patches of "
+    "the history are merged, cos and sin are their mean; text is not rotated"
+)
 _HEAD = {"attention_head_dim": 128}
 _BOTH = {"num_layers": 19, "num_single_layers": 38}
 _FLUX = Denoiser(_IRC, _IDS, (16, 56, 56), "axes_dims_rope", _HEAD, (10_000.0, ""), _BOTH)
@@ -26,9 +31,11 @@ _BRIA = Denoiser(
 )
 
 
-def _wan_row(layers: int, *position_keys: str) -> Denoiser:
+def _wan_row(layers: int, *position_keys: str, also: str = "") -> Denoiser:
     keys = ("rope_max_seq_len", *position_keys)
-    return Denoiser(_THW, _GRID, wan_channels, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys)
+    return Denoiser(
+        _THW, _GRID + also, wan_channels, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys
+    )
 
 
 def _hunyuan_row(layers: Mapping[str, int], channels: tuple[int, ...] = (16, 56, 56)) -> Denoiser:
@@ -96,15 +103,7 @@ CLASSES: dict[str, Denoiser] = {
     "FluxTransformer2DModel": _FLUX,
     "ChromaTransformer2DModel": _FLUX,
     "LongCatImageTransformer2DModel": _FLUX,
-    "OvisImageTransformer2DModel": Denoiser(
-        _IRC,
-        _IDS,
-        (16, 56, 56),
-        "axes_dims_rope",
-        _HEAD,
-        (10_000.0, ""),
-        {"num_layers": 6, "num_single_layers": 27},
-    ),
+    "OvisImageTransformer2DModel": replace(_FLUX, layers={"num_layers": 6, "num_single_layers": 27}),
     "BriaTransformer2DModel": _BRIA,
     "BriaFiboTransformer2DModel": _BRIA,
     "Krea2Transformer2DModel": Denoiser(
@@ -132,10 +131,13 @@ CLASSES: dict[str, Denoiser] = {
     "WanTransformer3DModel": _wan_row(40),
     "WanVACETransformer3DModel": _wan_row(40),
     "WanAnimateTransformer3DModel": _wan_row(40),
-    "ChronoEditTransformer3DModel": _wan_row(40, "rope_temporal_skip_len"),
+    "ChronoEditTransformer3DModel": replace(
+        _wan_row(40, "rope_temporal_skip_len"),
+        positions=f"{_GRID}; of two frames of latents, the second is at rope_temporal_skip_len - 1",
+    ),
     "SkyReelsV2Transformer3DModel": _wan_row(32),
     "HunyuanVideoTransformer3DModel": _hunyuan_row(_HUNYUAN),
-    "HunyuanVideoFramepackTransformer3DModel": _hunyuan_row(_HUNYUAN),
+    "HunyuanVideoFramepackTransformer3DModel": replace(_hunyuan_row(_HUNYUAN), positions=_FRAMEPACK),
     "HunyuanVideo15Transformer3DModel": _hunyuan_row({"num_layers": 54}),
     "HunyuanImageTransformer2DModel": _hunyuan_row(_HUNYUAN, (64, 64)),
     "CogVideoXTransformer3DModel": Denoiser(
@@ -160,8 +162,8 @@ CLASSES: dict[str, Denoiser] = {
     ),
     "ZImageTransformer2DModel": Denoiser(
         _THW,
-        "integers: text counts from 1 in the first row and is 0 in the others; an image continues after it in the "
-        "first row, and has its row and column in the others",
+        "integers: text, padded to a multiple of 32, counts from 1 in the first row and is 0 in the others; an image "
+        "continues after the padding in the first row, and has its row and column in the others",
         (32, 48, 48),
         "axes_dims",
         {"dim": 3840, "n_heads": 30},
