@@ -675,6 +675,20 @@ def test_a_params_json(tmp_path: Path) -> None:
         assert model in shlex.split(of(found, engine)["commands"][0])
 
 
+@pytest.mark.parametrize(
+    ("stated", "asked", "reached"),
+    [(200_000, "200k", 200_000), (1_010_000, "1m", 1_010_000), (204_800, "200k", 204_800), (200_000, "204800", None)],
+)
+def test_k_stands_for_1000_if_the_config_states_that_length(
+    tmp_path: Path, stated: int, asked: str, reached: int | None
+) -> None:
+    """Yi-34B-200K states 200,000 tokens, and Qwen2.5-7B-Instruct-1M 1,010,000."""
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**FLAT, "max_position_embeddings": stated}))
+    facts = json.loads(CliRunner().invoke(main, ["extend", str(source), "--to", asked, "--json"]).output)
+    assert (facts["reaches"], facts["target"]) == (reached is not None, reached or 204_800)
+
+
 @pytest.mark.parametrize("length", ["16k", "128k"])
 def test_a_key_that_is_ignored(tmp_path: Path, length: str) -> None:
     path = tmp_path / "config.json"

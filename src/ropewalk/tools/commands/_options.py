@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_POWERS = {"": 0, "k": 1, "m": 2}
 
 
 class Source(click.Path):
@@ -23,6 +23,12 @@ class Source(click.Path):
         return super().convert("/dev/stdin" if str(value) == "-" else value, param, ctx)
 
 
+class Tokens(int):
+    """A number of tokens. `decimal` is what it is if "k" stands for 1,000, and "M" for 1,000,000."""
+
+    decimal: int
+
+
 class Length(click.IntRange):
     """A number of tokens. "k" after a number stands for 1,024, and "M" for 1,048,576."""
 
@@ -33,7 +39,10 @@ class Length(click.IntRange):
         match = re.fullmatch(r"(-?\d+)([km]?)", str(value).lower())
         if match is None:
             self.fail(f"{value!r} is not a number of tokens. Pass one such as 32768, 32k or 1M.", param, ctx)
-        return super().convert(int(match[1]) * _UNITS[match[2]], param, ctx)
+        number, power = int(match[1]), _POWERS[match[2]]
+        tokens = Tokens(super().convert(number * 1024**power, param, ctx))
+        tokens.decimal = number * 1000**power
+        return tokens
 
 
 def names(_ctx: click.Context, _option: click.Parameter, lists: tuple[str, ...]) -> tuple[str, ...]:

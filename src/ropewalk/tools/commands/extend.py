@@ -86,7 +86,7 @@ def extend(
     context: click.Context,
     /,
     source: Path,
-    target: int,
+    target: _options.Tokens,
     engine: tuple[str, ...],
     method: str | None,
     new_factor: float | None,
@@ -129,6 +129,7 @@ def extend(
     found = extending.extend(
         source,
         target,
+        decimal=target.decimal,
         engines=engine or extending.DEFAULT,
         method=measured["engines"] if measured and measured["engines"] else method,
         new_factor=new_factor,

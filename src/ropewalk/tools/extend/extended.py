@@ -69,6 +69,7 @@ def extend(
     method: str | Mapping[str, float] | None = None,
     new_factor: float | None = None,
     original: int | None = None,
+    decimal: int | None = None,
     model: str = "MODEL",
     **options: Any,
 ) -> Extended:
@@ -88,6 +89,7 @@ def extend(
         new_factor: the factor of the scheme. None for twice the target, divided by the length before scaling, or once
             with YaRN if the authors recommend that.
         original: the length before scaling, in tokens. None for that of the config, which linear scaling hides.
+        decimal: the least length that is meant as well, if the config states one from there on: 200k may be 200,000.
         model: the model in the commands: a folder, a hub id, or a GGUF file for llama.cpp.
         options: `pairing`, `base`, `factor`, `ignore` and `download` of `from_config`.
 
@@ -103,6 +105,7 @@ def extend(
     for name in ways:
         _checks.choice("ropewalk extend", _checks.option("method"), name, tuple(METHODS))
     read = plans.read_source(source, **options)
+    target = read.length if (decimal or target) <= read.length < target else target
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
     now = plans.scheme_of(read.text)
