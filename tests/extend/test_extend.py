@@ -675,6 +675,13 @@ def test_a_params_json(tmp_path: Path) -> None:
         assert model in shlex.split(of(found, engine)["commands"][0])
 
 
+def test_a_length_far_beyond_what_was_measured() -> None:
+    """Yi-34B-Chat states 4,096 tokens, and there is another checkpoint for 200,000 (vLLM, issue 2565)."""
+    words = "times as long is more than that: prefer a checkpoint trained for it."
+    assert f"6.1 {words}" in " ".join(extend(FLAT, 200_000).text().split())
+    assert words not in extend(FLAT, LONG).text()
+
+
 @pytest.mark.parametrize(
     ("stated", "asked", "reached"),
     [(200_000, "200k", 200_000), (1_010_000, "1m", 1_010_000), (204_800, "200k", 204_800), (200_000, "204800", None)],

@@ -63,6 +63,7 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
         parts.append(" (the ratio of the lengths)" if who else f" ({MARGIN:g} × the ratio of the lengths)")
     parts += [f", or {_WORDS[p['method']]} with factor {p['factor']:g} for engines without it" for p in others]
     said = ["".join([*parts, "."])]
+    before = asked["original"] or (not facts["scaling"] and facts["trained_length"]) or facts["stated_length"]
     if asked["factor"] is None and who:
         said.append(f"The authors of {who} recommend this. --measure finds how far the model then reads.")
     elif asked["factor"] is None:
@@ -70,8 +71,9 @@ def _proposal(facts: Mapping[str, Any]) -> list[str]:
             "This factor is a rule from two small models at up to 4 times their length, which did not read to the end "
             "with the plain ratio. If the model card recommends numbers, take those. --measure finds the model's own."
         )
+        more = facts["target"] / before
+        said += [f"{more:.3g} times as long is more than that: prefer a checkpoint trained for it."] * (more > 4)
     elif not (facts["scaling"] or asked["original"]) and first["method"] in ("yarn", "llama3"):
-        before = facts["trained_length"] or facts["stated_length"]
         said.append(f"It counts from {before:,} tokens. If the model card does not, pass --original.")
     if facts["scaling"]:
         said.append("It replaces the scaling of the config.")
