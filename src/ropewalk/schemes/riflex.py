@@ -25,7 +25,7 @@ class RIFLEx(Scheme):
     Args:
         pair: index of the pair among those of its axis, from 0. It is the one whose `Rope.wavelength` (the paper's N_k)
             is nearest to the number of latent frames after which videos of the model repeat. The paper counts from 1:
-            its k is pair + 1 (4 in HunyuanVideo, 2 in CogVideoX).
+            its k is pair + 1 (4 in HunyuanVideo, 2 in CogVideoX). In Wan 2.1 its authors advise 6, not the nearest, 4.
         length: positions of the video on this axis, in latent frames: at least 1.
         turns: turns of the pair within the video, greater than 0 and at most 1. The authors' code has 0.9.
 
