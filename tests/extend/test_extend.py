@@ -364,7 +364,8 @@ def test_what_a_config_states_for_engines() -> None:
     assert of(extend(kimi, 8 * LONG), "vLLM")["commands"][0] == "vllm serve MODEL --max-model-len 1048576"
     for model, name in (("kimi_linear", "kimi-linear"), ("nemotron_h", "<general.architecture>")):  # it has two names
         other = {**kimi, "model_type": model, "max_position_embeddings": 8 * LONG}
-        [note] = of(extend(other, 9 * LONG), "llama.cpp")["notes"]
+        [note, ollama] = of(extend(other, 9 * LONG), "llama.cpp")["notes"]
+        assert ollama == "In Ollama, -c is num_ctx, which can be 4,096 by default."  # Ollama, issue 16694
         assert note.endswith(f"--override-kv {name}.context_length=int:1179648.")
     mistral = {**FLAT, "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}}
     assert extend(mistral, LONG).facts["reaches"]  # Yarn-Mistral-7b-128k states 32,768 as well

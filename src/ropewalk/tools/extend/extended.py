@@ -277,6 +277,7 @@ def _notes(row: Mapping[str, Any], source: Source, made: list[Plan], target: int
         around = "Programs that run llama-server without them, such as Ollama (not its older versions)"
         read = f"read them from a GGUF file that convert_hf_to_gguf.py makes from {reads}"
         notes.append(f"{around}, {read if reads else 'need another GGUF file: pass the config.json of the model'}.")
+    notes += ["In Ollama, -c is num_ctx, which can be 4,096 by default."] * (row["name"] == "llama.cpp")
     has_mtp = any(value and ("mtp" in key or "nextn" in key) for key, value in find_text(source.whole)[1].items())
     if row["name"] == "vLLM" and has_mtp and plan is not None and "--hf-overrides" in row["commands"][0]:
         notes.append("Its MTP layers do not get this argument, and rotate as the file says. With --write, they get it.")
