@@ -31,11 +31,9 @@ _BRIA = Denoiser(
 )
 
 
-def _wan_row(layers: int, *position_keys: str, also: str = "") -> Denoiser:
+def _wan_row(layers: int, *position_keys: str) -> Denoiser:
     keys = ("rope_max_seq_len", *position_keys)
-    return Denoiser(
-        _THW, _GRID + also, wan_channels, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys
-    )
+    return Denoiser(_THW, _GRID, wan_channels, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys)
 
 
 def _hunyuan_row(layers: Mapping[str, int], channels: tuple[int, ...] = (16, 56, 56)) -> Denoiser:
