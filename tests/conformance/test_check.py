@@ -638,6 +638,16 @@ class TestFoundAlone:
         report = conformance.check(lambda x, positions: rotated(x, 2.5 * positions))
         assert (report.codes, report.found["frequencies"]) == ([], "base 10000, divided by 0.4")
 
+    def test_turns_of_coordinates(self) -> None:
+        """As in lucidrains' code for pixels, from -1 to 1: whole positions turn by several π, which float32 rounds."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            return turned(x, positions[..., None, None].float() * torch.linspace(1.0, 5.0, 10) * math.pi)
+
+        with pytest.raises(RopeError, match="less than half a turn per position, got more, as for coordinates"):
+            conformance.check(f, head_dim=20)
+        assert conformance.check(lambda x, positions: f(x, positions / 64), head_dim=20).codes == []
+
     def test_a_usual_progression_in_reverse_order(self) -> None:
         report = conformance.check(
             lambda x, positions: turned(x, positions[..., None, None] * 1e4 ** (torch.arange(-62, 2, 2).double() / 64))

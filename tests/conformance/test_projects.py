@@ -287,6 +287,17 @@ class AfterAToken:
         return turn(x, self.angles)
 
 
+class OfAnInputSize:
+    """As in speechbrain, whose input is no image."""
+
+    def __init__(self, input_size: int) -> None:
+        assert torch.arange(input_size)[::2].shape == torch.arange(0, input_size, 2).shape
+        self.inv_freq = 10_000.0 ** (-torch.arange(0, input_size, 2).double() / input_size)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, positions[..., None] * self.inv_freq)
+
+
 def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.float32) -> Tensor:
     """As in books, whose tables are exact if nobody passes another dtype."""
     return torch.arange(length, dtype=dtype)[:, None] * frequencies(head_dim).to(dtype)
@@ -303,6 +314,7 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),
         ("AfterAToken", {}, [], "pairs 0 to 15 height, 16 to 31 width"),
         ("of_a_dtype,by_angles", {}, [], ""),
+        ("OfAnInputSize", {}, [], "base 10000"),
         ("OfALayer", {"config": GEMMA3, "layer": 0}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 1}, [], ""),
         ("build_rope_cache,by_angles", {"config": LLAMA31}, [], ""),

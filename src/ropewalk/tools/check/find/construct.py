@@ -32,7 +32,7 @@ from ropewalk.tools.check.find.words import (
 
 # What a constructor takes → the names that public classes and functions have for it.
 _NAMES = {
-    "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels",
+    "dim": "head_dim d head_size d_head d_k size dim_head n_elem dims kv_channels input_size",
     "rotary_dim": "rot_dim rotary_ndims rope_dim qk_rope_head_dim",
     "rotary_share": SPELLINGS["rotary_share"],
     "base": "theta rope_theta rope_base rotary_emb_base rotary_base max_period",
@@ -135,6 +135,7 @@ def _sides(owner: Any) -> dict[str, bool]:
     known = parameters(owner) or {}
     names = [n for n in known if re.search(f"{GRID}|{GRID_AXIS}", n)]
     names = [n for n in names if uses.roles(owner).get(n) not in ("dim", "half", "head_size")]
+    names = [n for n in names if n != "input_size" or known[n].annotation not in (int, "int")]
     required = [n for n in names if known[n].default is inspect.Parameter.empty]
     fixed = [n for n in names if known[n].default and re.search("^((grid|feat)_.*|h|w|height|width)$", n)]
     if not required and (len(fixed) > 1 or re.search(GRID, "".join(fixed))):  # a default is the only size, too

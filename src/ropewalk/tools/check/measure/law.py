@@ -17,6 +17,8 @@ ROUNDED = 1e-6
 
 _FITTED = 2e-5  # relative error of a fitted base, as `round_digits` rounds it
 
+NOT_PROPORTIONAL = "The angles are not proportional to the positions."
+
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -112,8 +114,7 @@ def identify(
     inv_freq = measure_frequencies(multipliers, positions)
     measured = Law(inv_freq, factor, uncertain=(formats.FLOAT32 + noise) / inv_freq.abs().clamp(min=1e-30), noise=noise)
     if not measured.explains(multipliers, positions):
-        says = "The angles are not proportional to the positions."
-        measured = replace(measured, code="wrong-frequencies", says=says)
+        measured = replace(measured, code="wrong-frequencies", says=NOT_PROPORTIONAL)
     if rope is None:
         return measured
     expected = moving(rope.inv_freq)

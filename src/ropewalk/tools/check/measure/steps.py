@@ -421,6 +421,10 @@ def _judge_law(
         fix = f"Check a function that takes them, {' and '.join(names)}, as positions: '2s', and passes what it needs."
         raise _checks.error("check", must, got, fix)
     stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
+    off = float((multipliers - measured.at(SMALL)).abs().max()) / measured.factor
+    if not stated and measured.says == law.NOT_PROPORTIONAL and off < 1e-3:  # by the rounding of larger angles
+        must, got = "tokens must turn by less than half a turn per position", "more, as for coordinates from -1 to 1"
+        raise _checks.error("check", must, got, "Check a function that passes it the positions divided by 64.")
     if not stated and measured.code in _FREQUENCIES and measured.explains(multipliers, SMALL):
         measured = replace(measured, code=None, says="")  # the class applies a scaling of its own
         if float(measured.inv_freq.max()) < -law.ROUNDED:
