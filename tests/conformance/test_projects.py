@@ -287,6 +287,13 @@ class AfterAToken:
         return turn(x, self.angles)
 
 
+def by_pos(pos: Tensor, t: Tensor) -> Tensor:
+    """As in PaLM's copies: of angles, in spite of their name."""
+    a, b = t.double().chunk(2, dim=-1)
+    other = torch.cat((-b, a), dim=-1)
+    return (t * pos.cos()[:, None] + other * pos.sin()[:, None]).type_as(t)
+
+
 class OfAnInputSize:
     """As in speechbrain, whose input is no image."""
 
@@ -315,6 +322,7 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("AfterAToken", {}, [], "pairs 0 to 15 height, 16 to 31 width"),
         ("of_a_dtype,by_angles", {}, [], ""),
         ("OfAnInputSize", {}, [], "base 10000"),
+        ("by_pos", {}, [], "bhsd"),
         ("OfALayer", {"config": GEMMA3, "layer": 0}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 1}, [], ""),
         ("build_rope_cache,by_angles", {"config": LLAMA31}, [], ""),

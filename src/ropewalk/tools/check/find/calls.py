@@ -19,7 +19,7 @@ norms that a module has                attention of Qwen 3 and others           
 slots of a cache                       SGLang, vLLM, AITER, FlashInfer                      form 25
 cu_seqlens, offsets                    flash-attention, Transformer Engine, FlashInfer      ways 60
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
-the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 195
+the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 210
 tokens before those that rotate        CogVideoX, timm and others (text, class tokens)      words 3, subject 5
 one head of k (MLA)                    vLLM, SGLang                                         form 15
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6

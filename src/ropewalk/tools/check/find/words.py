@@ -190,6 +190,8 @@ def read_call(called: Callable[..., Any]) -> Call:
     if used.get("t") == "positions" and roles.get("x") == "t":  # as in lucidrains' code
         roles["positions"] = roles.pop("x")
     place = roles.get("positions", "")
+    if used.get(place) == "angles" and "freqs_cis" not in roles:
+        roles["freqs_cis"] = roles.pop("positions")
     is_option = place and isinstance(known[place].default, str)
     if is_option or re.search(f"{GRID}|dim|factor", place):  # which also multiply, or are counted to
         roles |= {"grid": place} if re.search(GRID, place) else {}
