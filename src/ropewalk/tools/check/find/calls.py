@@ -39,7 +39,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -369,15 +369,12 @@ class _Finder:
         for each, sources in calls:
             of_rope: Expected | Rope = given if sources and second is None else expected
             sizes_of_head = of_rope.head_dim, of_rope.rotary_dim
-            # Its default may not be the pairing of the tables that the target computes itself.
-            is_open = second is not None and expected.pairing is None and {"interleaved", "is_neox"} & each.optional
-            stated = [replace(expected, pairing=p) for p in ("half", "interleaved")] if is_open else []
-            writings = [adapter.written(each, e, sizes_of_head, count, layer_type) for e in (expected, *stated)]
+            written = adapter.written(each, expected, sizes_of_head, count, layer_type)
             fixed = words.filled(function, each.parameter_of.values())
             of_configs = {n: config for n, config in config_objects(function, expected).items() if n in fixed}
             fixed |= of_configs
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
-            for (way, name), written in product(_places(each, sources, count, layout, mode), writings):
+            for way, name in _places(each, sources, count, layout, mode):
                 for form in forms(each, name, function, written=written, fixed=fixed):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}

@@ -192,8 +192,7 @@ def read_call(called: Callable[..., Any]) -> Call:
     place = roles.get("positions", "")
     if used.get(place) == "angles" and "freqs_cis" not in roles:
         roles["freqs_cis"] = roles.pop("positions")
-    is_option = place and isinstance(known[place].default, str)
-    if is_option or re.search(f"{GRID}|dim|factor", place):  # which also multiply, or are counted to
+    elif place and (isinstance(known[place].default, str) or re.search(f"{GRID}|dim|factor", place)):
         roles |= {"grid": place} if re.search(GRID, place) else {}
         roles.pop("positions")
     if "positions" not in roles:
