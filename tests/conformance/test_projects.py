@@ -214,11 +214,13 @@ class OfANestedConfig(torch.nn.Module):
         return turn(query, self.angles[positions]), turn(key, self.angles[positions])
 
 
-def of_crops(embed_dim: int, crops_coords: Any, grid_size: Any, temporal_size: int, base: float = 10_000.0) -> Tensor:
+def of_crops(
+    embed_dim: int, crops_coords: Any, grid_size: Any, temporal_size: int, base: float = 1e4, to_coords: str = "none"
+) -> Tensor:
     """As in diffusers."""
     (top, left), (bottom, right) = crops_coords
     rows, columns = (torch.arange(a, b).double() for a, b in ((top, bottom), (left, right)))
-    assert (len(rows), len(columns)) == tuple(grid_size)
+    assert (len(rows), len(columns), to_coords) == (*grid_size, "none")
     sizes = embed_dim // 4, embed_dim // 8 * 3, embed_dim // 8 * 3
     places = torch.cartesian_prod(torch.arange(temporal_size).double(), rows, columns)
     return torch.cat([p[:, None] * frequencies(n, base) for p, n in zip(places.T, sizes, strict=True)], dim=-1)

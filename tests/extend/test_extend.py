@@ -169,21 +169,25 @@ def test_programs_around_llama_cpp_without_its_arguments(tmp_path: Path, method:
         ("qwen2", 32_768, LONG, "Qwen2.5", 4.0),  # the numbers of its card
         ("qwen3_moe", 262_144, 1_010_000, "Qwen3-Coder", 3.86),
         ("smollm3", 65_536, LONG, "SmolLM3", 2.0),
+        ("qwen3_5_text", 262_144, 8 * LONG, "Qwen3.5", 4.0),
         ("qwen2", 32_768, LONG + 1, "", 8.01),  # farther than the card goes
         ("qwen2", 65_536, LONG, "", 4.0),
         ("qwen2_5_vl", 32_768, LONG, "", 8.0),  # whose card advises against it
     ],
 )
 def test_what_the_authors_recommend(model: str, trained: int, target: int, who: str, factor: float) -> None:
-    found = extend({**FLAT, "model_type": model, "max_position_embeddings": trained}, target)
+    config = {**FLAT, "model_type": model, "max_position_embeddings": trained, "head_dim": 128}
+    if model == "qwen3_5_text":
+        mrope = {"mrope_section": [6, 5, 5], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        config |= {"rope_parameters": {"rope_theta": 1e7, "rope_type": "default", **mrope}}
+    found = extend(config, target)
     said = " ".join(found.text().split())
     assert (found.plans[0].factor, f"The authors of {who} recommend this." in said) == (factor, bool(who))
     assert ("the model card recommends" in said) is not bool(who)
     if who:
         assert [plan.method for plan in found.plans] == ["yarn"]
         assert "(the ratio of the lengths)" in said
-        other = extend({**FLAT, "model_type": model, "max_position_embeddings": trained}, target, method="llama3")
-        assert other.plans[0].factor > 1.9 * factor
+        assert extend(config, target, method="linear").plans[0].factor > 1.9 * factor
 
 
 @pytest.mark.parametrize("method", ["llama3", "yarn"])
