@@ -256,14 +256,21 @@ def by_halves(x: Tensor, emb: Tensor, half: bool = False) -> Tensor:
     return (x * emb.cos()[:, None] + other * emb.sin()[:, None]).type_as(x)
 
 
+def slowed(inv_freq: Tensor, scale_factor: float, high_freq_factor: float) -> Tensor:
+    slower = []
+    for f in inv_freq:
+        kept = min(1, max(0, (1024 * f - 1) / (high_freq_factor - 1)))
+        slower.append((1 - kept) * f / scale_factor + kept * f)
+    return torch.tensor(slower)
+
+
 def of_scales(
     dim: int, end: int, theta: float, use_scaled: bool, scale_factor: float, high_freq_factor: float
 ) -> Tensor:
     """As in Llama 4."""
     inv_freq = frequencies(dim, theta)
-    return torch.outer(
-        torch.arange(end).double(), inv_freq / scale_factor * high_freq_factor if use_scaled else inv_freq
-    )
+    inv_freq = slowed(inv_freq, scale_factor, high_freq_factor) if use_scaled else inv_freq
+    return torch.outer(torch.arange(end).double(), inv_freq)
 
 
 class OfOneWidth:
