@@ -233,10 +233,10 @@ class OfTimes(torch.nn.Module):
         super().__init__()
         self.inv_freq, self.angles = frequencies(dim), torch.zeros(0, dim // 2)
 
-    def forward(self, t: Tensor, seq_len: int | None = None) -> Tensor:
-        if seq_len is None or seq_len > len(self.angles):
+    def forward(self, t: Tensor, seq_len: int | None = None, offset: int = 0) -> Tensor:
+        if seq_len is None or offset + seq_len > len(self.angles):
             self.angles = t.double()[..., None] * self.inv_freq
-        return self.angles if seq_len is None else self.angles[:seq_len]
+        return self.angles if seq_len is None else self.angles[offset : offset + seq_len]
 
 
 class OfAShape:

@@ -230,8 +230,9 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
 
     def at(way: Way) -> Source:
         def tables(q: Tensor, positions: Tensor) -> Tables:
-            is_asked = "seq_len" in {*parameter_of} - call.optional  # with it, positions may be those of a cache
-            length = {parameter_of["seq_len"]: int(positions.max()) + 1} if is_asked else {}
+            is_of_rows = {"seq_len", "offset"} <= call.optional  # that are kept, whatever the positions are
+            is_passed = "seq_len" in parameter_of and not is_of_rows
+            length = {parameter_of["seq_len"]: int(positions.max()) + 1} if is_passed else {}
             found = make(q, length | way.arguments(positions, q))
             return _rows(flat(found, positions.shape[-1]) if way.positions == "shared" else found, positions)
 
