@@ -37,6 +37,9 @@ LLAMA31: dict[str, Any] = {
 }
 
 
+LINEAR = LLAMA31 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+
+
 def frequencies(dim: int, base: float = 10_000.0) -> Tensor:
     return base ** (-torch.arange(0, dim, 2).double() / dim)
 
@@ -296,6 +299,35 @@ class AfterAToken:
         return turn(x, self.angles)
 
 
+def of_its_arguments(
+    q: Tensor,
+    k: Tensor,
+    pos_ids: Tensor,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
+) -> tuple[Tensor, Tensor]:
+    """As in FlashInfer."""
+    inv_freq = frequencies(q.shape[-1], rope_theta)
+    waves = old_context_len * inv_freq / (2 * torch.pi)
+    smooth = ((waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    angles = pos_ids[..., None] * inv_freq * (smooth + (1 - smooth) / rope_scale)
+    return turn(q, angles), turn(k, angles)
+
+
+class OfAScale(torch.nn.Module):
+    """As in copies of YaRN's code, with a scale that is 1 by default."""
+
+    def __init__(self, dim: int, base: float = 10_000.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inv_freq = frequencies(dim, base) / scale
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, positions[..., None] * self.inv_freq)
+
+
 def by_pos(pos: Tensor, t: Tensor) -> Tensor:
     """As in PaLM's copies: of angles, in spite of their name."""
     a, b = t.double().chunk(2, dim=-1)
@@ -333,6 +365,8 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("of_a_dtype,by_angles", {}, [], ""),
         ("OfAnInputSize", {}, [], "base 10000"),
         ("by_pos", {}, [], "bhsd"),
+        ("of_its_arguments", {"config": LLAMA31}, [], "old_context_len=64"),
+        ("OfAScale", {"config": LINEAR}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 0}, [], ""),
         ("OfALayer", {"config": GEMMA3, "layer": 1}, [], ""),
         ("build_rope_cache,by_angles", {"config": LLAMA31}, [], ""),

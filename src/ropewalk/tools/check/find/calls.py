@@ -55,6 +55,7 @@ from ropewalk.tools.check.find.construct import (
     config_objects,
     construct,
     is_constructor,
+    of_scaling,
     sides_of,
     takes_sizes,
     tokens_before,
@@ -373,6 +374,9 @@ class _Finder:
             fixed = words.filled(function, each.parameter_of.values())
             of_configs = {n: config for n, config in config_objects(function, expected).items() if n in fixed}
             fixed |= of_configs
+            if second is None and arguments is None and sources == []:  # and not those of tables that are passed
+                own = of_scaling(getattr(expected.unresolved or expected.rope, "scaling", None))
+                fixed |= {name: value for name, value in own.items() if name in (words.parameters(function) or {})}
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
             for way, name in _places(each, sources, count, layout, mode):
                 for form in forms(each, name, function, written=written, fixed=fixed):

@@ -58,9 +58,10 @@ _PARTS = {
     "rotary_share": "fraction|percent|proportion|partial",
 }
 _ORIGINAL = "original_max_position_embeddings"
+_OF_ORIGINAL = "orig|train"
 # Attribute of a scheme → the other names that parameters of a constructor have for it.
 _SCALING = {
-    "factor": "scaling_factor scale_factor rope_factor linear_scale",
+    "factor": "scaling_factor scale_factor rope_factor rope_scale linear_scale scale",
     _ORIGINAL: "initial_context_length original_context_length original_max_seq_len "
     "old_context_len orig_max_position original_seq_len orig_ctx seq_len_train original_max_len",
     "rope_type": "",
@@ -187,7 +188,7 @@ def _by_name(
             values[name] = (expected.pairing == "interleaved") == (role == "interleaved")
         elif role == "scaling" and scaling is not None and scaling.in_configs:
             stated = expected.config if isinstance(expected.config, Mapping) else {}
-            own_names = {} if name.startswith("rope_") else _of_scaling(scaling)
+            own_names = {} if name.startswith("rope_") else of_scaling(scaling)
             values[name] = stated.get(name) or scaling.to_hf() | own_names
             if known[name].annotation in (float, "float"):
                 values[name] = getattr(scaling, "factor", 1.0)
@@ -205,13 +206,13 @@ def _by_name(
             values[name] = 4 * expected.head_dim if role == "embed_dim" else 4
         elif role == "embed_dim" and "dim" not in parameter_of:
             values[name] = expected.head_dim
-    values = {name: value for name, value in _of_scaling(scaling).items() if name in known} | values
+    values = {name: value for name, value in of_scaling(scaling).items() if name in known} | values
     parts = {
         "attn_scal|attention_scal": 1.0 if expected.rope is None else expected.rope.attention_factor,
         "^patch_size": 1,
         NOT_ROTATED: 0,
         "nope": 0 if expected.rope is None else expected.rope.rotary_offset,  # the channels before those that rotate
-        "orig|train": getattr(scaling, _ORIGINAL, None),
+        _OF_ORIGINAL: getattr(scaling, _ORIGINAL, None),
         "scal": getattr(scaling, "factor", 1.0),
         _DIM: expected.head_dim,
         "heads|_head$": 4,
@@ -233,10 +234,11 @@ def _is_of_head(name: str, used: Mapping[str, str] | None) -> bool:
 def _original_length(scaling: Any, known: Mapping[str, Any]) -> int | None:
     """Return the original length of a scheme if parameters state its factor and not that length, as in vLLM."""
     stated = {key for key in ("factor", _ORIGINAL) if {key, *_SCALING[key].split()} & {*known}}
-    return getattr(scaling, _ORIGINAL, None) if stated == {"factor"} else None
+    is_stated = stated != {"factor"} or any(re.search(_OF_ORIGINAL, name) for name in known)
+    return None if is_stated else getattr(scaling, _ORIGINAL, None)
 
 
-def _of_scaling(scaling: Any) -> dict[str, Any]:
+def of_scaling(scaling: Any) -> dict[str, Any]:
     """Return the attributes of a scheme by every name that they have, or nothing for None."""
     stated = {key: getattr(scaling, key, None) for key in _SCALING}
     return {n: stated[key] for key, names in _SCALING.items() for n in (key, *names.split()) if stated[key] is not None}
