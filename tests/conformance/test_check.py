@@ -641,12 +641,14 @@ class TestFoundAlone:
     def test_turns_of_coordinates(self) -> None:
         """As in lucidrains' code for pixels, from -1 to 1: whole positions turn by several π, which float32 rounds."""
 
-        def f(x: Tensor, positions: Tensor) -> Tensor:
-            return turned(x, positions[..., None, None].float() * torch.linspace(1.0, 5.0, 10) * math.pi)
+        def f(x: Tensor, coords: Tensor) -> Tensor:
+            row, column = coords.float().unbind(-1)
+            scales = torch.linspace(1.0, 5.0, 10)
+            return turned(x, torch.cat([p[..., None, None] * scales * math.pi for p in (row, column)], dim=-1))
 
         with pytest.raises(RopeError, match="less than half a turn per position, got more, as for coordinates"):
-            conformance.check(f, head_dim=20)
-        assert conformance.check(lambda x, positions: f(x, positions / 64), head_dim=20).codes == []
+            conformance.check(f, head_dim=40)
+        assert conformance.check(lambda x, coords: f(x, coords / 64), head_dim=40).codes == []
 
     def test_a_usual_progression_in_reverse_order(self) -> None:
         report = conformance.check(
