@@ -234,12 +234,15 @@ class OfTimes(torch.nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.inv_freq, self.angles = frequencies(dim), torch.zeros(0, dim // 2)
+        self.inv_freq, self.kept, self.angles = frequencies(dim), 0, torch.zeros(8192, dim // 2, dtype=torch.float64)
 
     def forward(self, t: Tensor, seq_len: int | None = None, offset: int = 0) -> Tensor:
+        angles = t.double()[..., None] * self.inv_freq
         if seq_len is None or offset + seq_len > len(self.angles):
-            self.angles = t.double()[..., None] * self.inv_freq
-        return self.angles if seq_len is None else self.angles[offset : offset + seq_len]
+            return angles
+        if offset + seq_len > self.kept:
+            self.kept, self.angles[:seq_len] = seq_len, angles
+        return self.angles[offset : offset + seq_len]
 
 
 class OfAShape:
