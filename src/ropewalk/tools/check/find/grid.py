@@ -163,8 +163,8 @@ class _Grids:
 
     def _call(self, given: dict[str, Any], sizes: list[tuple[int, ...]]) -> list[Tensor]:
         error, stated = None, dict(zip(("width", "height", "frames"), (*sizes[0][::-1], 1), strict=False))
+        of_grid = [size[-2:] for size in sizes] if "frames" in self.names else sizes
         for i, form in enumerate(self.forms):
-            of_grid = [size[-2:] for size in sizes] if "frames" in self.names else sizes
             values: dict[str, Any] = stated | {"grid": form(of_grid), "crops": ((0, 0), sizes[0][-2:])}
             if "latent" in self.names:
                 pixels = (n * patch for n, patch in zip(sizes[0], _patch(self.function), strict=True))
@@ -198,8 +198,8 @@ def more_rows(function: Any, sides: Sequence[int]) -> int:
     """Return how many rows more than a grid has tokens the tensors of an object have, as for a class token."""
     owner, total = getattr(function, "__self__", function), math.prod(sides)
     tensors = (*getattr(owner, "__dict__", {}).values(), *getattr(owner, "_buffers", {}).values())
-    more = {rows - total for x in tensors if isinstance(x, Tensor) for rows in x.shape[:-1]}
-    return min(({0} & more) or {n for n in more if 0 < n <= 8} or {0})
+    more = (rows - total for x in tensors if isinstance(x, Tensor) for rows in x.shape[:-1])
+    return min((n for n in more if 0 < n <= 8), default=0)
 
 
 def _patch(function: Any) -> tuple[int, int, int]:

@@ -421,9 +421,8 @@ def _judge_law(
         fix = f"Check a function that takes them, {' and '.join(names)}, as positions: '2s', and passes what it needs."
         raise _checks.error("check", must, got, fix)
     stated = subject.way.given is not None or expected.rope is not None or expected.base is not None
-    is_near = bool(((multipliers - measured.at(SMALL)).abs() < 1e-3 * measured.factor).all())
-    is_near &= measured.says == law.NOT_PROPORTIONAL  # up to the rounding of larger angles
-    if subject.axes is not None and not stated and is_near:
+    is_near = bool(((multipliers - measured.at(SMALL)).abs() < 1e-3 * measured.factor).all())  # as larger angles round
+    if subject.axes is not None and not stated and measured.says == law.NOT_PROPORTIONAL and is_near:
         must, got = "tokens must turn by less than half a turn per position", "more, as for coordinates from -1 to 1"
         raise _checks.error("check", must, got, "Check a function that passes it the positions divided by 64.")
     if not stated and measured.code in _FREQUENCIES and measured.explains(multipliers, SMALL):
