@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -1700,40 +1701,29 @@ class TestAdapter:
             conformance.check((Rotary, fails))
 
     @pytest.mark.parametrize(
-        "function", ["of_numpy", "from_an_offset", "of_numpy_for_q_and_k", "numpy_tables,numpy_apply"]
+        ("function", "positions"),
+        [
+            ("of_numpy", "separate for each row of the batch"),
+            ("from_an_offset", "counted from an offset"),
+            ("of_numpy_for_q_and_k", "separate for each row of the batch"),
+            ("numpy_tables,numpy_apply", "one row for the whole batch"),
+            ("in_place", "counted from an offset"),
+        ],
     )
-    def test_converts_arrays(self, tmp_path: Path, function: str) -> None:
+    def test_converts_arrays(self, tmp_path: Path, function: str, positions: str) -> None:
         (tmp_path / "arrays.py").write_text(NUMPY)
-        with pytest.raises(RopeError, match="code that uses numpy") as e:
-            conformance.check(f"{tmp_path / 'arrays.py'}:{function}")
-        code = str(e.value).partition("\n\n")[2]
-        (tmp_path / "mine.py").write_text(code)
-        report = conformance.check(f"{tmp_path / 'mine.py'}:rotate")
-        assert (report.codes, report.found["pairing"]) == ([], "half")
-        assert "offset" not in function or "from an offset" in report.found["positions"]
+        report = conformance.check(f"{tmp_path / 'arrays.py'}:{function}", layout="bshd", base=10_000.0)
+        assert (report.codes, report.found["pairing"], report.found["positions"]) == ([], "half", positions)
+        assert report.found["call"].endswith("), arrays of numpy")
+        assert "gradients            -      not judged: arrays of numpy have no gradient of torch" in str(report)
 
-    @pytest.mark.parametrize(("rows", "codes"), [("position_ids", []), ("position_ids[:1]", ["first-row-positions"])])
-    def test_passes_optional_positions_of_arrays(self, tmp_path: Path, rows: str, codes: list[str]) -> None:
-        """As in the reference of ONNX, whose caches have a row for each token if no positions are passed."""
-        code = f"""{NUMPY}
-def of_caches(x, cos_cache, sin_cache, position_ids=None):
-    cos, sin = (c if position_ids is None else c[{rows}] for c in (cos_cache, sin_cache))
-    (a, b), cos, sin = np.split(x, 2, axis=-1), cos[..., None, :], sin[..., None, :]
-    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-"""
-        (path := tmp_path / f"caches_{len(codes)}.py").write_text(code)
-        with pytest.raises(RopeError, match="code that uses numpy") as e:
-            conformance.check(f"{path}:of_caches")
-        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
-        assert conformance.check(f"{tmp_path / 'mine.py'}:rotate").codes == codes
-
-    def test_converts_arrays_for_code_that_imports_inside(self, tmp_path: Path) -> None:
-        imports, code = "import numpy as np", NUMPY.replace("import numpy as np", "")
-        (tmp_path / "arrays.py").write_text(code.replace("positions):", f"positions):\n    {imports}", 1))
-        with pytest.raises(RopeError, match="code that uses numpy") as e:
-            conformance.check(f"{tmp_path / 'arrays.py'}:of_numpy")
-        (tmp_path / "mine.py").write_text(str(e.value).partition("\n\n")[2])
-        assert conformance.check(f"{tmp_path / 'mine.py'}:rotate").codes == []
+    def test_passes_tensors_to_code_that_takes_no_arrays(self) -> None:
+        scope: dict[str, Any] = {"np": np}
+        exec("def f(x, positions):\n    return x if x.is_cuda else apply(x, positions)", scope)
+        tables = cos_sin_cache(64, 8192)
+        scope["apply"] = lambda x, positions: turn(x, *at_positions(tables, positions))
+        report = conformance.check(scope["f"], layout="bshd")
+        assert (report.codes, report.found["call"]) == ([], "f(x, positions)")
 
     @pytest.mark.parametrize(("annotation", "shape"), [("s", "shared"), ("bs", "rows")])
     def test_an_annotation_states_the_axes_of_positions(self, annotation: str, shape: str) -> None:
@@ -1809,6 +1799,9 @@ def from_an_offset(x, offset=0):
 
 def of_numpy_for_q_and_k(q, k, position_ids):
     return of_numpy(q, position_ids), of_numpy(k, position_ids)
+
+def in_place(q, offset):
+    q[:] = from_an_offset(q, offset)
 
 def numpy_tables(head_dim, max_seq_len):
     angles = np.arange(max_seq_len)[:, None] * 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)

@@ -13,21 +13,10 @@ import torch
 
 from ropewalk import _checks
 from ropewalk.tools.check.expected import Expected
-from ropewalk.tools.check.find import words
+from ropewalk.tools.check.find import arrays, words
 from ropewalk.tools.check.find.construct import chosen, configs, is_constructor
 from ropewalk.tools.check.find.target import Method, Target, function_of, name_of
 from ropewalk.tools.check.find.words import Call
-
-# Library of arrays → how it is imported, and what makes its arrays.
-_LIBRARIES = {
-    "jax": ("import jax.numpy as jnp", "jnp.asarray"),
-    "mlx": ("import mlx.core as mx", "mx.array"),
-    "numpy": ("", "np.asarray"),
-}
-_TO = """
-def to(x):
-    return {array}((x.float() if x.is_floating_point() else x).numpy()) if torch.is_tensor(x) else x
-"""
 
 
 def written(
@@ -91,25 +80,6 @@ def _counts_tokens(call: Call) -> bool:
     return bool({"q", "x"} & {*call.parameter_of}) and "positions" not in call.parameter_of
 
 
-def library_of(target: Target) -> str | None:
-    """Return the library of arrays that a target uses, if it uses no torch."""
-    for obj in target.objects:
-        scope = _scope(obj)
-        used = {value.__name__.partition(".")[0] for value in scope.values() if inspect.ismodule(value)}
-        used |= {*getattr(getattr(obj, "__code__", None), "co_names", ())}  # also what it imports itself
-        for library in _LIBRARIES if "torch" not in used else ():
-            if library in used:
-                return library
-    return None
-
-
-def _scope(obj: Any) -> dict[str, Any]:
-    """Return the names of the file that defines an object."""
-    owner = getattr(obj, "owner", obj)
-    code = [owner, *vars(owner if inspect.isclass(owner) else type(owner)).values()]
-    return next((function.__globals__ for function in code if inspect.isfunction(function)), {})
-
-
 def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     """Append to the message of an error the adapter to paste for a target that cannot be called."""
     code = write(target, expected, has_failed=True)
@@ -117,7 +87,7 @@ def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
     says = "Check a function that calls it. The names of its parameters say what check passes."
     if "def tables(" in code:
         says = f"Check FILE:tables,{name_of(target.objects[-1])}, where FILE contains this."
-    scope = _scope(target.objects[-1])
+    scope = arrays.scope_of(target.objects[-1])
     own = (name for name, value in scope.items() if getattr(value, "__module__", "") == scope.get("__name__"))
     rotate = [name for name in own if re.search("rope|rotary|freqs_cis", name.lower())]
     if rotate and name_of(target.objects[-1]).partition(".")[0] not in rotate:  # such as attention
@@ -128,16 +98,17 @@ def show(error: _checks.RopeError, target: Target, expected: Expected) -> None:
 
 def write(target: Target, expected: Expected, *, has_failed: bool = False) -> str:
     """Return the code of an adapter, with `...` for what is not known: also the tables, if the call has failed."""
-    library, last = library_of(target), target.objects[-1]
-    imports = ["import torch", *dict.fromkeys(_import(target, obj) for obj in target.objects)]
+    last = target.objects[-1]
+    library = arrays.library_of(target) or "torch"
+    imports = [f"import {library}", *dict.fromkeys(_import(target, obj) for obj in target.objects)]
     call = words.read_call(function_of(last))
     if len(target.objects) == 2:
         with contextlib.suppress(words.NoCallError):
             call = words.take_tables(last, call)
-    arguments = _arguments(last, call, expected, passes_all=library is not None and len(target.objects) == 1)
+    arguments = _arguments(last, call, expected)
     # In the order of the parameters, in which the function that computes them mostly returns them.
     tables = [word for word in arguments.values() if word in ("cos", "sin", "freqs_cis")]
-    is_open = has_failed and tables == ["freqs_cis"] and not library and "..." not in arguments.values()
+    is_open = has_failed and tables == ["freqs_cis"] and "..." not in arguments.values()
     is_open = is_open and len(target.objects) == 1
     arguments |= {call.parameter_of["freqs_cis"]: "..."} if is_open else {}
     outs = {role: text for role, text in _written(call, expected).items() if role in ("q_out", "k_out")}
@@ -162,35 +133,25 @@ def write(target: Target, expected: Expected, *, has_failed: bool = False) -> st
             return "\n".join((*imports, *objects, "", f"def tables(seq_len):{body}", ""))
         of_x = next((role for role in ("qkv", "q") if role in call.parameter_of), "x")
         made = {name: of_x if text == "x" else text for name, text in made.items()}
-        if library:
-            made = {name: f"to({text})" if text in words.WORDS else text for name, text in made.items()}
         computed = _called(make, made)
         is_indexed = "seq_len" in of_make.parameter_of and "positions" not in call.parameter_of
         if is_indexed:
-            rows = "positions.numpy()" if library else "positions"
-            computed = f"(table[{rows}] for table in {computed})" if len(tables) > 1 else f"{computed}[{rows}]"
+            computed = f"(table[positions] for table in {computed})" if len(tables) > 1 else f"{computed}[positions]"
         lines.append(f"{', '.join(tables) or 'freqs_cis'} = {computed}")
         texts += [*made.values(), "positions" * is_indexed]
     takes = [word for word in words.WORDS if any(re.search(rf"\b{word}\b", text) for text in texts)]
     takes = takes if {"q", "x", "qkv", "kv", "x1"} & {*call.parameter_of} else ["q", "k", *takes]
     takes = [word for word in takes if len(target.objects) < 2 or word not in tables]
     takes = [f"{word}: 's'" if word == "positions" and is_indexed else word for word in takes]
-    if library:
-        arguments = {name: f"to({text})" if text in takes else text for name, text in arguments.items()}
     called = _called(last, arguments)
     if outs:
         both = ", ".join(outs)
         lines += [called, f"return torch.cat(({both}), dim=-1)" if "x1" in call.parameter_of else f"return {both}"]
-    elif library:
-        back = "torch.from_numpy(np.array(out)).type_as(" + (takes or ["x"])[0] + ")"
-        is_pair = {"q", "k"} <= {*takes}
-        lines += [f"out = {called}", f"return {f'tuple({back} for out in out)' if is_pair else back}"]
     else:
         lines.append(f"return {called}")
-    head = ["import numpy as np", _LIBRARIES[library][0], _TO.format(array=_LIBRARIES[library][1])] if library else []
     body = "".join(f"\n    {line}" for line in lines)
     name = "adapter" if any(_object(obj) == "rotate" for obj in target.objects) else "rotate"
-    return "\n".join((*filter(None, (*imports, *head, *objects)), "", f"def {name}({', '.join(takes)}):{body}", ""))
+    return "\n".join((*filter(None, (*imports, *objects)), "", f"def {name}({', '.join(takes)}):{body}", ""))
 
 
 def _written(call: Call, expected: Expected) -> dict[str, str]:
@@ -210,11 +171,8 @@ def _written(call: Call, expected: Expected) -> dict[str, str]:
     return written(call, expected, (expected.head_dim, expected.rotary_dim)) | fixed
 
 
-def _arguments(obj: Any, call: Call, expected: Expected, *, passes_all: bool = False) -> dict[str, str]:
-    """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known.
-
-    With `passes_all`, they include optional positions beside tables.
-    """
+def _arguments(obj: Any, call: Call, expected: Expected) -> dict[str, str]:
+    """Return the arguments of a call by name, as expressions of words, and `...` for those that are not known."""
     role_of = {name: role for role, name in call.parameter_of.items()}
     known, roles = _written(call, expected), {*call.parameter_of}
     sizes = words.filled(function_of(obj), role_of)
@@ -223,7 +181,7 @@ def _arguments(obj: Any, call: Call, expected: Expected, *, passes_all: bool = F
     omitted = call.optional & {"offsets", "cu_seqlens", "tensor_layout", *({"offset"} if "positions" in roles else ())}
     if {"cos", "freqs_cis", "cos_sin_cache"} & roles - call.optional:  # of which the rotated channels follow
         omitted |= call.optional & {"rotary_dim", "offset"}
-        if "cos_sin_cache" not in roles and not passes_all:
+        if "cos_sin_cache" not in roles:
             omitted |= call.optional & {"positions"}
     arguments = {}
     for name, parameter in (words.parameters(function_of(obj)) or {}).items():

@@ -28,6 +28,7 @@ a device, a dtype, an option           Neuron, courses; what is unknown gets Non
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
 any name, known by its use             code of one's own in Python                          uses 305
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
+arrays of NumPy, JAX or MLX            MaxText, Gemma's and ONNX's references, ports        arrays 75
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """
@@ -49,7 +50,7 @@ from torch.autograd.function import FunctionCtx
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected, for_slice
-from ropewalk.tools.check.find import adapter, grid, memory, norms, tables, words
+from ropewalk.tools.check.find import adapter, arrays, grid, memory, norms, tables, words
 from ropewalk.tools.check.find.construct import (
     Arguments,
     config_objects,
@@ -85,6 +86,7 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
         RopeError: no candidate call works. The message says why, or what the target raised, and shows an adapter.
     """
     errors: list[str] = []
+    target = replace(target, library=arrays.library_of(target))
     try:
         return _find(target, expected, layout, torch.float32, errors)
     except _checks.RopeError as e:
@@ -98,6 +100,9 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
         for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
             with contextlib.suppress(_checks.RopeError):
                 return _find(target, expected, layout, dtype, [])
+        if target.library is not None:  # and what it calls may take tensors even so
+            with contextlib.suppress(_checks.RopeError):
+                return _find(replace(target, library=None), expected, layout, torch.float32, [])
         raise
 
 
@@ -114,10 +119,6 @@ def _find(target: Target, expected: Expected, layout: str | None, dtype: torch.d
         return found
     except _checks.RopeError as e:
         errors += finder.errors
-        if (library := adapter.library_of(target)) is not None:
-            error = words.no_call(f"{target.name} must take tensors of torch", f"code that uses {library}")
-            adapter.show(error, target, expected)
-            raise error from e
         if sliced is None:
             if isinstance(e, words.NoCallError):
                 adapter.show(e, target, expected)
@@ -145,7 +146,8 @@ class _Finder:
             self.given = replace(GIVEN, head_dim=rope.head_dim, rotary_dim=rope.rotary_dim)
         elif expected.states_head_dim:
             self.given = replace(GIVEN, head_dim=expected.head_dim, rotary_dim=expected.head_dim)
-        self.found: dict[str, Any] = {"dtype": dtype}  # attributes of the form of every further call
+        # Attributes of the form of every further call.
+        self.found: dict[str, Any] = {"dtype": dtype, "library": target.library}
         self.errors: list[str] = []
         self.unknown: dict[str, None] = {}  # the required parameters whose names are unknown
         self.scored = 0  # calls
@@ -300,10 +302,11 @@ class _Finder:
         target = self.target.objects[0]
         if second is None and is_constructor(target) and words.parameters(function_of(target)):
             _require_tensors(function_of(target))  # before the arguments of its constructor
-        first, arguments = _construct(target, expected)
+        first, arguments = _construct(target, expected, self.target.library)
         if isinstance(second, Method):
             same = isinstance(target, Method) and target.owner is second.owner
             second = getattr(first.__self__, second.name) if same else construct(second, expected)[0]
+        second = arrays.converted(second, self.target.library)
         if second is not None and (taking := words.with_object(second, target, first)) is not None:
             first, second = taking, None
         of_first = {} if second is None or not takes_sizes(first) else words.read_call(first).parameter_of
@@ -379,7 +382,7 @@ class _Finder:
                 fixed |= {name: value for name, value in own.items() if name in (words.parameters(function) or {})}
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
             for way, name in _places(each, sources, count, layout, mode):
-                for form in forms(each, name, function, written=written, fixed=fixed):
+                for form in forms(each, name, function, written=written, fixed=fixed, **self.found):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
                     pairing = {each.parameter_of.get(role): written.get(role) for role in ("interleaved", "is_neox")}
@@ -396,7 +399,7 @@ class _Finder:
                         widened = (way.tables or "").split(", ")[1:2] not in (["bs"], ["s"])
                         text = f"tables, then {text}" + ", tables with an axis for the heads" * widened
                     yield Subject(
-                        form=replace(form, **self.found),
+                        form=form,
                         way=way,
                         signature=text,
                         parameters=tuple(words.parameters(function) or ()),
@@ -647,13 +650,14 @@ def _better(*found: Found | None) -> Found | None:
     return max((each for each in found if each is not None), key=lambda each: each[0], default=None)
 
 
-def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
+def _construct(target: Any, expected: Expected, library: str | None) -> tuple[Any, Arguments | None]:
     """Construct the object, or compute its tables, and return the result with the arguments that were used.
 
     A function that rotates, as the names of its parameters say, is returned with None as arguments.
     """
     if is_constructor(target):
-        return construct(target, expected)
+        built, arguments = construct(target, expected)
+        return arrays.converted(built, library), arguments
     called = words.read_call(target).parameter_of
     if takes_sizes(target) and not {"q", "x", "qkv", "kv", "x1"} & {*called}:
         is_of_dtype = "dtype" in words.filled(target, ())  # which q states in each call
@@ -661,5 +665,6 @@ def _construct(target: Any, expected: Expected) -> tuple[Any, Arguments | None]:
         sizes = grid.sizes_of(target).values()
         returned, arguments = construct(target, expected, [free] if free else sizes)
         returned = getattr(returned, "forward", returned) if not callable(returned) else returned
+        returned = arrays.converted(returned, library)
         return (returned if callable(returned) else TableSet(tables.tensors_of(returned))), arguments
-    return memory.on_device(target), None
+    return arrays.converted(memory.on_device(target), library), None

@@ -85,6 +85,7 @@ class Form:
     eps: float = EPS
     fixed: Mapping[str, Any] = field(default_factory=dict)  # the arguments of parameters without a role, by name
     dtype: torch.dtype = torch.float32  # of q and k, or one of 16 bits if the function takes no float32
+    library: str | None = None  # of the arrays that the function takes in place of tensors
 
     @property
     def has_k(self) -> bool:
@@ -113,7 +114,7 @@ class Form:
         """What to add to the call in the report."""
         told = {"flat": "heads and channels in one axis", "stacked": "stacked before the heads"}
         texts = told.get(self.packing), self.cache and f"cache [{self.cache}]", self.key_head and "one head of k"
-        return "".join(f", {text}" for text in texts if text)
+        return "".join(f", {text}" for text in (*texts, self.library and f"arrays of {self.library}") if text)
 
     @property
     def heads_axis(self) -> int:

@@ -27,6 +27,7 @@ class Target:
 
     name: str  # that the user passed, or the qualified name of the object
     objects: tuple[Any, ...]  # one callable, or two: the first computes cos and sin, the second applies them
+    library: str | None = None  # of the arrays that they take in place of tensors
 
 
 def says_what_runs(target: str) -> str:

@@ -23,6 +23,8 @@ def check(baseline: Baseline) -> bool | str:
     report, plain, refused = baseline.report, baseline.subject, list[bool | str]()
     if report.verdict == "wrong" or {"no-gradient", *POSITIONS_IGNORED} & {*report.codes}:
         return False  # the gradient of a wrong result is wrong, too
+    if plain.form.library is not None:
+        return f"not judged: arrays of {plain.form.library} have no gradient of torch"
     known = len(report.findings)
     for call in (plain, *plain.others):
         there, name = replace(baseline, subject=call), "" if call is plain else f"In the call {call.signature}: "

@@ -50,7 +50,8 @@ def _judge_base(baseline: Baseline) -> bool:
     arguments = baseline.subject.arguments
     if baseline.subject.rebuild is None or baseline.subject.way.given or not (arguments and arguments.base):
         return False
-    if not bool((baseline.law.inv_freq[1:].abs() > 1e-5).any()):  # that of the first pair is the same with any base
+    speeds = baseline.law.inv_freq[1:].abs()  # that of the first pair is the same with any base, and so are 0 and 1
+    if not bool(((speeds > 1e-5) & ((speeds - 1).abs() > 1e-5)).any()):
         return False
     if _angles_match(baseline, baseline.subject.rebuild(base=arguments.base * 37)):
         says = f"An object of base {arguments.base * 37:g} has the angles of base {arguments.base:g}."
