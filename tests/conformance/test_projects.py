@@ -245,11 +245,15 @@ class OfTimes(torch.nn.Module):
         return self.angles[offset : offset + seq_len]
 
 
-class OfAShape:
+class OfAShape(torch.nn.Module):
     """As in timm, whose tables are made for half pairing, and applied to interleaved pairs by default."""
 
     def __init__(self, dim: int, normalize_coords: str = "none") -> None:
+        super().__init__()
         self.inv_freq = frequencies(dim // 2, 100.0)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, channels, height, width]
+        return x * self.get_embed([*x.shape[2:]])[:, None]
 
     def get_embed(self, shape: list[int] | None = None) -> Tensor:
         places = torch.cartesian_prod(*(torch.arange(n).double() for n in shape or ()))
@@ -338,6 +342,22 @@ def by_pos(pos: Tensor, t: Tensor) -> Tensor:
     return (t * pos.cos()[:, None] + other * pos.sin()[:, None]).type_as(t)
 
 
+class Kept(dict[str, Any]):
+    pass
+
+
+class OfACache:
+    """As in OLMo and LLaDA."""
+
+    def __init__(self, config: Any, cache: Kept) -> None:
+        self.inv_freq, self.cache = frequencies(config.d_model // config.n_heads), cache
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.cache.get("inv_freq") is None:
+            self.cache["inv_freq"] = self.inv_freq
+        return turn(x, positions[..., None] * self.cache["inv_freq"])
+
+
 class OfAnInputSize:
     """As in speechbrain, whose input is no image."""
 
@@ -362,6 +382,8 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("OfTimes,by_angles", {}, [], ""),
         ("OfAShape.get_embed,by_halves", {"pairing": "half"}, [], "half=True"),
         ("OfAShape.get_embed,by_halves", {}, ["mixed-pairings"], "half"),
+        ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
+        ("OfACache", {}, [], "base 10000"),
         ("of_scales,by_angles", {}, [], ""),
         ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),
         ("AfterAToken", {}, [], "pairs 0 to 15 height, 16 to 31 width"),

@@ -36,6 +36,7 @@ For any other call, `adapter` writes a function to complete. A call of a new kin
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -100,10 +101,27 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
         for dtype in reversed(ROUNDING) if any(re.search(_OF_DTYPE, e) for e in errors) else ():  # float16 is finer
             with contextlib.suppress(_checks.RopeError):
                 return _find(target, expected, layout, dtype, [])
+        for method in _methods(target):
+            with contextlib.suppress(_checks.RopeError):
+                of_method = replace(target, objects=(method, *target.objects[1:]))
+                found = _find(of_method, expected, layout, torch.float32, [])
+                return replace(found, signature=f"{found.signature}, by the method {method.name}")
         if target.library is not None:  # and what it calls may take tensors even so
             with contextlib.suppress(_checks.RopeError):
                 return _find(replace(target, library=None), expected, layout, torch.float32, [])
         raise
+
+
+def _methods(target: Target) -> Iterator[Method]:
+    """Yield the methods of a class that may rotate, or compute tables for another function, if its call does not."""
+    owner, makes_tables = target.objects[0], len(target.objects) == 2
+    for name, function in vars(owner).items() if inspect.isclass(owner) else ():
+        if not name.startswith("_") and name != "forward" and inspect.isfunction(function):
+            call = words.read_call(called := function_of(method := Method(owner, name)))
+            required = {*call.parameter_of} - call.optional
+            takes_tokens = bool({"q", "x", "qkv"} & required)
+            if takes_tokens != makes_tables and (takes_tokens or "positions" in required or grid.sizes_of(called)):
+                yield method
 
 
 def _find(target: Target, expected: Expected, layout: str | None, dtype: torch.dtype, errors: list[str]) -> Subject:

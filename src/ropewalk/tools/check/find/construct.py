@@ -147,7 +147,9 @@ def _sides(owner: Any) -> dict[str, bool]:
 def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
     """Return an object for each parameter that is for a config."""
     known = parameters(owner) or {}
-    return {name: _config_object(owner, known[name].annotation, expected) for name in configs(owner)}
+    kinds = {name: _annotation(owner, known[name]) for name in configs(owner)}
+    caches = {n for n, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, dict)} - _CONFIGS
+    return {n: kind() if n in caches else _config_object(owner, kind, expected) for n, kind in kinds.items()}
 
 
 def configs(owner: Any) -> set[str]:
@@ -362,6 +364,14 @@ def _of_keys(keys: Iterable[str], expected: Expected) -> dict[str, Any]:
     return values
 
 
+def _annotation(owner: Any, parameter: inspect.Parameter) -> Any:
+    """Return what a parameter is annotated with, also in a module with `from __future__ import annotations`."""
+    if not isinstance(annotation := parameter.annotation, str):
+        return annotation
+    code = getattr(owner, "__init__", None) if inspect.isclass(owner) else owner
+    return getattr(code, "__globals__", {}).get(annotation) or getattr(owner, annotation, None)
+
+
 def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     """Build the object to pass for the user's config, with the same keys and no others.
 
@@ -370,9 +380,6 @@ def _config_object(owner: Any, annotation: Any, expected: Expected) -> Any:
     is stated, the keys have the values that their names mean.
     """
     config = expected.config
-    if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
-        code = getattr(owner, "__init__", None) if inspect.isclass(owner) else owner
-        annotation = getattr(code, "__globals__", {}).get(annotation) or getattr(owner, annotation, None)
     if not isinstance(config, Mapping | None):
         config = copy.deepcopy(config)
         return config.get_text_config() if hasattr(config, "get_text_config") else config
