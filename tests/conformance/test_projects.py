@@ -342,6 +342,23 @@ def by_pos(pos: Tensor, t: Tensor) -> Tensor:
     return (t * pos.cos()[:, None] + other * pos.sin()[:, None]).type_as(t)
 
 
+class OfOddSections:
+    """As in SkyReels and Wan, which divide the channels by 6. Divided by 3, sections end within a pair."""
+
+    def __init__(self, dim: int, patch_size: tuple) -> None:  # type: ignore[type-arg]
+        _, rows, columns = patch_size
+        sizes = torch.tensor([dim - 2 * (dim // 3), dim // 3 * rows, dim // 3 * columns])
+        self.axis = torch.arange(3).repeat_interleave(sizes)
+        self.inv_freq = torch.cat([frequencies(n) for n in (24, 20, 20)]).repeat_interleave(2)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        assert positions.max() < 512  # rows of a table
+        angles = (positions.double()[self.axis].movedim(0, -1) * self.inv_freq)[:, :, None]
+        cos, sin = angles.cos()[..., ::2], angles.sin()[..., 1::2]
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).type_as(x)
+
+
 class Kept(dict[str, Any]):
     pass
 
@@ -384,6 +401,7 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("OfAShape.get_embed,by_halves", {}, ["mixed-pairings"], "half"),
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
+        ("OfOddSections", {}, ["mixed-pairings"], "Pair 21 is turned by several axes"),
         ("of_scales,by_angles", {}, [], ""),
         ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),
         ("AfterAToken", {}, [], "pairs 0 to 15 height, 16 to 31 width"),

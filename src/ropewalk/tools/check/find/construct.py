@@ -224,7 +224,8 @@ def _by_name(
     for part, size in parts.items():
         for name, p in known.items():
             if (p.default is p.empty or part in (NOT_ROTATED, "nope")) and size is not None and re.search(part, name):
-                values.setdefault(name, (1, 1, 1) if "[int" in str(p.annotation) and part == "^patch_size" else size)
+                is_of_axes = part == "^patch_size" and re.search("(?i)tuple|list|sequence", str(p.annotation))
+                values.setdefault(name, (1,) * (str(p.annotation).count("int") or 3) if is_of_axes else size)
     return values
 
 

@@ -61,6 +61,8 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
     if rope is None or rope.axes is None:
         if ignored := [name for of, name in enumerate(names) if min(axis) >= 0 and of not in axis]:
             report.add("axis-ignored", f"Positions on {' and '.join(ignored)} turn no pair.")
+        if 0 < axis.count(_SEVERAL) <= 2 < len(axis) // subject.axes:  # as by sections of an odd number of channels
+            report.add("mixed-pairings", f"Pair {axis.index(_SEVERAL)} is turned by several axes, and others by one.")
         return subject, OnAxes(alone, axis, _fitting(axis, multipliers, structure), names)
     moving = rope.inv_freq != 0
     right = tuple(np.array(rope.axes.axis)[moving].tolist())

@@ -96,7 +96,8 @@ def run(subject: Subject, report: Report) -> None:
         fused.judge(baseline)
         conditions.judge(baseline)
         report.test("several axes", partial(axes.judge_calls, baseline))
-    if subject.way.given is None and not {"positions-ignored", "offset-ignored", "one-position"} & {*report.codes}:
+    of_no_law = {"positions-ignored", "offset-ignored", "one-position", "mixed-pairings"}
+    if subject.way.given is None and not of_no_law & {*report.codes}:
         report.test("far positions", partial(positions.judge_far, baseline))
         report.test("long sequence", partial(positions.judge_length, baseline), may_raise=True)
     if is_comparable:
