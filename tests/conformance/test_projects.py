@@ -375,6 +375,16 @@ class OfACache:
         return turn(x, positions[..., None] * self.cache["inv_freq"])
 
 
+class OfAKey:
+    """As in Equinox, whose key is for random numbers."""
+
+    def __init__(self, embedding_size: int, theta: float = 10_000.0) -> None:
+        self.inv_freq = frequencies(embedding_size, theta)
+
+    def __call__(self, x: Tensor, *, key: Tensor | None = None) -> Tensor:
+        return turn(x, torch.arange(x.shape[1])[:, None] * self.inv_freq)
+
+
 class OfAnInputSize:
     """As in speechbrain, whose input is no image."""
 
@@ -401,6 +411,7 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("OfAShape.get_embed,by_halves", {}, ["mixed-pairings"], "half"),
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
+        ("OfAKey", {}, [], "base 10000"),
         ("OfOddSections", {}, ["mixed-pairings"], "Pair 21 is turned by several axes"),
         ("of_scales,by_angles", {}, [], ""),
         ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),

@@ -45,7 +45,7 @@ _NAMES = {
     "is_neox": SPELLINGS["is_neox"],
     "dtype": "",
     "axes_dim": "axes_dims rope_dim_list rope_axes_dim",
-    "embed_dim": "n_embd hidden_size d_model",
+    "embed_dim": "n_embd hidden_size d_model embedding_size",
     "heads": "n_head n_heads num_heads num_attention_heads nhead",
     "layer_type": "",
     "layer_index": "layer_idx layer_id i_layer",  # from 0, unlike Megatron's layer_number

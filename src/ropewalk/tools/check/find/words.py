@@ -200,6 +200,8 @@ def read_call(called: Callable[..., Any]) -> Call:
     alone = next((role for role in "qkv" if role in roles), "")
     if not {"x", "qkv", "kv"} & {*roles} and not {"q", "k"} <= {*roles}:  # as a function for one tensor may call it
         roles = {"x" if role == alone else role: name for role, name in roles.items()}
+    if {"x", "k"} <= {*roles} and "q" not in roles and known[roles["k"]].default is None:  # of JAX's random numbers
+        roles.pop("k")
     if roles.get("x") == "x" and "y" in known and "k" not in roles:  # as in AITER
         roles["q"], roles["k"] = roles.pop("x"), "y"
     if {"qk_head_dim", "emb_dim"} <= {*known}:  # as in Megatron, of MLA
