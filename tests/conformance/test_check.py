@@ -496,8 +496,16 @@ class TestExpected:
         if annotation in ("ModelArgs", ModelArgs):
             assert conformance.check(Rotary, config=LLAMA | {"rope_theta": 500_000.0}).codes == []
 
-    @pytest.mark.parametrize("is_right", [True, False])
-    def test_options_of_llama_3_by_other_names(self, is_right: bool) -> None:
+    @pytest.mark.parametrize(
+        ("ramp", "codes", "says"),
+        [
+            ("right", [], "base 500000"),
+            ("mirrored", ["llama3-smooth-inverted"], "mirrored frequency"),
+            ("kept", ["wrong-frequencies"], "There is no ramp: the 3 pairs on it are kept."),
+            ("divided", ["wrong-frequencies"], "There is no ramp: the 3 pairs on it are divided by the factor."),
+        ],
+    )
+    def test_options_of_llama_3_by_other_names(self, ramp: str, codes: list[str], says: str) -> None:
         def make(
             head_dim: int, theta_base: float = 10_000.0, freq_config: dict[str, float] | None = None
         ) -> Callable[..., Tensor]:
@@ -506,8 +514,9 @@ class TestExpected:
                 of_length = freq_config["original_context_length"] * inv_freq / (2 * math.pi)
                 low, high = freq_config["low_freq_factor"], freq_config["high_freq_factor"]
                 smooth = ((of_length - low) / (high - low)).clamp(0, 1)
+                instead = {"right": smooth, "mirrored": 1 - smooth, "kept": torch.tensor(1.0)}
                 inside = (smooth > 0) & (smooth < 1)
-                smooth = torch.where(inside & (not is_right), 1 - smooth, smooth)
+                smooth = torch.where(inside, instead.get(ramp, torch.tensor(0.0)), smooth)
                 inv_freq = smooth * inv_freq + (1 - smooth) * inv_freq / freq_config["factor"]
             return lambda x, positions: turned(x, positions[..., None, None] * inv_freq)
 
@@ -519,7 +528,9 @@ class TestExpected:
             "original_max_position_embeddings": 8192,
         }
         config = LLAMA | {"rope_theta": 500_000.0, "rope_scaling": scaling}
-        assert conformance.check(make, config=config).codes == ([] if is_right else ["llama3-smooth-inverted"])
+        report = conformance.check(make, config=config)
+        assert report.codes == codes
+        assert says in str(report), str(report)
 
     def test_code_for_the_config_class_of_transformers_gets_one(self) -> None:
         class Rotary:

@@ -401,6 +401,61 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
     return torch.arange(length, dtype=dtype)[:, None] * frequencies(head_dim).to(dtype)
 
 
+def up_to_a_length(x: Tensor, positions: Tensor) -> Tensor:
+    """As in caches that are scaled when they are made, and not when they grow."""
+    return turn(x, (positions.double() / torch.where(positions < 4096, 4, 1))[..., None] * frequencies(64, 5e5))
+
+
+class OfTheFirstCall:
+    """As in labml, which keeps the table of the first call."""
+
+    def __init__(self, d: int) -> None:
+        self.inv_freq, self.angles = frequencies(d), None
+
+    def forward(self, x: Tensor) -> Tensor:  # [seq, batch, heads, d]
+        if self.angles is None:
+            self.angles = torch.arange(len(x))[:, None] * self.inv_freq
+        return turn(x, self.angles[: len(x), None])
+
+
+class OfFlatTokens:
+    """As in vLLM's code for M-RoPE, whose tokens are in one axis, and whose angles also fit tokens before rows."""
+
+    def __init__(self, head_size: int, is_neox_style: bool) -> None:
+        self.head_size = head_size
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        axis = torch.arange(3).repeat_interleave(torch.tensor([8, 12, 12]))
+        angles = positions[axis].T * frequencies(self.head_size)
+        heads = [x.reshape(len(angles), -1, self.head_size) for x in (query, key)]
+        return turn(heads[0], angles).view(query.shape), turn(heads[1], angles).view(key.shape)
+
+
+def from_the_first_frame(x: Tensor, grid_sizes: Tensor, start_frame: int = 0) -> Tensor:
+    """As in ports of Self-Forcing, in which a later block of frames gets the angles of the first."""
+    angles = []
+    for sides in grid_sizes.tolist():
+        places = torch.cartesian_prod(*map(torch.arange, sides)).T
+        angles.append(torch.cat([p[:, None] * frequencies(n) for p, n in zip(places, (24, 20, 20), strict=True)], -1))
+    return turn(x, torch.stack(angles))
+
+
+def exchanged_polar(dim: int, end: int) -> Tensor:
+    angles = torch.arange(end).float()[:, None] * frequencies(dim).float()
+    return torch.polar(angles, torch.ones_like(angles))
+
+
+def by_numbers(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    z = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous()) * freqs_cis[:, None]
+    return torch.view_as_real(z).flatten(-2).type_as(x)
+
+
+def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
+    angles = (positions[..., None] * frequencies(64))[..., None, :]
+    (a, b), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.flip(-1).sin()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
 @pytest.mark.parametrize(
     ("target", "stated", "codes", "says"),
     [
@@ -412,6 +467,12 @@ def of_a_dtype(head_dim: int, length: int = 4096, dtype: torch.dtype = torch.flo
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
         ("OfAKey", {}, [], "base 10000"),
+        ("OfFlatTokens", {}, [], "layout               thd"),
+        ("up_to_a_length", {"config": LINEAR}, ["wrong-far-positions"], "Position 4,097 has the angles of 16,388"),
+        ("OfTheFirstCall", {}, ["earlier-calls-matter"], "After a call with fewer tokens"),
+        ("from_the_first_frame", {}, ["offset-ignored"], "The code never reads start_frame."),
+        ("exchanged_polar,by_numbers", {}, ["not-a-rotation"], "`torch.polar` were exchanged"),
+        ("by_reversed_sines", {}, ["not-a-rotation"], "their squares do not add up to 1"),
         ("OfOddSections", {}, ["mixed-pairings"], "Pair 21 is turned by several axes"),
         ("of_scales,by_angles", {}, [], ""),
         ("OfOneWidth,by_angles", {}, [], "0 to 95 of 96"),

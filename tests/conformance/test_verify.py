@@ -109,6 +109,13 @@ def scaled_twice(parameters: dict[str, Any]) -> nn.Module:
     return model
 
 
+def with_the_ramp_of_the_usual_base() -> nn.Module:
+    plain, usual, ramp = (
+        llama(of).model.rotary_emb.inv_freq for of in (PLAIN, PLAIN | {"rope_theta": 1e4}, YARN | {"rope_theta": 1e4})
+    )
+    return changed("inv_freq", lambda _: plain * ramp / usual)
+
+
 def changed(name: str, change: Callable[[Any], Any]) -> nn.Module:
     model = llama(YARN)
     setattr(model.model.rotary_emb, name, change(getattr(model.model.rotary_emb, name)))
@@ -154,6 +161,12 @@ FAILURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = 
         YARN,
         "yarn-original-length",
         "131,072 trained tokens instead of 32,768",
+    ),
+    "ramp of the usual base": (
+        with_the_ramp_of_the_usual_base,
+        YARN,
+        "wrong-frequencies",
+        "The ends of the ramp are those of base 10000 instead of 500000.",
     ),
     "factor twice": (
         lambda: changed("attention_scaling", lambda factor: factor**2),

@@ -79,13 +79,16 @@ class Llama3(Scheme):
         return (1 - smooth) * w / self.factor + smooth * w
 
     def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
-        """Yield the frequencies of a mirrored ramp, and those of a reversed one."""
+        """Yield the frequencies of a mirrored ramp, of none, and those of a reversed one."""
         plain = default.inv_freq(base, rotary_dim)
         pairs = [(w, w / self.factor, f) for w, f in zip(plain, self.inv_freq(base, rotary_dim), strict=True)]
         between = [slowest * (1 + 1e-9) < f < w * (1 - 1e-9) for w, slowest, f in pairs]
         says = f"The {sum(between)} pairs on the ramp have the mirrored frequency."
         wrong = [w + slowest - f if on else f for (w, slowest, f), on in zip(pairs, between, strict=True)]
         yield "llama3-smooth-inverted", says, wrong
+        for says, of in (("kept", 0), ("divided by the factor", 1)):
+            wrong = [pair[of] if on else pair[2] for pair, on in zip(pairs, between, strict=True)]
+            yield "wrong-frequencies", f"There is no ramp: the {sum(between)} pairs on it are {says}.", wrong
         yield from reversed_ramp("llama3-smooth-inverted", plain, self.factor)
 
     def trained_length(self, longest: int | None) -> int:

@@ -178,7 +178,7 @@ class YaRN(Scheme):
         return m * m
 
     def known_bugs(self, base: float, rotary_dim: int) -> Iterator[tuple[str, str, Sequence[float]]]:
-        """Yield the frequencies of the other value of `truncate`, of the scaled length, and of a reversed ramp."""
+        """Yield the frequencies of the other `truncate`, of the scaled length, of the usual base, and reversed ones."""
         other = replace(self, truncate=not self.truncate)
         says = f"The frequencies are those of truncate: {str(other.truncate).lower()}."
         yield "yarn-truncate", says, other.inv_freq(base, rotary_dim)
@@ -186,7 +186,11 @@ class YaRN(Scheme):
         longer = replace(self, original_max_position_embeddings=scaled)
         says = f"The ramp is that of {scaled:,} trained tokens instead of {self.original_max_position_embeddings:,}."
         yield "yarn-original-length", says, longer.inv_freq(base, rotary_dim)
-        yield from reversed_ramp("yarn-ramp-swapped", default.inv_freq(base, rotary_dim), self.factor)
+        plain, usual = default.inv_freq(base, rotary_dim), default.inv_freq(10_000.0, rotary_dim)
+        of_usual = zip(plain, usual, self.inv_freq(10_000.0, rotary_dim), strict=True)
+        says = f"The ends of the ramp are those of base 10000 instead of {base:.10g}."
+        yield "wrong-frequencies", says, [w * scaled / unscaled for w, unscaled, scaled in of_usual]
+        yield from reversed_ramp("yarn-ramp-swapped", plain, self.factor)
 
     def trained_length(self, longest: int | None) -> int:
         return self.original_max_position_embeddings

@@ -156,6 +156,7 @@ class _Finder:
         if of_grid:
             self.axes = f"{self.counts[-1]}s"
         first = words.parameters(getattr(target.objects[0], "owner", target.objects[0])) or {}
+        self.is_of_engine = "is_neox_style" in first  # and takes the tokens of all sequences in one axis
         widths = next((first[name].default for name in ("axes_dim", "axes_dims") if name in first), None)
         if not self.axes and isinstance(widths, list | tuple):  # of each axis
             self.axes = str(len(widths))
@@ -189,7 +190,8 @@ class _Finder:
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
             mixes = best is not None and best[0] >= _ROTATES  # which a single token does not show
-            tried = [each for each in LAST if not (mixes and each in ONE_TOKEN)]
+            new = LAYOUTS if best is None or best[0] < _ROTATES else ()  # for an object that no other call has changed
+            tried = [each for each in (*new, *LAST) if not (mixes and each in ONE_TOKEN)]
             last = _better(*(self.search(stated or None, each) for each in tried))
             if mixes and best is not None and last is not None and last[0] >= _IN_PAIRS:
                 must, fix = "the layout must be stated", f"Pass {_checks.argument('layout')}."
@@ -215,7 +217,8 @@ class _Finder:
         for mode in ("offsets", "offset", "packed", "rows", *["grids"] * self.is_grid):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
-        if layout is None and not chosen.form.is_fused and chosen.layout in (*LAYOUTS, "d"):
+        is_usual = not (chosen.form.is_fused or self.is_of_engine) and chosen.layout in (*LAYOUTS, "d")
+        if layout is None and is_usual:
             likelier = "hd" if chosen.layout == "d" else None
             every = self.candidates(self.expected, chosen.way.given or self.given, chosen.axes, likelier)
             chosen = replace(chosen, other_layout=_wrong_only_in_several(chosen, every))
@@ -399,7 +402,7 @@ class _Finder:
                 own = of_scaling(getattr(expected.unresolved or expected.rope, "scaling", None))
                 fixed |= {name: value for name, value in own.items() if name in (words.parameters(function) or {})}
             self.unknown |= dict.fromkeys(name for name, value in fixed.items() if value is None)
-            for way, name in _places(each, sources, count, layout, mode):
+            for way, name in _places(each, sources, count, layout, mode, is_of_engine=self.is_of_engine):
                 for form in forms(each, name, function, written=written, fixed=fixed, **self.found):
                     used = {*words.WORDS} - OF_POSITIONS | {"eps", "unsqueeze_dim", *written, *way.roles}
                     passed = {parameter for role, parameter in each.parameter_of.items() if role in used}
@@ -437,14 +440,20 @@ def _require_tensors(function: Any) -> None:
 
 
 def _places(
-    call: Call, sources: list[Source], count: int | None, layout: str | None, mode: str | None
+    call: Call,
+    sources: list[Source],
+    count: int | None,
+    layout: str | None,
+    mode: str | None,
+    *,
+    is_of_engine: bool,
 ) -> Iterator[tuple[Way, str]]:
     """Yield each way to pass positions and tables, with a layout of q and k, the most likely first.
 
     Functions with a parameter unsqueeze_dim, as in Hugging Face, mostly expect heads before tokens, and kernels of
     engines expect the tokens of all sequences in one axis.
     """
-    roles = call.parameter_of
+    roles = {*call.parameter_of, *["head_size"] * is_of_engine}
     likely: dict[str, tuple[str, ...]] = {"unsqueeze_dim": ("bhsd",), "slots": ("thd",)}
     likely |= dict.fromkeys(("cos_sin_cache", "q_weight", "head_size"), ("bshd", "thd"))
     first = next((likely[role] for role in likely if role in roles), ())
@@ -460,6 +469,7 @@ _TOKENS, _HEADS, _MANY = 5, 4, 129
 _MOST = 150  # calls that are scored
 _PERFECT = 30  # the largest score
 _IN_PAIRS = 20  # the smallest score of one that rotates pairs
+_RATED = {None: 10, "attention-factor": 8, "cos-and-sin-swapped": 8, "not-a-rotation": 6, "stretched": 6}  # by flaw
 _ROTATES = 12  # the smallest score of a call whose result depends on the token, and not on the head
 
 
@@ -495,7 +505,7 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
     if (found := structure.infer(maps, subject.close)) is not None:
         at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
-            {None: 10, "attention-factor": 8, "cos-and-sin-swapped": 8, "not-a-rotation": 6}.get(found.flaw, 2)
+            _RATED.get(found.flaw, 2)
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
             + 1 * bool(((at_0.angle().abs() < subject.close) & (at_0 != 0)).all())

@@ -237,6 +237,11 @@ def reads(called: Callable[..., Any], name: str) -> bool:
     return name in code.co_cellvars or any(name in (v if isinstance(v, tuple) else (v,)) for v in loaded)
 
 
+def is_offset(name: str) -> bool:
+    """Return whether a parameter of this name is for the position of the first token."""
+    return name in WORDS["offset"].split() or re.search(_PARTS["offset"], name) is not None
+
+
 def names_sin_first(function: Callable[..., Any]) -> bool:
     """Return whether a function assigns sin before cos, or the name of a parameter begins with it."""
     code = getattr(inspect.unwrap(code_of(function)), "__code__", None)

@@ -185,6 +185,11 @@ def name_bug(baseline: Baseline, z: Tensor, positions: Tensor, token: int, *, ri
             if p % n < p and law.explains(z, torch.tensor(p % n)):
                 code = "table-wraps" if baseline.subject.way.positions in ("rows", "shared") else "positions-restart"
                 return code, f"Position {p:,} has the angles of {p % n:,}: they repeat after {n:,} tokens."
+    slow = int(law.inv_freq.abs().argmin())
+    farther = float(z[slow].angle() / law.inv_freq[slow])
+    if farther > p + 1 and law.explains(z, torch.tensor(farther)):
+        says = f"Position {p:,} has the angles of {farther:,.0f}, as without a scale that holds up to there."
+        return "wrong-far-positions", says
     for other in range(p - 1, max(p - 64, 0), -1):
         if law.explains(z, torch.tensor(other)):
             return "wrong-far-positions", f"Position {p:,} has the angles of {other:,}."

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ropewalk import Axes, Rope, _checks
 from ropewalk._layout import Pairing
-from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find import memory, words
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import (
     axes,
@@ -54,6 +54,8 @@ def run(subject: Subject, report: Report) -> None:
         report.found["not judged"] = f"{', '.join(unstated)}, which {_checks.argument('config')} states"
     if subject.unread:
         report.found["never read"] = ", ".join(subject.unread)
+        if subject.of_grid and (offsets := [name for name in subject.unread if words.is_offset(name)]):
+            report.add("offset-ignored", f"The code never reads {offsets[0]}.")
     if subject.not_passed:
         report.found["not passed"] = ", ".join(subject.not_passed)
         report.untried = [name for name in subject.not_passed if _OF_DECODING & {*name.lower().split("_")}]
@@ -128,7 +130,10 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         report.add("tables-misused", "At position 0, where cos is 1 and sin is 0, channels are multiplied by sin(1).")
         return None
     if bool((zero := ~maps.flatten(1).any(-1)).any()):
-        report.add("not-a-rotation", f"The result is 0 at position {int(zero.nonzero()[0])}, as with cos and sin of 0.")
+        says = f"The result is 0 at position {int(zero.nonzero()[0])}, as with cos and sin of 0."
+        if torch.allclose(maps[2].norm(), 2 * maps[1].norm()):
+            says += " Its size grows like the position, as if the arguments of `torch.polar` were exchanged."
+        report.add("not-a-rotation", says)
         return None
     if "weights" in subject.form.takes:  # a norm, even of a head of size 1, rounds
         maps = torch.where((maps - 1).abs() < subject.close, 1.0, maps)
@@ -163,9 +168,9 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         if structure.pairing is None:  # then a part of the pairs was found
             report.drop("wrong-pairing", "rest-not-passed")
         says = _FLAWS[structure.flaw]
-        if structure.flaw in ("not-a-rotation", "channel-overwritten") and _rotates_in_16_bits(subject):
+        if structure.flaw in ("not-a-rotation", "channel-overwritten", "stretched") and _rotates_in_16_bits(subject):
             says += " With float16 tensors it rotates: of them, `.float()` is a copy, but of float32 ones it is none."
-        report.add(structure.flaw, says)
+        report.add("not-a-rotation" if structure.flaw == "stretched" else structure.flaw, says)
         return None
     subject, on_axes = axes.judge(subject, structure, multipliers, report)
     measured = _judge_law(subject, structure, multipliers, report, on_axes)
@@ -272,6 +277,7 @@ def _judge_head_sizes(baseline: Baseline) -> bool | str:
 _FREQUENCIES = ("wrong-base", "wrong-frequencies")
 _FLAWS = {
     "not-a-rotation": "The two channels of a pair do not become (a cos − b sin, b cos + a sin) for any one angle.",
+    "stretched": "The numbers in place of cos and sin are not those of one angle: their squares do not add up to 1.",
     "channel-overwritten": "One channel of each pair is computed from the result for the other, as b cos + a' sin.",
     "mixed-pairings": "The two channels of a pair are multiplied by the cosines or sines of different angles.",
     "attention-factor": "cos and sin are multiplied by different factors.",

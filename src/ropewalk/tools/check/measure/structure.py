@@ -149,7 +149,7 @@ def _flaw(blocks: Tensor, close: float) -> str | None:
         cos, sin = first_row.real / first_row.real[:1], first_row.imag
         squares = (sin**2 / (1 - cos**2))[cos**2 < 0.9]
         is_ellipse = len(squares) > 0 and float(squares.max() - squares.min()) < 0.01 * float(squares.max())
-        return "attention-factor" if is_ellipse else "not-a-rotation"
+        return "attention-factor" if is_ellipse else "stretched"
     for a, b in ((first_row, second_row), (second_row, first_row)):  # b is computed from the result a
         if torch.allclose(b, torch.complex(a.real - a.imag**2, a.real * a.imag), atol=close):
             return "channel-overwritten"
