@@ -37,6 +37,17 @@ LLAMA31: dict[str, Any] = {
 }
 
 
+SMOLLM3: dict[str, Any] = {
+    "model_type": "smollm3",
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 4,
+    "rope_theta": 5e6,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+}
+
+
 LINEAR = LLAMA31 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 
 
@@ -418,6 +429,53 @@ class OfTheFirstCall:
         return turn(x, self.angles[: len(x), None])
 
 
+class OfASlice:
+    """As by dynamic_slice of JAX, which moves a slice that would pass the end of a table, also of a known length."""
+
+    def __init__(self, dim: int, max_len: int = 4096) -> None:
+        self.inv_freq, self.max_len = frequencies(dim), max_len
+
+    def __call__(self, x: Tensor, start_index: int = 0) -> Tensor:
+        first = min(start_index, self.max_len - x.shape[1])
+        return turn(x, torch.arange(first, first + x.shape[1])[:, None] * self.inv_freq)
+
+
+class OfSomeLayers:
+    """As in SmolLM3, where every fourth layer has no rotation."""
+
+    def __init__(self, config: Any, layer_idx: int, first: int = 1) -> None:
+        self.inv_freq = frequencies(config.hidden_size // config.num_attention_heads, config.rope_theta)
+        self.use_rope = (layer_idx + first) % config.no_rope_layer_interval != 0
+
+    def __call__(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None] * self.inv_freq
+        return (turn(q, angles), turn(k, angles)) if self.use_rope else (q, k)
+
+
+class OfOtherLayers(OfSomeLayers):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, first=0)
+
+
+def of_slots(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    key_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rotates what it stores by the slot, in place of the position."""
+
+    def at(x: Tensor, rows: Tensor) -> Tensor:
+        cos, sin = cos_sin_cache[rows].chunk(2, dim=-1)
+        return turn(x, torch.atan2(sin, cos))
+
+    kept = slot_mapping >= 0
+    key_cache[slot_mapping[kept]] = at(k[kept], slot_mapping[kept])
+    return at(q, positions), at(k, positions)
+
+
 class OfFlatTokens:
     """As in vLLM's code for M-RoPE, whose tokens are in one axis, and whose angles also fit tokens before rows."""
 
@@ -467,6 +525,10 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
         ("OfAKey", {}, [], "base 10000"),
+        ("OfASlice", {}, ["wrong-far-positions"], "Position 4,097 has the angles of 4,093."),
+        ("OfSomeLayers", {"config": SMOLLM3, "layer": 3}, [], "layer 3  ok     q is left as it is, as expected"),
+        ("OfOtherLayers", {"config": SMOLLM3, "layer": 3}, ["layer-rotated"], "Layer 3 of the config has no rotation"),
+        ("of_slots", {}, ["stored-key-unlike-key"], ""),
         ("OfFlatTokens", {}, [], "layout               thd"),
         ("up_to_a_length", {"config": LINEAR}, ["wrong-far-positions"], "Position 4,097 has the angles of 16,388"),
         ("OfTheFirstCall", {}, ["earlier-calls-matter"], "After a call with fewer tokens"),

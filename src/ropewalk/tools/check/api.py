@@ -100,7 +100,7 @@ def check(
 
 
 def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | None, report: Report) -> None:
-    """Find the call of a loaded target, and run all steps."""
+    """Find the call of a loaded target, and run all steps, or only that for a layer that must not rotate."""
     try:
         subject = calls.find(loaded, expectation, layout)
     except _checks.RopeError:
@@ -108,6 +108,9 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
         if not used.stays:
             raise
         report.add("wrong-device", f"On {used.device}: {used.stays}.")
+        return
+    if expectation.is_still:
+        steps.judge_still(subject, report)
         return
     try:
         steps.run(subject, report)

@@ -79,6 +79,9 @@ BUGS: dict[str, Bug] = {
     "frequencies-reversed": Bug(
         "the slowest pair comes first", "Let the exponent grow with the index of the pair: base ** (-2i / dim)."
     ),
+    "layer-rotated": Bug(
+        "a layer that must not rotate rotates", "Pass q and k on in the layers that the config leaves out."
+    ),
     "wrong-pairing": Bug(
         "the pairing is not the pairing of the weights",
         "Change the pairing in the code, or permute the rows of the q and k projections to match it.",

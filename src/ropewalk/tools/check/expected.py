@@ -35,6 +35,7 @@ class Expected:
         layer_type: the kind of the layer whose rope is expected, such as "full_attention", for code with a parameter
             for it. None if all layers are alike.
         layer: the index of that layer.
+        is_still: whether that layer must not rotate. `rope` is then that of another layer.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
         is_slice: whether the target gets only the rotated channels, which its caller slices out.
@@ -54,6 +55,7 @@ class Expected:
     config: Any = None
     layer_type: str | None = None
     layer: int = 0
+    is_still: bool = False
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     is_slice: bool = False
@@ -145,6 +147,7 @@ def read(
         config=config if hasattr(config, "to_dict") else _keys_of(config, ropes),
         layer_type=ropes.layer_kinds[chosen] if ropes.layer_kinds else None,
         layer=chosen,
+        is_still=ropes.layers[chosen] is None,
         notes=notes,
         axis_names=ropes.axis_names,
     )
@@ -178,7 +181,10 @@ def _keys_of(config: Any, ropes: ModelRopes) -> Mapping[str, Any] | None:
 
 
 def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:
-    """Return the layer to compare with and its rope: the one that the user chose, or any if all rotate alike."""
+    """Return the layer to compare with: the one that the user chose, or any if all rotate alike.
+
+    Return its rope as well, or that of another layer if it does not rotate.
+    """
     if layer is not None and not 0 <= layer < len(layers):
         fix = "Pass the index of a layer of the model."
         raise _checks.error("check", f"layer must be from 0 to {len(layers) - 1}", str(layer), fix)
@@ -187,11 +193,10 @@ def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int
         listed = ", ".join(f"{i} (base {rope.base:.10g})" for rope, i in sorted(first_of.items(), key=lambda kv: kv[1]))
         must = f"{_checks.argument('layer')} must be passed, because layers rotate in {len(first_of)} ways"
         raise _checks.error("check", must, "none", f"Pass one layer of each kind, each in its own check: {listed}.")
-    chosen = layer if layer is not None else min(first_of.values(), default=0)
-    if (rope := layers[chosen]) is None:
-        got = f"layer {chosen}, which does not"
-        raise _checks.error("check", "the layer must rotate", got, "Pass a layer that rotates, or another config.")
-    return chosen, rope
+    if not first_of:
+        raise _checks.error("check", "a layer must rotate", "a config of none that does", "Pass another config.")
+    chosen = layer if layer is not None else min(first_of.values())
+    return chosen, layers[chosen] or next(iter(first_of))
 
 
 def for_slice(expected: Expected) -> Expected | None:

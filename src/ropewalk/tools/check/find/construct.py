@@ -83,7 +83,7 @@ class Arguments:
 
     base: float | None
     length: int | None  # of positions
-    sizes: frozenset[str] = frozenset()  # the roles of those for sizes: "dim" and "rotary_dim"
+    sizes: frozenset[str] = frozenset()  # the roles of those for sizes: "dim" and "rotary_dim", also "layer_index"
     adapter: str = ""  # the function to write that passes options, if nothing says what they are
     unknown: tuple[str, ...] = ()  # the parameters that got None
     defaults: str = ""  # the dtype that it has by default, instead of which that of x was passed
@@ -289,7 +289,7 @@ def construct(constructor: Any, expected: Expected, free: Collection[str] = ()) 
     is_grid = any(v in (_SIDE, (_SIDE, _SIDE)) and re.search(f"{GRID}|{GRID_AXIS}", n) for n, v in values.items())
     length = _SIDE if is_grid else length
     base = None if configs(owner) and expected.config is not None else base  # the config states it, too
-    sizes = frozenset() if "config" in sizes and "dim" not in sizes else sizes
+    sizes = sizes & {"layer_index"} if "config" in sizes and "dim" not in sizes else sizes
     if not _is_of_head(parameter_of.get("dim", "head_dim"), uses.roles(owner)):  # it may be of the rotated channels
         sizes |= {"rotary_dim"}
     adapter = fix if options and "config" not in parameter_of else ""

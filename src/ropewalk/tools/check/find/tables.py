@@ -100,11 +100,14 @@ def passed(
             if source.is_whole != (axes == "own"):
                 continue
             fixed = {roles["unsqueeze_dim"]: axis} if "unsqueeze_dim" in roles else {}
-            yield layout, _passed(source, way, order, axes, fixed)
+            yield layout, _passed(source, way, order, axes, fixed, is_longer="slots" in roles)
 
 
-def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, Any]) -> Way:
-    """Return the way to pass tables with these axes in the parameters `names`, and the arguments `fixed`."""
+def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[str, Any], *, is_longer: bool) -> Way:
+    """Return the way to pass tables with these axes in the parameters `names`, and the arguments `fixed`.
+
+    If tables that are indexed are longer, slots that are taken for positions are found in them, too.
+    """
 
     def arguments(positions: Tensor, q: Tensor) -> dict[str, Any]:
         rows = positions
@@ -112,7 +115,7 @@ def _passed(source: Source, way: Way, names: list[str], axes: str, fixed: dict[s
             count = max(int(positions.max()) + 1, positions.shape[-1])
             reads_more = way.positions in ("packed", "runs") or (way.positions == "offset" and count < 64)  # if wrong
             of_grid = positions.ndim == 3  # whose sides may be longer by 1
-            rows = torch.arange(count + 16 * reads_more + of_grid)[None]
+            rows = torch.arange(count + 16 * reads_more + of_grid + is_longer * (count + 64))[None]
         values: list[Any] = [*source.make(q, rows)]
         if axes in ("s", "s11") and source.given is None and any(len(t) not in (1, rows.shape[-2]) for t in values):
             raise ValueError("the first axis of the tables is not that of the batch")

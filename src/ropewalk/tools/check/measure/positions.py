@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.tools.check.find import memory
-from ropewalk.tools.check.find.subject import ROUNDING, CallError, Subject
+from ropewalk.tools.check.find.subject import CLOSE, ROUNDING, CallError, Subject
 from ropewalk.tools.check.find.tables import INDEXED
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
 from ropewalk.tools.check.measure.case import KNOWN, usual
@@ -47,9 +48,12 @@ def _measure_far(
             code, says = name_bug(replace(baseline, law=law), z, positions, token, right=int(positions[first]) - 1)
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next position is right."
-            if code == "wrong-far-positions" and is_beyond_length(baseline.subject, int(positions[first])):
+            is_shifted = re.search(r"has the angles of [\d,]+\.$", says)  # by whole positions, as no scheme does
+            is_beyond = not is_shifted and is_beyond_length(baseline.subject, int(positions[first]))
+            if code == "wrong-far-positions" and is_beyond:
                 return None, errors, BEYOND
-            if code == "table-clamps" and baseline.subject.form.library == "jax":  # which has no other indexing
+            clamped = bool((z[wrong] - z[wrong][:1]).abs().max() < CLOSE) and code == "table-clamps"
+            if clamped and baseline.subject.form.library == "jax":  # each token by itself, as all of its indexing is
                 return None, errors, f"clamped, as JAX does: {says}"
             if code == "table-clamps" and baseline.subject.way.positions == "offset":
                 try:  # or only the last row of a slice is broadcast, and farther on calls fail

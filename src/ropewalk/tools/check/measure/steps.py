@@ -113,6 +113,19 @@ def run(subject: Subject, report: Report) -> None:
     states.judge(baseline, sure)
 
 
+def judge_still(subject: Subject, report: Report) -> None:
+    """Judge the object of a layer that must not rotate. Raise RopeError if nothing tells the code which layer it is."""
+    layer = subject.expected.layer
+    if subject.arguments is None or "layer_index" not in subject.arguments.sizes:
+        got, fix = f"layer {layer}, which does not, and code that is not told its layer", "Pass a layer that rotates."
+        raise _checks.error("check", "the layer must rotate", got, fix)
+    report.found["call"] = subject.signature
+    x = subject.equal_heads(TOKENS, HEADS)
+    if not (is_still := torch.equal(subject(x, x, SMALL[None, :TOKENS])[0], x)):
+        report.add("layer-rotated", f"Layer {layer} of the config has no rotation, and the code rotates q in it.")
+    report.grade(f"layer {layer}", "q is left as it is, as expected" if is_still else "q is rotated", is_still)
+
+
 def _measure(subject: Subject, report: Report) -> Baseline | None:
     """Measure the plain call, and add findings to the report. Return None if one of them makes it meaningless."""
     if _judge_heads(subject, report):
