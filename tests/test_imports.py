@@ -300,7 +300,7 @@ BUDGET = {
     "cache": 2000,
     "configs": 6581,
     "configs/tables": 2142,
-    "engines": 2890,
+    "engines": 2888,
     "integrations": 2450,
     "kernels": 1899,
     "parallel": 600,

@@ -200,6 +200,34 @@ def test_an_override_that_sglang_merges() -> None:
     assert "llama.cpp 0c1e57098 was not judged: it has no argument that overrides keys of a config, but" in found.text()
 
 
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+def test_a_base_beside_the_scaling_in_an_override() -> None:
+    """vLLM 0.33 sets plain keys, then objects, so the setter of transformers reads the base. SGLang keeps the old."""
+    from transformers import LlamaConfig
+
+    theirs = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    theirs.update({"rope_theta": 7e5})
+    theirs.rope_scaling = dict(YARN)
+    config = {**LLAMA, "max_position_embeddings": 4096, "rope_theta": 5e5}
+    for keys in ({"rope_theta": 7e5, "rope_scaling": YARN}, {"rope_scaling": YARN, "rope_theta": 7e5}):
+        [row] = diff.engines(config, names=("vllm", "sglang"), override=keys).facts["ropes"]
+        bases = {name: found["inv_freq"][1] ** -16 for name, found in row["at"][0]["engines"].items()}
+        assert bases == pytest.approx({"vLLM": theirs.rope_parameters["rope_theta"], "SGLang": 5e5})
+    glm = {**LLAMA, "model_type": "glm4", "head_dim": 32, "max_position_embeddings": 4096, "rope_theta": 5e5}
+    said = diff.engines(glm, names=("vllm",), override=keys).text()
+    assert "without partial_rotary_factor was not recorded, so state this, too" in " ".join(said.split())
+
+
+def test_an_override_of_a_model_inside() -> None:
+    """sglang#27974: keys at the top change nothing, and inside, SGLang 0.5.23 replaces the object with the base."""
+    config = {"model_type": "qwen3_5", "text_config": {**DEFAULTS["qwen3_5_text"], "model_type": "qwen3_5_text"}}
+    found = diff.engines(config, names=("vllm", "sglang"), override={"rope_scaling": YARN})
+    assert "the ropes of vLLM and SGLang, because those are in text_config." in " ".join(found.text().split())
+    found = diff.engines(config, names=("vllm", "sglang"), override={"text_config": {"rope_scaling": YARN}})
+    assert found.facts["states"] == {"vLLM": "same", "SGLang": "unknown"}
+    assert "because those are in" not in found.text()
+
+
 @pytest.mark.parametrize("rope_type", ["yarn", "dynamic"])
 @pytest.mark.parametrize("states_length", [False, True])
 def test_engines_that_refuse_the_length_of_an_override(rope_type: str, states_length: bool) -> None:

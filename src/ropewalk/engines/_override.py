@@ -39,23 +39,21 @@ class Override:
 
     def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
         """Return the `rope_parameters` that the engine has after the override, in a config at a depth."""
-        if self.merges == ("below the top" if depth else "at the top"):
-            return {**old, **new}
-        return dict(new)
+        return {**old, **new} if self.merges == ("below the top" if depth else "at the top") else dict(new)
 
     def apply(self, loaded: Mapping[str, Any], keys: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
         """Return a config, as the classes of transformers 5 load it, after an override of keys.
 
-        In these classes, `rope_scaling` is another name of `rope_parameters`.
+        In these classes, `rope_scaling` is another name of `rope_parameters`, whose setter reads `rope_theta` too.
         """
-        found = dict(loaded)
+        found, beside = dict(loaded), {} if depth else {key: keys[key] for key in keys if key == "rope_theta"}
         for key, value in keys.items():
             name = "rope_parameters" if key == "rope_scaling" else key
             old = found.get(name)
             if not isinstance(value, Mapping) or not isinstance(old, Mapping):
                 found[name] = value
             elif name == "rope_parameters":
-                found[name] = self.applied(old, value, depth)
+                found[name] = {**(beside if key != name else {}), **self.applied(old, value, depth)}
             else:
                 found[name] = self.apply(old, value, depth + 1)
         return found

@@ -65,8 +65,7 @@ def engines(
     No engine is run. For each engine, at the version that the result names, ropewalk has rules that reproduce its
     functions for computing frequencies, and a table of its models and of the keys that the file of each model reads.
     The result says which parts were recorded from the running engine. An engine is not judged if it does not have the
-    model, or if what it reads for the model was not recorded. If tokens have several positions (M-RoPE), the rotation
-    of text tokens is compared.
+    model, or if what it reads for the model was not recorded. With several positions (M-RoPE), text is compared.
 
     Args:
         source: as in `from_config`. A file of another format is compared as the config.json of the same model,

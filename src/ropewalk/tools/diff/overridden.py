@@ -69,12 +69,14 @@ def overridden(
         after = override.apply(put(first.whole, path, {**written, "rope_parameters": parameters}), keys)
         text = find_text(after)[1]
         new = text.get("rope_parameters") or {}
-        lost = not path and "rope_theta" not in new and not _is_nested(new)
+        lost = "rope_theta" not in new and not _is_nested(new) and not (path and engine.files == "transformers")
+        gone = ({"rope_theta"} | parameters.keys() & {"partial_rotary_factor"}) - new.keys()
         base = override.bases.get(engine.answer(first).source.split(",")[0], 10_000.0)
-        if lost and (base is None or keys.get("rope_scaling") is not None):  # whose setter writes None
+        if lost and not path and (base is None or keys.get("rope_scaling") is not None):  # whose setter writes None
             return Overridden(engine, stop=_LOST, why="refused")
-        if lost and "partial_rotary_factor" in parameters.keys() - new.keys():
-            return Overridden(engine, stop="how it rotates without partial_rotary_factor was not recorded")
+        if (lost and path) or ("partial_rotary_factor" in gone and (lost or "rope_theta" in keys)):
+            without = " and ".join(sorted(gone))
+            return Overridden(engine, stop=f"how it rotates without {without} was not recorded, so state this, too")
         if lost:
             after = {**after, "rope_parameters": {**new, "rope_theta": base}}
         found, read = ropes_for_engines(after, engine)

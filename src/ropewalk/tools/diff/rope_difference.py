@@ -46,8 +46,7 @@ def compare_ropes(a: Rope, b: Rope, longest: int, tolerance: float = LAST_BITS) 
     Args:
         a, b: static ropes with the same number of pairs.
         longest: the largest distance at which scores are compared, in tokens.
-        tolerance: the relative difference up to which numbers are equal. By default, only the last bits of float64 may
-            differ.
+        tolerance: the relative difference up to which numbers are equal. By default, last bits of float64 may differ.
 
     Returns:
         A dict of JSON values. `same` is whether the ropes are equal, except for the tolerance. `inv_freq`

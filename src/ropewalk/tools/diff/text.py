@@ -55,7 +55,9 @@ def _override(facts: Mapping[str, Any]) -> list[str]:
     """Return a paragraph about the override with which the engines are started; [] if there is none."""
     said = f"Each engine is started with the override {json.dumps(facts['override'])}, which it applies in its own way."
     if facts["unchanged"]:
-        said += f" It does not change the ropes of {_join_names(facts['unchanged'])}."
+        where = facts["source"].partition(": ")[2]
+        outside = f", because those are in {where}" * (where.partition(".")[0] not in {"", *facts["override"]})
+        said += f" It does not change the ropes of {_join_names(facts['unchanged'])}{outside}."
     return [*wrap(said, ""), ""] if facts["override"] else []
 
 
