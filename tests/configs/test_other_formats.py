@@ -106,6 +106,7 @@ OF_QWEN_3_5 = {"attention.key_length": 64, "rope.dimension_count": 16}
         ("minimax-m2", HALF),
         ("minimax-m3", {"attention.indexer.key_length": 16}),
         ("modern-bert", {"attention.sliding_window": 512, "rope.freq_base_swa": 1e4}),
+        ("nomic-bert", {}),
         ("orion", {}),
         ("qwen2vl", SECTIONS),
         ("qwen35", {**SECTIONS, **OF_QWEN_3_5}),

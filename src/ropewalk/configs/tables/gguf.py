@@ -315,15 +315,14 @@ ROWS: dict[str, GgufRow] = {
 
 _HF_NAMES = (
     "afmoe apertus arcee baichuan bailingmoe2:bailing_moe_v2 bailingmoe:bailing_moe bitnet cohere2 command-r:cohere "
-    "dots1 ernie4_5 ernie4_5-moe:ernie4_5_moe eurobert exaone exaone-moe:exaone_moe exaone4 falcon "
-    "falcon-h1:falcon_h1 gemma gemma2 gemma3:gemma3_text gemma3n:gemma3n_text glm4 glm4moe:glm4_moe gptneox:gpt_neox "
-    "granite granitemoe hunyuan-dense:hunyuan_v1_dense hunyuan-moe:hunyuan_v1_moe hy_v3 internlm2 jais2 jamba "
-    "kimi-linear:kimi_linear laguna lfm2 lfm2moe:lfm2_moe llama mellum minicpm minimax-m2:minimax_m2 "
-    "minimax-m3:minimax_m3_vl_text mistral3:ministral3 modern-bert:modernbert nemotron nemotron_h "
-    "nemotron_h_moe:nemotron_h olmo olmoe orion phi2:phi phi3 phimoe qwen2 qwen2moe:qwen2_moe qwen2vl:qwen2_vl qwen3 "
-    "qwen35:qwen3_5/qwen3_5_text qwen35moe:qwen3_5_moe/qwen3_5_moe_text qwen3moe:qwen3_moe qwen3next:qwen3_next "
-    "qwen3vl:qwen3_vl/qwen3_vl_text qwen3vlmoe:qwen3_vl_moe/qwen3_vl_moe_text seed_oss smollm3 stablelm starcoder2 "
-    "xverse"
+    "dots1 ernie4_5 ernie4_5-moe:ernie4_5_moe eurobert exaone exaone-moe:exaone_moe exaone4 falcon falcon-h1:falcon_h1 "
+    "gemma gemma2 gemma3:gemma3_text gemma3n:gemma3n_text glm4 glm4moe:glm4_moe gptneox:gpt_neox granite granitemoe "
+    "hunyuan-dense:hunyuan_v1_dense hunyuan-moe:hunyuan_v1_moe hy_v3 internlm2 jais2 jamba kimi-linear:kimi_linear "
+    "laguna lfm2 lfm2moe:lfm2_moe llama mellum minicpm minimax-m2:minimax_m2 minimax-m3:minimax_m3_vl_text "
+    "mistral3:ministral3 modern-bert:modernbert nemotron nemotron_h nemotron_h_moe:nemotron_h nomic-bert:nomic_bert "
+    "olmo olmoe orion phi2:phi phi3 phimoe qwen2 qwen2moe:qwen2_moe qwen2vl:qwen2_vl qwen3 qwen35:qwen3_5/qwen3_5_text "
+    "qwen35moe:qwen3_5_moe/qwen3_5_moe_text qwen3moe:qwen3_moe qwen3next:qwen3_next qwen3vl:qwen3_vl/qwen3_vl_text "
+    "qwen3vlmoe:qwen3_vl_moe/qwen3_vl_moe_text seed_oss smollm3 stablelm starcoder2 xverse"
 )
 HF_MODEL_TYPES = {name.split(":")[0]: name.split(":")[-1] for name in _HF_NAMES.split()}
 """Maps architectures to the model_type of Hugging Face whose files the converter writes with this architecture.
