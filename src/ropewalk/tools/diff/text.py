@@ -95,7 +95,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     up_to = f"up to {facts['length']:,} tokens"
     sentences = []
     if len(same) == count == 1:
-        return f"{same[0]} runs this config. No other engine was selected."
+        return f"{same[0]} runs this config. No other engine, such as transformers, was selected to compare it with."
     if len(same) == count:
         all_of_them = "both" if count == 2 else f"all {count}"
         proviso = "if the same layers rotate, " if "which layers rotate" in facts["not_compared"] else ""
