@@ -299,7 +299,7 @@ BUDGET = {
     "attention": 1500,
     "cache": 2000,
     "configs": 6581,
-    "configs/tables": 2141,
+    "configs/tables": 2142,
     "engines": 2888,
     "integrations": 2450,
     "kernels": 1899,

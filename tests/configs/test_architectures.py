@@ -504,6 +504,21 @@ class TestSingleModels:
         })  # fmt: skip
         assert [(rope.base, rope.rotary_dim) for rope in ropes.layers if rope] == [(5e6, 64), (1e4, 64), (1e4, 64)]
 
+    def test_the_draft_of_kimi_k3(self) -> None:
+        """vllm#53634, as Inferact published it: the attention of DeepSeek-V2, in which vLLM rotates interleaved pairs."""
+        config = {
+            "model_type": "k3_dspark", "num_hidden_layers": 5, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "mla_use_nope": False, "max_position_embeddings": 1_048_576, "rope_theta": 5e4, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32_768, "rope_theta": 5e4,
+                "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}  # fmt: skip
+        ropes = from_config(config)
+        assert (ropes.rope.pairing, ropes.rope.attention_factor) == ("interleaved", 1.0)
+        expected = np.array(oracle.yarn(5e4, 64, 32.0, 32_768), float)
+        np.testing.assert_allclose(ropes.rope.inv_freq, expected, rtol=1e-12)
+        assert ropes.softmax_factor == pytest.approx((0.1 * np.log(32) + 1) ** 2)
+        with pytest.raises(RopeError, match="mla_use_nope must be False, got True"):
+            from_config({**config, "mla_use_nope": True})
+
     def test_step_from_its_own_file(self) -> None:
         """The lists have an entry for each layer, and one for the layer that predicts a further token."""
         step = {

@@ -167,6 +167,7 @@ REMOTE: dict[str, Architecture] = {
     # Multi-head latent attention.
     "dots_vlm": _latent(f"{_SGLANG}/dots_vlm.py: DeepSeek-V3 with flat keys"),
     "youtu_llm": _latent(f"{_MLX}/youtu_llm.py"),
+    "k3_dspark": _latent("vLLM models/kimi_k3/common/dspark_mla.py", fixed={"mla_use_nope": (False, "no rotation")}),
     "gigachat3_5": _latent(
         f"{_SGLANG}/gigachat35.py",
         kinds={_FULL: Kind(), _LINEAR: None},
