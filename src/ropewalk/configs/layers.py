@@ -28,8 +28,7 @@ class Kind:
             the first one with a value is used.
         implied_base: the base if the config has none of these keys. None means that a missing base is an error.
         scaled: whether the scaling of the model applies to this kind of layer.
-        head_dim_key: key of the head size of this kind, which is looked up before the keys of the model; "" if there is
-            none.
+        head_dim_key: key of the head size of this kind, which is looked up before the keys of the model, or "".
         heads_key: the same for the number of heads, in a model without a key of the head size.
         dim_key: the same for the number of channels that rotate, in GGUF files.
         halved: whether only half as many channels rotate as the file states, in GGUF files (Step 3.5).

@@ -116,6 +116,18 @@ def test_old_llama_states_no_base(path: Path) -> None:
     assert from_config(write(path, SIZES, architecture="qwen2"), base=1e6).rope == Rope(16, 1e6, "half")
 
 
+def test_llama_3_without_its_factors(path: Path) -> None:
+    """kalosm#340: files of Llama 3.1 and later that were converted before llama.cpp wrote rope_freqs.weight."""
+    keys = {**LLAMA, "context_length": 131_072}
+    lost = "if the model is Llama 3.1 to 3.3, the file has lost the tensor rope_freqs.weight"
+    [warning] = from_config(write(path, keys)).warnings
+    assert warning.startswith(lost)
+    for other in ({**LLAMA, "context_length": 8192}, {**keys, "rope.freq_base": 1e6}):
+        assert from_config(write(path, other)).warnings == ()
+    kept = from_config(write(path, keys, {FREQS: np.full(8, 8, np.float32)}))
+    assert not any(warning.startswith(lost) for warning in kept.warnings)
+
+
 @pytest.mark.parametrize(
     "architecture", ["baichuan", "falcon", "gptneox", "minicpm", "minicpm3", "orion", "phi2", "plamo", "xverse"]
 )

@@ -43,8 +43,7 @@ class Layers:
             applies without it.
         count: the number of layers that a model must have for its layers to differ. None means any number.
         alike: the kind of the layers of a model with another number of layers.
-        leading: key of the number of first layers that rotate where other layers with full attention do not; "" if
-            there are none.
+        leading: key of the number of first layers that rotate where other layers with full attention do not, or "".
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
@@ -112,8 +111,7 @@ class GgufRow:
         yarn_betas: the defaults of yarn_beta_fast and yarn_beta_slow, or None if these keys are not read.
         yarn_attention: the attention factor of YaRN: "computed", for which yarn_attn_factor is not read; "extra" if
             that key is a further factor; or "one" if it is always 1.
-        yarn_log: what yarn_log_multiplier is: "whole" for mscale_all_dim, "tenth" for a tenth of it, or "" if it is not
-            read.
+        yarn_log: what yarn_log_multiplier is: "whole" for mscale_all_dim, "tenth" for a tenth of it, or "".
         yarn_log_is_mscale: whether mscale equals mscale_all_dim. If False, mscale is 1.
         yarn_warning: a warning for files with YaRN, or "".
         warning: a warning for all files, or "".

@@ -26,6 +26,9 @@ def read(c: Keys) -> tuple[Scaling | None, str]:
     c.refuse_unused(kind)
     if scheme is not None:
         c.warnings += scheme.warnings(c.longest, named="context_length", trained=c.original)
+    elif c.row.freqs == "read" and c.get("rope.freq_base") == 500_000 and (c.longest or 0) > 8192:
+        means = "which scales the frequencies: llama.cpp then scales nothing. Convert the model again"
+        c.warnings.append(f"if the model is Llama 3.1 to 3.3, the file has lost the tensor {FREQS}, {means}.")
     if kind == "yarn" and c.row.yarn_warning:
         c.warnings.append(c.row.yarn_warning)
     return scheme, kind
@@ -33,8 +36,7 @@ def read(c: Keys) -> tuple[Scaling | None, str]:
 
 def _kind(c: Keys) -> str:
     """Return the scaling type that llama.cpp applies, and record its origin."""
-    key = c.full(_TYPE)
-    scaling_type = c.get(_TYPE)
+    key, scaling_type = c.full(_TYPE), c.get(_TYPE)
     if scaling_type is not None:
         choice(c.source, key, scaling_type, ("none", *(name for name, scheme in SCHEMES.items() if scheme.gguf)))
     by_tensors = c.row.longrope == "by tensors" and not c.tensors.keys().isdisjoint({SHORT, LONG})
