@@ -298,7 +298,7 @@ BUDGET = {
     "angles": 550,
     "attention": 1500,
     "cache": 2000,
-    "configs": 6580,
+    "configs": 6581,
     "configs/tables": 2142,
     "engines": 2888,
     "integrations": 2450,

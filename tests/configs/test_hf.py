@@ -287,6 +287,16 @@ def test_warnings(changes: dict[str, Any], warning: str) -> None:
     assert warning in ropes.explain()
 
 
+def test_llama_3_that_has_lost_its_scaling() -> None:
+    """meta-llama's files of 3.1 to 3.3 have base 500,000, 131,072 positions and llama3, and Llama 3's 8,192 positions."""
+    lost = "if the model is Llama 3.1 to 3.3, its file has lost rope_scaling, which it needs."
+    stated = {"rope_theta": 500_000.0, "max_position_embeddings": 131_072}
+    assert from_config(config(**stated)).warnings == (lost,)
+    llama3 = {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    for changes in (llama3, {"max_position_embeddings": 8192}, {"rope_theta": 1e6}, {"model_type": "mistral"}):
+        assert from_config(config(**{**stated, **changes})).warnings == ()
+
+
 @pytest.mark.parametrize("longest", [32768, 131072, None])
 def test_no_warning_within_the_trained_length(longest: int | None) -> None:
     values = v4("type", name="yarn", **YARN)

@@ -63,8 +63,7 @@ class AxesRule:
         default: the sections of the model's class, for configs that state none. None makes them required.
         names: the names of the axes, in the order of the positions. A config with fewer sections uses the last names.
         pattern: a function from the sections and the number of pairs to `Axes`.
-        is_interleaved: whether the axes alternate. The keys `mrope_interleaved` and `interleaved` must have this value
-            if they are present.
+        is_interleaved: whether axes alternate. The keys `mrope_interleaved` and `interleaved` may have only this value.
         order: the index of the axis of each section; () if the sections are in the order of the axes.
         min_sections: the minimum number of sections. None means one for each of `names`.
         keys: config keys of the sections; () if the number of pairs determines them.

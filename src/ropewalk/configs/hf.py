@@ -169,6 +169,9 @@ def _read_ropes(row: Architecture, c: Reader) -> ModelRopes:
         schemes += [] if scheme is None else [scheme]
         extra_ropes.update(row.extra_ropes(c, name, rope))
     c.warnings += [w for scheme in dict.fromkeys(schemes) for w in scheme.warnings(c.longest)]
+    *_, last = ropes.values()
+    if (c.get("model_type"), c.longest, last and (last.base, last.scaling)) == ("llama", 131_072, (500_000.0, None)):
+        c.warnings.append("if the model is Llama 3.1 to 3.3, its file has lost rope_scaling, which it needs.")
     if chunked := c.length(f"dual_chunk_attention_config.{TRAINED}"):
         read = "dual_chunk_attention_config, which vLLM and SGLang read"
         c.warnings.append(f"beyond {chunked:,} tokens the model needs {read}.")

@@ -39,8 +39,7 @@ class Layers:
             rope.freq_base, if that is among the keys of its base.
         pattern: the pattern, or the kind of all layers.
         alike_without_window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
-        ignores_list: whether llama.cpp ignores the list of a `LayerFlags`, which must then agree with the pattern that
-            applies without it.
+        ignores_list: whether llama.cpp ignores the list of a `LayerFlags`, which must agree with that without it.
         count: the number of layers that a model must have for its layers to differ. None means any number.
         alike: the kind of the layers of a model with another number of layers.
         leading: key of the number of first layers that rotate where other layers with full attention do not, or "".
