@@ -48,6 +48,12 @@ SMOLLM3: dict[str, Any] = {
 }
 
 
+NEMO = {**LLAMA31, "model_type": "mistral", "hidden_size": 160, "head_dim": 64, "rope_theta": 1e6, "rope_scaling": None}
+DYNAMIC: dict[str, Any] = LLAMA31 | {
+    "rope_theta": 1e4,
+    "max_position_embeddings": 2048,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+}
 LINEAR = LLAMA31 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 
 
@@ -476,6 +482,40 @@ def of_slots(
     return at(q, positions), at(k, positions)
 
 
+def of_whole_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As in Unsloth, of q `[batch, heads, seq, channels]` and tables `[length, channels]`."""
+    cos, sin = cos[: q.shape[2]], sin[: q.shape[2]]
+    (a, b), (c, d) = (x.chunk(2, dim=-1) for x in (q, k))
+    return q * cos + torch.cat((-b, a), dim=-1) * sin, k * cos + torch.cat((-d, c), dim=-1) * sin
+
+
+def of_later_tokens(x: Tensor, positions: Tensor) -> Tensor:
+    return turn(x, (positions - positions.min())[..., None] * frequencies(64))
+
+
+class OfAnotherHead:
+    """As in ports of Mistral Nemo, whose heads are not hidden_size / num_attention_heads wide."""
+
+    def __init__(self, config: Any) -> None:
+        size = config.hidden_size // config.num_attention_heads
+        self.inv_freq = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).double() / size)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, positions[..., None] * self.inv_freq)
+
+
+class OfAnyLength:
+    """As in remote code of Llama's family, which scales short sequences as well."""
+
+    def __init__(self, dim: int, max_position_embeddings: int = 2048, base: float = 1e4, scaling_factor: float = 1.0):
+        self.dim, self.length, self.base, self.factor = dim, max_position_embeddings, base, scaling_factor
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        longer = self.factor * (int(positions.max()) + 1) / self.length - (self.factor - 1)
+        base = self.base * abs(longer) ** (self.dim / (self.dim - 2))
+        return turn(x, positions[..., None] * frequencies(self.dim, base))
+
+
 class OfFlatTokens:
     """As in vLLM's code for M-RoPE, whose tokens are in one axis, and whose angles also fit tokens before rows."""
 
@@ -525,6 +565,11 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
         ("OfAKey", {}, [], "base 10000"),
+        ("of_whole_tables", {}, [], "layout               bhsd"),
+        ("of_whole_tables", {"layout": "bhsd"}, [], "one row for the whole batch"),
+        ("of_later_tokens", {}, ["offset-ignored"], "Positions are counted from the smallest one of the call."),
+        ("OfAnotherHead", {"config": NEMO}, ["wrong-exponent"], "The exponents are 2i/80, but 64 channels"),
+        ("OfAnyLength", {"config": DYNAMIC}, ["wrong-frequencies"], "Sequences of 16 and 1,024 tokens have different"),
         ("OfASlice", {}, ["wrong-far-positions"], "Position 4,097 has the angles of 4,093."),
         ("OfSomeLayers", {"config": SMOLLM3, "layer": 3}, [], "layer 3  ok     q is left as it is, as expected"),
         ("OfOtherLayers", {"config": SMOLLM3, "layer": 3}, ["layer-rotated"], "Layer 3 of the config has no rotation"),

@@ -190,8 +190,9 @@ class _Finder:
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
             mixes = best is not None and best[0] >= _ROTATES  # which a single token does not show
-            new = LAYOUTS if best is None or best[0] < _ROTATES else ()  # for an object that no other call has changed
-            tried = [each for each in (*new, *LAST) if not (mixes and each in ONE_TOKEN)]
+            tried = [each for each in LAST if not (mixes and each in ONE_TOKEN)]
+            if is_constructor(self.target.objects[0]) and not mixes:  # of objects that no other call has changed
+                tried += LAYOUTS
             last = _better(*(self.search(stated or None, each) for each in tried))
             if mixes and best is not None and last is not None and last[0] >= _IN_PAIRS:
                 must, fix = "the layout must be stated", f"Pass {_checks.argument('layout')}."
@@ -466,6 +467,7 @@ def _places(
 
 
 _TOKENS, _HEADS, _MANY = 5, 4, 129
+_ROWS = 6  # more than tokens or heads, which a slice of tables with rows by their number would cut
 _MOST = 150  # calls that are scored
 _PERFECT = 30  # the largest score
 _IN_PAIRS = 20  # the smallest score of one that rotates pairs
@@ -475,7 +477,7 @@ _ROTATES = 12  # the smallest score of a call whose result depends on the token,
 
 def _score(subject: Subject, errors: list[str]) -> int | None:
     """Score how much a candidate call behaves like a rotation. Return None, and append to `errors`, if it fails."""
-    positions, x = torch.arange(_TOKENS)[None], subject.equal_heads(_TOKENS, _HEADS, 3)
+    positions, x = torch.arange(_TOKENS)[None], subject.equal_heads(_TOKENS, _HEADS, _ROWS)
     given = subject.way.given
     try:
         out, _ = subject(x[:1], x[:1], positions)
@@ -513,12 +515,12 @@ def _score(subject: Subject, errors: list[str]) -> int | None:
         )
     if subject.layout in ONE_ROW:
         return score + 1
-    if subject.accepts(positions.expand(3, -1)):
+    if subject.accepts(positions.expand(_ROWS, -1)):
         with contextlib.suppress(CallError):
-            every, _ = subject(x, x, positions.expand(3, -1))
+            every, _ = subject(x, x, positions.expand(_ROWS, -1))
             right = torch.allclose(every[:1] if given is None else every, out)
             if (subject.way.tables or "").startswith(INDEXED) and subject.accepts(rows := torch.arange(3)[:, None]):
-                right = right and torch.allclose(subject(x[:, :1], x[:, :1], rows)[0][:, 0], out[0, :3])
+                right = right and torch.allclose(subject(x[:3, :1], x[:3, :1], rows)[0][:, 0], out[0, :3])
             score += right
     return score
 

@@ -105,9 +105,18 @@ class Baseline:
         case = usual(self.subject, rows=positions.shape[-2], tokens=positions.shape[-1])
         for name, x, out, _ in self.compare(case, positions):
             if (found := self.fault(name, x, out, positions, otherwise, *explanations)) is not None:
-                self.report.add(of_k if name == "k" and of_k else found[0], f"With {case}, {found[1]}")
+                code, says = found
+                if code == "positions-ignored" and self._counts_gaps():
+                    code, says = "offset-ignored", f"{says} Positions are counted from the smallest one of the call."
+                self.report.add(of_k if name == "k" and of_k else code, f"With {case}, {says}")
                 return True
         return False
+
+    def _counts_gaps(self) -> bool:
+        """Return whether tokens from position 0 on get their angles, with gaps between them."""
+        positions = torch.tensor([[0, 2, 5]])
+        results = self.compare(usual(self.subject, tokens=3), positions) if self.subject.accepts(positions) else ()
+        return [self.fault(name, x, out, positions, "") for name, x, out, _ in results][:1] == [None]
 
     def fault(
         self, name: str, x: Tensor, out: Tensor, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor]

@@ -157,7 +157,12 @@ def identify(
             return replace(measured, code=bug, says=says)
     fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4 and abs(fitted[0] / rope.base - 1) > _FITTED:
-        return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
+        (base, _), dim = fitted, rope.rotary_dim
+        size = dim * math.log(rope.base) / math.log(base)
+        if abs(float(f"{base:.2g}") / base - 1) > 1e-4 and abs(size / 2 - round(size / 2)) < 2e-3 and rope.axes is None:
+            says = _of_size(rope, round(size))
+            return replace(measured, code="wrong-exponent", says=f"{says} {measured.says}".rstrip())
+        return replace(measured, code="wrong-base", says=f"The base is {base:.10g} instead of {rope.base:.10g}.")
     ratios = inv_freq.abs() / expected
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
     if rope.scaling is None and ratios[-1] < 0.999 and bool((ratios.diff() < 1e-3).all()):
@@ -261,13 +266,10 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
     turn = rope.inv_freq != 0
-    sizes = dim - 2, dim + 2, dim // 2, 2 * dim, 2 * np.count_nonzero(turn)
+    sizes = dim // 2, 2 * dim, 2 * np.count_nonzero(turn)
     for size in sizes if rope.axes is None else (dim // 2,):  # not twice, since base 100 is usual for axes
         if size > 0:
-            says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
-            says = says if rope.axes is None else "The exponents are twice as large as they should be."
-            as_base = f"This equals base {rope.base ** (dim / size):.6g}."
-            yield "wrong-exponent", f"{says} {as_base}", turn * plain ** (dim / size)
+            yield "wrong-exponent", _of_size(rope, int(size)), turn * plain ** (dim / size)
     for k in (-2, 1, 2) if scaling is None and rope.axes is None else ():
         says = f"The exponents are (2i{k:+})/{dim} instead of 2i/{dim}."
         yield "wrong-frequencies", says, plain * rope.base ** (-k / dim)
@@ -275,6 +277,13 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     for times in (1, dim, head_dim) if rope.axes is None else ():
         says = "The exponents are not divided by the number of channels" + ", but the frequencies are" * (times > 1)
         yield "wrong-exponent", f"{says}.", times * plain**dim
+
+
+def _of_size(rope: Rope, size: int) -> str:
+    """Return what is said of exponents that are divided by another number of channels."""
+    says = f"The exponents are 2i/{size}, but {rope.rotary_dim} channels are rotated."
+    says = says if rope.axes is None else "The exponents are twice as large as they should be."
+    return f"{says} This equals base {rope.base ** (rope.rotary_dim / size):.6g}."
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         return None
     if bool((zero := ~maps.flatten(1).any(-1)).any()):
         says = f"The result is 0 at position {int(zero.nonzero()[0])}, as with cos and sin of 0."
-        if torch.allclose(maps[2].norm(), 2 * maps[1].norm()):
+        if bool(maps[1].any()) and torch.allclose(maps[2].norm(), 2 * maps[1].norm()):
             says += " Its size grows like the position, as if the arguments of `torch.polar` were exchanged."
         report.add("not-a-rotation", says)
         return None
