@@ -224,8 +224,9 @@ def _by_name(
     for part, size in parts.items():
         for name, p in known.items():
             if (p.default is p.empty or part in (NOT_ROTATED, "nope")) and size is not None and re.search(part, name):
-                is_of_axes = part == "^patch_size" and re.search("(?i)tuple|list|sequence", str(p.annotation))
-                values.setdefault(name, (1,) * (str(p.annotation).count("int") or 3) if is_of_axes else size)
+                annotation = str(p.annotation).lower()
+                is_of_axes = part == "^patch_size" and re.search("tuple|list|sequence", annotation)
+                values.setdefault(name, (1,) * (2 if annotation.count("int") == 2 else 3) if is_of_axes else size)
     return values
 
 
