@@ -516,6 +516,16 @@ class OfAnyLength:
         return turn(x, positions[..., None] * frequencies(self.dim, base))
 
 
+def of_half_a_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, positions: Tensor) -> list[Tensor]:
+    """As in kernels that take the size of a head from its first half."""
+    parts = [
+        (x, x.double().chunk(2, dim=-1)[0].square().mean(-1, keepdim=True), w)
+        for x, w in ((q, q_weight), (k, k_weight))
+    ]
+    angles = positions[..., None] * frequencies(64)
+    return [turn((x * (size + 1e-6).rsqrt() * w).type_as(x), angles) for x, size, w in parts]
+
+
 class OfFlatTokens:
     """As in vLLM's code for M-RoPE, whose tokens are in one axis, and whose angles also fit tokens before rows."""
 
@@ -565,6 +575,7 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
         ("OfAKey", {}, [], "base 10000"),
+        ("of_half_a_norm", {}, ["wrong-norm"], "At position 0, heads of size 1 do not keep their size."),
         ("of_whole_tables", {}, [], "layout               bhsd"),
         ("of_whole_tables", {"layout": "bhsd"}, [], "one row for the whole batch"),
         ("of_later_tokens", {}, ["offset-ignored"], "Positions are counted from the smallest one of the call."),

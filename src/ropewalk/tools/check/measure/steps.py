@@ -154,6 +154,12 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
     if (structure is None or structure.flaw is not None) and _rotates_once(subject):
         report.add("earlier-calls-matter", "The first call of a new object rotates by angles, and later ones do not.")
         return None
+    if (structure is None or structure.flaw is not None) and "weights" in subject.form.takes:
+        x = torch.linspace(0.1, 1.0, subject.channels).expand(1, 1, HEADS, -1)  # whose parts have other sizes
+        if not torch.allclose(subject(x, x, SMALL[None, :1])[0].norm(dim=-1), x.norm(dim=-1), rtol=1e-2):
+            says = "At position 0, heads of size 1 do not keep their size."
+            report.add("wrong-norm", f"{says} The norm is not that of the whole head. No more was judged.")
+            return None
     if structure is None:
         _report_no_pairs(subject, report)
         return None
