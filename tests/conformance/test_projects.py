@@ -493,6 +493,12 @@ def of_later_tokens(x: Tensor, positions: Tensor) -> Tensor:
     return turn(x, (positions - positions.min())[..., None] * frequencies(64))
 
 
+def of_counted_keys(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As in forks of Unsloth, whose indices are those of q alone."""
+    counted = torch.arange(k.shape[1]).expand_as(positions)
+    return turn(q, positions[..., None] * frequencies(64)), turn(k, counted[..., None] * frequencies(64))
+
+
 class OfAnotherHead:
     """As in ports of Mistral Nemo, whose heads are not hidden_size / num_attention_heads wide."""
 
@@ -579,6 +585,7 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("of_whole_tables", {}, [], "layout               bhsd"),
         ("of_whole_tables", {"layout": "bhsd"}, [], "one row for the whole batch"),
         ("of_later_tokens", {}, ["offset-ignored"], "Positions are counted from the smallest one of the call."),
+        ("of_counted_keys", {}, ["positions-ignored"], "k of token 0 in row 0 is rotated by position 0 instead of 7"),
         ("OfAnotherHead", {"config": NEMO}, ["wrong-exponent"], "The exponents are 2i/80, but 64 channels"),
         ("OfAnyLength", {"config": DYNAMIC}, ["wrong-frequencies"], "Sequences of 16 and 1,024 tokens have different"),
         ("OfASlice", {}, ["wrong-far-positions"], "Position 4,097 has the angles of 4,093."),

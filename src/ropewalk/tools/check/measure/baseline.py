@@ -115,8 +115,10 @@ class Baseline:
     def _counts_gaps(self) -> bool:
         """Return whether tokens from position 0 on get their angles, with gaps between them."""
         positions = torch.tensor([[0, 2, 5]])
-        results = self.compare(usual(self.subject, tokens=3), positions) if self.subject.accepts(positions) else ()
-        return [self.fault(name, x, out, positions, "") for name, x, out, _ in results][:1] == [None]
+        if not self.subject.accepts(positions):
+            return False
+        results = self.compare(usual(self.subject, tokens=3), positions)
+        return all(self.fault(name, x, out, positions, "") is None for name, x, out, _ in results)
 
     def fault(
         self, name: str, x: Tensor, out: Tensor, positions: Tensor, otherwise: str, *explanations: tuple[str, Tensor]
