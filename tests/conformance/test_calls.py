@@ -1717,6 +1717,11 @@ class TestAdapter:
         assert report.found["call"].endswith("), arrays of numpy")
         assert "gradients            -      not judged: arrays of numpy have no gradient of torch" in str(report)
 
+    def test_converts_arrays_for_code_that_imports_inside(self, tmp_path: Path) -> None:
+        imports, code = "import numpy as np", NUMPY.replace("import numpy as np", "")
+        (tmp_path / "inside.py").write_text(code.replace("positions):", f"positions):\n    {imports}", 1))
+        assert conformance.check(f"{tmp_path / 'inside.py'}:of_numpy").codes == []
+
     def test_passes_tensors_to_code_that_takes_no_arrays(self) -> None:
         scope: dict[str, Any] = {"np": np}
         exec("def f(x, positions):\n    return x if x.is_cuda else apply(x, positions)", scope)
