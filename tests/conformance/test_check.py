@@ -360,6 +360,9 @@ class TestExpected:
     def test_a_wrong_base_without_a_config(self) -> None:
         report = conformance.check(lambda x, positions: rotated(x, positions, 500.0), base=10_000.0)
         assert [finding.says for finding in report.findings] == ["The base is 500 instead of 10000."]
+        # A usual base is named as such, although exponents 2i/64 would give the same.
+        report = conformance.check(lambda x, positions: rotated(x, positions, 1e6), base=10_000.0, head_dim=96)
+        assert [finding.says for finding in report.findings] == ["The base is 1000000 instead of 10000."]
 
     @pytest.mark.parametrize(
         ("size", "base", "sign", "too"),

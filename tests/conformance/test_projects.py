@@ -499,6 +499,16 @@ def of_counted_keys(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Te
     return turn(q, positions[..., None] * frequencies(64)), turn(k, counted[..., None] * frequencies(64))
 
 
+class OfOneSpeed:
+    """As in a port of Grok, whose exponents are divided without a rest. No base changes its angles."""
+
+    def __init__(self, dim: int, base: float = 10_000.0) -> None:
+        self.inv_freq = base ** (-(torch.arange(0, dim, 2) // dim).double())
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        return turn(x, positions[..., None] * self.inv_freq)
+
+
 class OfAnotherHead:
     """As in ports of Mistral Nemo, whose heads are not hidden_size / num_attention_heads wide."""
 
@@ -586,6 +596,7 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("of_whole_tables", {"layout": "bhsd"}, [], "one row for the whole batch"),
         ("of_later_tokens", {}, ["offset-ignored"], "Positions are counted from the smallest one of the call."),
         ("of_counted_keys", {}, ["positions-ignored"], "k of token 0 in row 0 is rotated by position 0 instead of 7"),
+        ("OfOneSpeed", {"base": 1e4}, ["wrong-frequencies"], "All pairs rotate at the same speed."),
         ("OfAnotherHead", {"config": NEMO}, ["wrong-exponent"], "The exponents are 2i/80, but 64 channels"),
         ("OfAnyLength", {"config": DYNAMIC}, ["wrong-frequencies"], "Sequences of 16 and 1,024 tokens have different"),
         ("OfASlice", {}, ["wrong-far-positions"], "Position 4,097 has the angles of 4,093."),

@@ -98,8 +98,7 @@ def run(subject: Subject, report: Report) -> None:
         fused.judge(baseline)
         conditions.judge(baseline)
         report.test("several axes", partial(axes.judge_calls, baseline))
-    of_no_law = {"positions-ignored", "offset-ignored", "one-position", "mixed-pairings"}
-    if subject.way.given is None and not of_no_law & {*report.codes}:
+    if subject.way.given is None and not {"positions-ignored", "offset-ignored", "one-position"} & {*report.codes}:
         report.test("far positions", partial(positions.judge_far, baseline))
         report.test("long sequence", partial(positions.judge_length, baseline), may_raise=True)
     if is_comparable:
