@@ -39,7 +39,9 @@ class Override:
 
     def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
         """Return the `rope_parameters` that the engine has after the override, in a config at a depth."""
-        return {**old, **new} if self.merges == ("below the top" if depth else "at the top") else dict(new)
+        if self.merges == ("below the top" if depth else "at the top"):
+            return {**old, **new}
+        return dict(new)
 
     def apply(self, loaded: Mapping[str, Any], keys: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
         """Return a config, as the classes of transformers 5 load it, after an override of keys.

@@ -54,7 +54,7 @@ def configs(
         length: as in `diff.engines`.
         pairing, base, download: as in `from_config`, for both configs.
         factor: as in `from_config`, for each params.json whose rope is scaled.
-        ignore: keys to ignore in each config that has them. `facts["same"]` is then None.
+        ignore: keys to ignore in each config that has them. As others were compared, `facts["same"]` is then None.
 
     Returns:
         A `ConfigDiff`, with the result as text (`.text()`) and as data (`.facts`). `facts["weights"]["fit"]` says

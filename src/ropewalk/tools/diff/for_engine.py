@@ -56,7 +56,7 @@ def for_engine(
 ) -> ForEngine:
     """Compare the ropes of a config with those that an engine computes from it, and find a command if they differ.
 
-    A command is returned only if the engine's rules, for the config with its keys, give the model's ropes. None is run.
+    A command is returned only if the engine's rules, with the command's keys, give the model's ropes. No engine is run.
 
     Args:
         source: as in `diff.engines`.

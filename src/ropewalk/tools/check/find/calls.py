@@ -28,6 +28,7 @@ a device, a dtype, an option           Neuron, courses; what is unknown gets Non
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
 any name, known by its use             code of one's own in Python                          uses 305
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
+a method, if calling the class fails   timm's get_embed, Keras' call                        calls 20
 arrays of NumPy, JAX or MLX            MaxText, Gemma's and ONNX's references, ports        arrays 75
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
