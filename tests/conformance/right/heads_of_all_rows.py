@@ -22,3 +22,9 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"pairing": "half", "base": 10000.0}
+BUGS = {
+    # The offset is taken away again.
+    "offset_ignored__with_one_axis_for_rows_and_heads": [
+        ("+ past_key_values_length, inv", "+ past_key_values_length - past_key_values_length, inv")
+    ],
+}

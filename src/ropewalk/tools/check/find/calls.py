@@ -187,7 +187,7 @@ class _Finder:
                 best = _better(of_text, best) if is_of_rows else _better(best, of_text)
             except _checks.RopeError as e:
                 failure = e
-        if not stated and (best is not None or for_slice(self.expected) is None):
+        if not stated and self.expected.rope is None and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
             mixes = best is not None and best[0] >= _ROTATES  # which a single token does not show

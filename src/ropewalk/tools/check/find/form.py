@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find import memory, words
 from ropewalk.tools.check.find.memory import CallError
 from ropewalk.tools.check.find.ways import ONE_HEAD, ONE_ROW, ONE_TOKEN, ONE_VECTOR
 from ropewalk.tools.check.find.words import FUSED, Call, Roles, accept_keywords
@@ -316,7 +316,7 @@ def _one_by_one(function: Callable[..., Any], parameter_of: Roles, layout: str) 
             joined = [x.view(-1, max(heads), *passed[name].shape[2:]) for x, name in zip(joined, tensors, strict=False)]
         return tuple(x.narrow(axis, 0, count) for x, count in zip(joined, heads, strict=False))
 
-    return run
+    return words.stands_for(run, function, (words.parameters(function) or {}).values())
 
 
 def _sizes_of_heads(x: Tensor) -> Tensor:

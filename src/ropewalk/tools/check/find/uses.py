@@ -89,6 +89,7 @@ class _Uses(ast.NodeVisitor):
         self.found: dict[str, set[str]] = {}
         self.factors: list[tuple[str, set[str]]] = []  # parameter, and those of which its factor is made
         self.made_of: dict[str, set[str]] = {}
+        self.counted: set[str] = set()  # variables that are the result of `arange`
         self.calls: set[str] = set()
 
     def said(self, known: list[str]) -> dict[str, str]:
@@ -123,6 +124,14 @@ class _Uses(ast.NodeVisitor):
         for name in (name for node in nodes for name in self._of(node)):
             if "/" not in name:
                 self.found.setdefault(name, set()).add(role)
+
+    def _counts(self, node: ast.AST) -> bool:
+        """Return whether an expression is the result of `arange`."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _name(node) in _SAME:
+            return self._counts(node.func.value)
+        if isinstance(node, ast.Subscript):
+            return self._counts(node.value)
+        return (isinstance(node, ast.Call) and _name(node) == "arange") or ast.unparse(node) in self.counted
 
     def _sources(self, node: ast.AST) -> set[str]:
         """Return the parameters of whose elements an expression is made."""
@@ -163,6 +172,7 @@ class _Uses(ast.NodeVisitor):
         for one in target.elts if isinstance(target, ast.Tuple) else [target]:
             self.made_of[ast.unparse(one)] = made_of
         self.stands_for[ast.unparse(target)] = self._of(value)
+        (self.counted.add if self._counts(value) else self.counted.discard)(ast.unparse(target))
         if isinstance(value, ast.Name) and ast.unparse(target) in ("(cos, sin)", "(sin, cos)"):
             self._is("table", value)
         if isinstance(value, ast.Attribute) and value.attr == "shape" and len(getattr(target, "elts", ())) > 2:
@@ -189,7 +199,7 @@ class _Uses(ast.NodeVisitor):
         if isinstance(node.op, ast.Pow) and not isinstance(right, ast.Constant):
             self._power(left, right)
         for one, other in ((left, right), (right, left)):
-            if isinstance(node.op, ast.Add) and isinstance(one, ast.Call) and _name(one) == "arange":
+            if isinstance(node.op, ast.Add) and self._counts(one):
                 self._is("offset", other)
             elif isinstance(node.op, ast.Mult | ast.MatMult):
                 sources = {*self._of(one)} or self._sources(one)

@@ -272,7 +272,8 @@ def match(
 ) -> Roles:
     """Return the roles of parameters whose names are keys of `names`, or among the names of a key, or have its part.
 
-    Required parameters with other names have the roles that `used` says, as `uses.roles` finds them.
+    Required parameters with other names have the roles that `used` says, as `uses.roles` finds them, and so have those
+    for an offset that is 0 by default.
     """
     # Without axes, as in x_BTHD.
     plain = {name: re.sub("_[A-Z]+$", "", name).lower().lstrip("_") if name != "T" else name for name in known}
@@ -294,7 +295,8 @@ def match(
         if use == "table" and "positions" in names and re.search(_PARTS["positions"], plain[name]):
             use = "positions"
         free = (role for role in uses.ROLES[use] if role in names and role not in found)
-        if name in required and name not in found.values() and (role := next(free, "")):
+        needs_role = name in required or (use == "offset" and known[name].default in (0, None))
+        if needs_role and name not in found.values() and (role := next(free, "")):
             found[role] = name
     last = next((role for other, role in _OTHER.items() if other in found and role not in found and role in names), "")
     rest = [name for name in required if name not in found.values() and not re.search(GRID, name)]
@@ -342,11 +344,12 @@ def with_object(function: Any, target: Any, built: Any) -> Any:
     return taking
 
 
-def stands_for(wrapper: Any, function: Any, known: Iterable[inspect.Parameter]) -> Any:
+def stands_for(wrapper: Any, function: Any, known: Iterable[inspect.Parameter]) -> Callable[..., Any]:
     """Return a wrapper of a function with these parameters, by name, whose use the code of the function says."""
     named = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in known]
     wrapper.__signature__, wrapper.__wrapped__ = inspect.Signature(named), code_of(function)
-    return wrapper
+    known_as: Callable[..., Any] = wrapper
+    return known_as
 
 
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,7 +365,7 @@ def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
         values = [keywords.pop(n) if n in keywords else positional_only[n].default for n in names]
         return function(*values, **keywords)
 
-    return call_by_name
+    return stands_for(call_by_name, function, known.values())
 
 
 class NoCallError(_checks.RopeError):
