@@ -591,7 +591,7 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
         ("OfAShape,by_halves", {"pairing": "half"}, [], "by the method get_embed"),
         ("OfACache", {}, [], "base 10000"),
         ("OfAKey", {}, [], "base 10000"),
-        ("of_half_a_norm", {}, ["wrong-norm"], "At position 0, heads of size 1 do not keep their size."),
+        ("of_half_a_norm", {}, ["wrong-norm"], "The norm is not that of the whole head."),
         ("of_whole_tables", {}, [], "layout               bhsd"),
         ("of_whole_tables", {"layout": "bhsd"}, [], "one row for the whole batch"),
         ("of_later_tokens", {}, ["offset-ignored"], "Positions are counted from the smallest one of the call."),

@@ -46,4 +46,6 @@ BUGS = {
         ("positions[..., None, None]", "torch.arange(x.shape[2])[:, None]"),
         ('"factor": 4.0},\n    }', '"factor": 4.0},\n    },\n    "layout": "bhsd",'),
     ],
+    # The exponents begin at 1 / dim, and the base depends on the length.
+    "wrong_exponent__with_a_length": [("arange(0, self.dim, 2", "arange(1, self.dim, 2")],
 }

@@ -38,4 +38,6 @@ BUGS = {
     "wrong_slice__whole_head": [("head_dim // 2", "head_dim")],
     # The rotated channels are appended in place of the rest.
     "rest_not_passed__from_another_place": [("x[..., self.dim :]", "x[..., : self.dim]")],
+    # One channel of each pair is only scaled.
+    "not_a_rotation__one_product": [("x1 * cos - x2 * sin", "x1 * cos")],
 }

@@ -21,3 +21,7 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"rope": Rope(192, 10000.0, "interleaved", rotary_dim=64, rotary_offset=128)}
+BUGS = {
+    # All tokens get the position of the first, which looks like one of several axes.
+    "one_position__of_the_first": [("positions[:, :, None, None]", "positions[:, :1, None, None]")],
+}

@@ -67,4 +67,6 @@ BUGS = {
     "scaling_ignored": [("None] * inv_freq", "None] * plain")],
     # The frequencies are scaled twice.
     "scaling_twice": [("None] * inv_freq", "None] * inv_freq * inv_freq / plain")],
+    # Positions are divided by the frequencies.
+    "wrong_exponent__divided": [("position_ids[..., None] * inv_freq", "position_ids[..., None] / inv_freq")],
 }

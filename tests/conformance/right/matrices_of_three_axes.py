@@ -28,3 +28,7 @@ def apply_rope(xq, xk, freqs_cis):
 
 TARGET = "embed,apply_rope"
 GIVEN = {"head_dim": 128, "pairing": "interleaved"}
+BUGS = {
+    # The matrices are rounded.
+    "low_precision_tables__of_three_axes": [(".float().unsqueeze(1)", ".half().unsqueeze(1)")],
+}

@@ -19,3 +19,7 @@ def apply_rotary_emb(xq, xk, freqs_cis):
 
 TARGET = "precompute_freqs_cis,apply_rotary_emb"
 GIVEN = {"pairing": "interleaved"}
+BUGS = {
+    # The exponents begin at 1 / dim.
+    "wrong_exponent__odd": [("arange(0, dim", "arange(1, dim")],
+}

@@ -43,4 +43,8 @@ BUGS = {
     "wrong_norm__over_all_heads": [("mean(dim=-1", "mean(dim=(-2, -1)")],
     # The keys are normed with the weight of the queries.
     "wrong_norm__weight_of_the_queries": [("rms(k, k_weight", "rms(k, q_weight")],
+    # The norm is right. The sines of q are not.
+    "not_a_rotation__after_a_norm": [
+        ("q = turn(rms(q, q_weight, eps), cos, sin)", "q = turn(rms(q, q_weight, eps), cos, cos)")
+    ],
 }

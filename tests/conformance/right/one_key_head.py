@@ -18,3 +18,7 @@ def rotate(q_pe, k_pe, cos, sin):
 
 TARGET = "rotate"
 GIVEN = {"pairing": "interleaved", "layout": "bshd"}
+BUGS = {
+    # Only the cosines are those of the first row.
+    "first_row_positions__of_cos": [("cos[:, :, None]", "cos[:1, :, None]")],
+}

@@ -17,4 +17,6 @@ GIVEN = {"pairing": "half", "layout": "thd"}
 BUGS = {
     # The grid has as many programs as q has heads, which is too few for a k with more heads.
     "output_not_written__key_heads_past_those_of_q": [("range(x.shape[1])", "range(min(x.shape[1], q.shape[1]))")],
+    # All tokens get the channels of the first that do not rotate.
+    "rest_not_passed__of_one_token": [("= x[:, head, 2 * half :]", "= x[:1, head, 2 * half :]")],
 }

@@ -14,3 +14,7 @@ def rope(x, cos, sin):
 
 TARGET = "rope"
 GIVEN = {"pairing": "interleaved"}
+BUGS = {
+    # The columns of the first row are exchanged.
+    "not_a_rotation__first_row": [("(cos, -sin)", "(-sin, cos)")],
+}

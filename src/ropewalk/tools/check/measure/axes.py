@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk import Axes, Rope, _checks, formats
+from ropewalk import Axes, Rope, _checks
 from ropewalk.tools.check.expected import Expected
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import law
@@ -39,9 +39,8 @@ def judge(subject: Subject, structure: Structure, multipliers: Tensor, report: R
     of_axes = [_measure(subject, structure, axis) for axis in range(subject.axes)]
     measured = torch.stack([z[: min(map(len, of_axes))] for z in of_axes])  # up to the end of the shortest
     sizes = measured.abs() / multipliers.abs().median()
-    limit = 1e-2 if formats.stored_dtype(torch.view_as_real(measured)).itemsize == 2 else 1e-3  # of rounded tables
-    if bool((sizes - 1).abs().max() > limit):
-        of, _, pair = ((sizes - 1).abs() > limit).nonzero()[0].tolist()
+    if bool((sizes - 1).abs().max() > 1e-2):  # more than by tables in 16 bits
+        of, _, pair = ((sizes - 1).abs() > 1e-2).nonzero()[0].tolist()
         says = f"The two channels of pair {pair} are turned by different axes. With positions on one axis alone, "
         report.add(
             "mixed-pairings",

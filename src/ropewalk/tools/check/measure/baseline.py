@@ -150,11 +150,12 @@ class Baseline:
             got = places[..., row, token].tolist()
             if got != asked and bool(is_right(places)[wrong].all()):
                 return code, f"{here} is rotated by position {got} instead of {asked}."
-        from_0 = torch.arange(positions.shape[-1]).expand_as(positions)
-        for cosines, sines in ((positions, from_0), (from_0, positions)):
-            if bool(is_right(cosines, sines)[wrong].all()):
-                of_cos, of_sin = (int(places[..., row, token].max()) for places in (cosines, sines))
-                return self._ignored, f"{here} has the cosines of position {of_cos} and the sines of {of_sin}."
+        for code, places in others:
+            places = places.expand_as(positions)
+            for cosines, sines in ((positions, places), (places, positions)):
+                if bool(is_right(cosines, sines)[wrong].all()):
+                    of_cos, of_sin = (int(each[..., row, token].max()) for each in (cosines, sines))
+                    return code, f"{here} has the cosines of position {of_cos} and the sines of {of_sin}."
         for other in range(len(self.multipliers) if positions.ndim == 2 else 0):
             if bool(is_right(torch.full_like(positions, other))[row, token]):
                 return otherwise, f"{here} is rotated by position {other} instead of {asked}."

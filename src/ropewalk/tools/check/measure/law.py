@@ -143,7 +143,7 @@ def identify(
             if law.code is not None:
                 code, says = law.code, f"{law.says} The {code.rpartition('-')[2]} are rounded to 16 bits, too."
             return replace(law, code=code, says=says)
-    bugs = [(bug, says, np.asarray(wrong)) for bug, says, wrong in _wrong_frequencies(rope, head_dim)]
+    bugs = [(bug, says, np.asarray(wrong)) for bug, says, wrong in _wrong_frequencies(rope, head_dim, is_fitted)]
     for bug, says, wrong in bugs:
         for kind in (right, backwards):
             law = replace(kind, inv_freq=moving(wrong), code=bug, says=f"{says} {kind.says}".rstrip())
@@ -206,7 +206,7 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
     tokens = (positions + law.shift).to(torch.float64)[:, None]
     angles = tokens * law.inv_freq
     off = (z / law.of(angles)).angle() * (1 if law.kind == "plain" else -1)
-    in_tables = all(bool((rounded(t) == t).all()) for t in (z.real, z.imag))
+    in_tables = any(bool((rounded(t) == t).all()) for t in (z.real, z.imag))  # or one of the two
     unit, sizes = torch.finfo(dtype).eps / 2, law.inv_freq.abs()
     noise = law.bound(positions) + 1.5 * unit * in_tables
     roundings = 3 + float((sizes.max() / sizes.min()).log())  # three, and one of the exponents
@@ -236,7 +236,9 @@ def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) ->
     return "angles" if bool(explains(rounded(measured))[clear].all()) else None
 
 
-def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Sequence[float] | np.ndarray]]:
+def _wrong_frequencies(
+    rope: Rope, head_dim: int, is_fitted: bool
+) -> Iterator[tuple[str, str, Sequence[float] | np.ndarray]]:
     """Yield the code, the description and inv_freq of each known bug in the frequencies, as `Scaling.known_bugs`."""
     dim, scaling = rope.rotary_dim, rope.scaling
     steps = np.arange(0, dim, 2)
@@ -270,10 +272,12 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, Se
     for size in sizes if rope.axes is None else (dim // 2,):  # not twice, since base 100 is usual for axes
         if size > 0:
             yield "wrong-exponent", _of_size(rope, int(size)), turn * plain ** (dim / size)
-    for k in (-2, 1, 2) if scaling is None and rope.axes is None else ():
+    for k in (-2, 1, 2) if scaling is None and rope.axes is None and not is_fitted else ():  # as if they were divided
         says = f"The exponents are (2i{k:+})/{dim} instead of 2i/{dim}."
-        yield "wrong-frequencies", says, plain * rope.base ** (-k / dim)
+        yield "wrong-exponent", says, plain * rope.base ** (-k / dim)
     yield "wrong-exponent", "The exponents have no minus sign.", turn / plain
+    if scaling is not None:
+        yield "wrong-exponent", "Positions are divided by the frequencies.", turn / np.where(turn, rope.inv_freq, 1.0)
     for times in (1, dim, head_dim) if rope.axes is None else ():
         says = "The exponents are not divided by the number of channels" + ", but the frequencies are" * (times > 1)
         yield "wrong-exponent", f"{says}.", times * plain**dim

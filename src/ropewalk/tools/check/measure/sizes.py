@@ -71,6 +71,8 @@ def find_fault(baseline: Baseline, case: Case) -> tuple[str, str] | None:
             continue
         if bool(out.isnan().any()) and bool(unwritten(partial(subject, *case.tensors(), positions))[i].any()):
             return "output-not-written", f"{name} is never written{where(out.isnan())}."
+        if not bool(wrong[..., baseline.structure.outs.flatten()].any()):
+            return "rest-not-passed", f"{name} is changed{where(wrong)}."
         what = "wrong"
         if torch.equal(out[wrong], x[wrong]):
             what = "not rotated"

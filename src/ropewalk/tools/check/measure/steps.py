@@ -155,8 +155,9 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         return None
     if (structure is None or structure.flaw is not None) and "weights" in subject.form.takes:
         x = torch.linspace(0.1, 1.0, subject.channels).expand(1, 1, HEADS, -1)  # whose parts have other sizes
-        if not torch.allclose(subject(x, x, SMALL[None, :1])[0].norm(dim=-1), x.norm(dim=-1), rtol=1e-2):
-            says = "At position 0, heads of size 1 do not keep their size."
+        alone, other, both = (subject(each, each, SMALL[None, :1])[0] for each in (x, x.flip(-1), x + x.flip(-1)))
+        if not torch.allclose(alone + other, both, rtol=1e-2, atol=1e-2):
+            says = "Of heads of size 1, the result for a sum is not the sum of the results."
             report.add("wrong-norm", f"{says} The norm is not that of the whole head. No more was judged.")
             return None
     if structure is None:
@@ -356,6 +357,11 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         return
     x = subject.equal_heads(TOKENS, HEADS)
     out, _ = subject(x, x, SMALL[None, :TOKENS])
+    if subject.accepts(later := SMALL[None, 7 : 7 + TOKENS]):
+        there, _ = subject(x, x, later)
+        if all(torch.equal(each, each[:, :1].expand_as(each)) for each in (out, there)) and not torch.equal(out, there):
+            report.add("one-position", "From position 0 on or from 7 on, all tokens are changed alike.")
+            return
     code, says = "not-a-rotation", "The channels do not change in pairs."
     is_moved = bool((out - x)[:, 1:].abs().amax(-1).min() > 1e-3)
     keeps_sizes = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
@@ -461,6 +467,10 @@ def _judge_law(
     if float(speeds.max()) < law.ROUNDED:
         alike = {"Tokens at positions 0 and 1 have the same angles.": speeds}
     same = [says for says, these in alike.items() if len(speeds) > 2 and torch.allclose(speeds, these, rtol=1e-3)]
+    if len(speeds) == 1 and subject.channels > 8 and not subject.of_grid and subject.way.given is None:
+        report.drop("wrong-slice")
+        says = "Only one pair rotates, as if the exponents were not divided by the number of channels."
+        measured = replace(measured, code="wrong-exponent", says=says)
     if same and subject.axes is None and (measured.code == "wrong-frequencies" or not (stated or measured.code)):
         measured = replace(measured, code="wrong-frequencies", says=same[0])
     stated_backwards = rope is not None and bool((rope.inv_freq < 0).any())
@@ -499,7 +509,7 @@ def _fitting_rope(
             base = fitted[0]
         elif reverse is not None and abs(reverse[1] - 1) < 1e-4 and reverse[0] == float(f"{reverse[0]:.2g}"):
             base = reverse[0]  # a usual one, in the wrong order
-        elif (loose := law.fit_base(inv_freq, dim, tolerance=0.1)) is not None:
+        elif (loose := law.fit_base(inv_freq, dim, 0.1, of_axes)) is not None:
             base = float(f"{loose[0]:.2g}")  # that of frequencies that are rounded to 16 bits
         elif len(inv_freq) > 1 and abs(inv_freq[0] - 1) < 1e-5 and inv_freq[1] > 1.001:  # exponents without minus
             base = law.round_digits(float(inv_freq[1]) ** (dim / 2))

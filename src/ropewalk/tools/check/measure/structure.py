@@ -158,11 +158,15 @@ def _flaw(blocks: Tensor, close: float) -> str | None:
     if torch.allclose(first_row.real, second_row.real, atol=close):
         of_pairs = (1 - first_row.real**2).clamp(min=0).sqrt().T.contiguous()
         distances = [torch.cdist(row.imag.abs().T.contiguous(), of_pairs).amin(1) for row in (first_row, second_row)]
-        if float(torch.stack(distances).max()) < 0.01 and float(second_row.imag.abs().max()) > 0.1:
+        has_sines = all(float(row.imag.abs().max()) > 0.1 for row in (first_row, second_row))
+        if float(torch.stack(distances).max()) < 0.01 and has_sines:
             return "mixed-pairings"  # the sines are those of other pairs
     if not torch.allclose(first_row.abs(), second_row.abs(), atol=max(1e-4, close)):
         return "not-a-rotation"
     if torch.allclose(first_row, 1j * second_row.conj(), atol=close):
         return "cos-and-sin-swapped"
-    varies = [bool((row - row[:1]).abs().max() > close) for row in (first_row, second_row)]
-    return "mixed-pairings" if all(varies) else "not-a-rotation"
+    turns = [
+        bool((row - row[:1]).abs().max() > close) and bool((row[0] - row[0].abs()).abs().max() < close)
+        for row in (first_row, second_row)
+    ]
+    return "mixed-pairings" if all(turns) else "not-a-rotation"  # each row turns, from angle 0 on
