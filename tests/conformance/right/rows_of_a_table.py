@@ -49,4 +49,10 @@ BUGS = {
             "        c, s = cos[..., columns], sin[..., columns]",
         ),
     ],
+    # The pairing that is not the default one has a wrong sign.
+    "not_a_rotation__in_the_other_pairing": [
+        ("b * cos + a * sin, rest", "b * cos - a * sin, rest"),
+        ('"thd", "pairing": "interleaved"}', '"thd"}'),
+        ("is_neox=True", "is_neox=False"),
+    ],
 }

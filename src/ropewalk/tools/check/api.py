@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ropewalk import Rope, _checks
 from ropewalk.tools.check import expected
 from ropewalk.tools.check.bugs import BUGS
-from ropewalk.tools.check.find import calls, memory
+from ropewalk.tools.check.find import calls, memory, words
 from ropewalk.tools.check.find import target as targets
 from ropewalk.tools.check.find.form import LAYOUTS
 from ropewalk.tools.check.find.memory import Memory
@@ -114,6 +115,8 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
         return
     try:
         steps.run(subject, report)
+        if expectation.pairing is None and report.verdict == "right":
+            report.test("other pairing", partial(_judge_other_pairing, loaded, expectation, layout, report))
     except lengths.SizeError as e:
         if len(loaded.objects) < 2:
             raise
@@ -130,6 +133,30 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
             return
         fix = f"If `check` calls it in the wrong way, pass {_checks.argument('layout')}, or write an adapter."
         raise _checks.error("check", f"{report.target} must accept more than one call", str(e), fix) from e
+
+
+def _judge_other_pairing(
+    loaded: targets.Target, expectation: expected.Expected, layout: str | None, report: Report
+) -> bool:
+    """Check the code with the other pairing as well, if it has an option for it and none is stated."""
+    other = {"half": "interleaved", "interleaved": "half"}.get(str(report.found.get("pairing")))
+    spellings = {role: words.SPELLINGS[role] for role in ("interleaved", "is_neox")}
+    known = [words.parameters(getattr(obj, "owner", obj)) or {} for obj in loaded.objects]
+    options = [name for each in known for name in words.match(each, spellings).values()]
+    there = Report(report.target, ignored=report.ignored)
+    if other is None or not options:
+        return False
+    try:
+        _run(loaded, replace(expectation, pairing=other), layout, there)
+    except _checks.RopeError:  # the code refuses it
+        return False
+    if "wrong-pairing" in there.codes:  # the option is for something else
+        return False
+    for found in there.counted:
+        if found.severity == "wrong":
+            report.add(found.code, f"With {options[0]} for {other} pairing: {found.says}", found.case)
+            break
+    return True
 
 
 def assert_right(target: Any, **options: Any) -> Report:
