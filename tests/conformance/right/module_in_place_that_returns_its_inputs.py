@@ -28,3 +28,10 @@ class RotaryEmbedding(torch.nn.Module):
 
 TARGET = "RotaryEmbedding"
 GIVEN = {"ignore": ["no-gradient"]}
+BUGS = {
+    # All tokens get the position of the first, which calls with one token do not show.
+    "one_position__of_the_first_token": [
+        ("positions.flatten()", "positions[..., :1].flatten()"),
+        ("GIVEN = {", 'import ropewalk\n\nGIVEN = {"rope": ropewalk.Rope(64, 10_000.0, "half"), '),
+    ],
+}

@@ -183,15 +183,17 @@ class _Finder:
         if count_of(self.axes) is None and (best is None or best[0] < _PERFECT or not _all_axes_matter(best[1])):
             try:
                 of_text = self.search(None, layout)
-                is_of_rows = of_text is not None and _takes_rows(of_text[1])  # which look like axes
+                is_of_rows = of_text is not None and _takes_rows(of_text[1])  # which look like axes without rows
+                is_of_rows &= best is None or not _takes_rows(best[1])
                 best = _better(of_text, best) if is_of_rows else _better(best, of_text)
             except _checks.RopeError as e:
                 failure = e
         if not stated and self.expected.rope is None and (best is not None or for_slice(self.expected) is None):
             best = self._find_axes(best, layout)
         if layout is None and failure is None and (best is None or best[0] < _IN_PAIRS):
-            mixes = best is not None and best[0] >= _ROTATES  # which a single token does not show
-            tried = [each for each in LAST if not (mixes and each in ONE_TOKEN)]
+            mixes = best is not None and best[0] >= _ROTATES
+            hides = mixes or (best is not None and best[1].gives_tokens_one_position())  # what a single token hides
+            tried = [each for each in LAST if not (hides and each in ONE_TOKEN)]
             if is_constructor(self.target.objects[0]) and not mixes:  # of objects that no other call has changed
                 tried += LAYOUTS
             last = _better(*(self.search(stated or None, each) for each in tried))

@@ -173,6 +173,16 @@ class Subject:
         q_out, k_out = self(eye, eye, positions)
         return (q_out if k_out is None or of == "q" else k_out)[0].mT
 
+    def gives_tokens_one_position(self) -> bool:
+        """Whether all tokens of a call are changed alike, and otherwise if they are farther on."""
+        x, first = self.equal_heads(5, 4), torch.arange(5)[None]
+        with contextlib.suppress(CallError):
+            if self.accepts(first + 7):
+                here, there = (self(x, x, positions)[0] for positions in (first, first + 7))
+                alike = all(torch.equal(out, out[:, :1].expand_as(out)) for out in (here, there))
+                return alike and not torch.equal(here, there)
+        return False
+
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]` or `[axes, batch, seq]`."""
         rows_are_equal = bool((positions == positions[..., :1, :]).all())
