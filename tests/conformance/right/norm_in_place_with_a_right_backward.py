@@ -42,4 +42,6 @@ BUGS = {
             "x, scale, weight, cos, sin = ctx.tensors\n        normed = x * scale",
         ),
     ],
+    # The gradient is divided by the weight of the norm, which weights of 1 do not show.
+    "wrong_gradient__divided_by_the_weight": [("g = g * weight", "g = g / weight")],
 }

@@ -100,7 +100,7 @@ def _gradient(out: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of x from that of a result."""
     with torch.enable_grad():
         scalar = _WithGradient.apply(out, gradient)  # type: ignore[no-untyped-call]
-        return torch.autograd.grad(scalar, x, materialize_grads=True)[0]
+        return torch.autograd.grad(scalar, x, materialize_grads=True, retain_graph=True)[0]
 
 
 def _call(
@@ -116,22 +116,27 @@ def _call(
 
 def _find_fault_of_weights(baseline: Baseline, case: Case) -> tuple[str, str] | None:
     """Return the code of what is wrong with the gradients of the weights of a norm, and a description, or None."""
-    subject, positions, tensors = baseline.subject, case.positions(baseline.subject), case.tensors()
-    for index, (name, x) in enumerate(zip("qk", tensors, strict=True)):
+    subject, positions = baseline.subject, case.positions(baseline.subject)
+    for index, name in enumerate("qk"):
+        q, k = (x.clone().requires_grad_() for x in case.tensors())
         weights = [weight.clone().requires_grad_() for weight in norm_weights(subject, case.channels)]
         weights = weights[:1] * 2 if subject.form.shares_norm else weights
+        x = (q, k)[index]
         with torch.enable_grad():
-            results = subject.fused(*tensors, positions, weights=weights)
+            results = subject.fused(q, k, positions, weights=weights)
             out, right = (results.q, results.k)[index], normed(subject, x, weights[index])
             if out is None or not out.requires_grad:
                 continue
             right = baseline.predict(right, positions, key=name == "k")
         weight = _output_gradient(x)
-        (expected,) = torch.autograd.grad(right, weights[index], weight.double())
-        grad = _gradient(out, weights[index], weight)
-        if bool(((grad - expected).abs() > subject.close * expected.abs().max()).any()):
-            says = "not the sum over all rows, tokens and heads" if bool(grad.any()) else "zero"
-            return "wrong-gradient", f"The gradient of the weight of the norm of {name} is {says}."
+        of_weight, of_x = torch.autograd.grad(right, (weights[index], x), weight.double())
+        for leaf, expected in ((weights[index], of_weight), (x, of_x)):
+            grad = _gradient(out, leaf, weight)
+            if bool(((grad - expected).abs() > subject.close * expected.abs().max()).any()):
+                says = "not the sum over all rows, tokens and heads" if bool(grad.any()) else "zero"
+                says = f"The gradient of the weight of the norm of {name} is {says}."
+                says = says if leaf is not x else f"The gradient of {name} is not multiplied by the weight of its norm."
+                return "wrong-gradient", says
     return None
 
 
