@@ -808,6 +808,14 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def packed_or_not(x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Without cu_seqlens, all tokens of x [batch, seq, heads, dim] have position 0, which is wrong."""
+    at = torch.zeros(1, dtype=torch.int64)
+    if cu_seqlens is not None:
+        at = torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])
+    return turn(x, *tables_at(at))
+
+
 @pytest.mark.parametrize(
     ("target", "row", "value"),
     [
@@ -844,6 +852,7 @@ def a_column(seq_len: int) -> tuple[Tensor, Tensor]:
         (from_places_of_both, "positions", "counted from an offset"),
         (up_to_a_length, "call", "f(x, positions, max_seq_len)"),
         (OfAnEngine, "call", "f(positions, query, key)"),
+        (packed_or_not, "other calls", "not tried: those without cu_seqlens, of another layout"),
         ((targets.Method(OfFrames, "tables"), turn), "frequencies", "base 100"),
     ],
 )

@@ -65,4 +65,8 @@ BUGS = {
     "wrong_gradient__half": [("(-x2, x1), dim=-1)", "(-x2, x1), dim=-1).detach()")],
     # The result is bfloat16 for every dtype of q and k.
     "wrong_output_dtype": [("return q_embed, k_embed", "return q_embed.bfloat16(), k_embed.bfloat16()")],
+    # q is not multiplied by the cosines.
+    "not_a_rotation__of_zeros": [("q * cos +", "cos +")],
+    # Only k is rounded.
+    "low_precision_input__of_k": [("k_embed = k * cos", "k_embed = k.half() * cos")],
 }

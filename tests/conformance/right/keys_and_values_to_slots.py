@@ -46,4 +46,8 @@ BUGS = {
     ],
     # The keys go to their slots, but the values are written to the first slots in the order of the tokens.
     "wrong_slot__values_in_the_order_of_tokens": [("value_cache[slots[kept]]", "value_cache[kept.nonzero()[:, 0]]")],
+    # Nothing is rotated before it is stored.
+    "not_rotated__and_stored": [("    q, k = turn(q, cos, sin), turn(k, cos, sin)\n", "")],
+    # Positions begin again at 32.
+    "table_wraps__early": [("cos_sin_cache[positions]", "cos_sin_cache[positions % 32]")],
 }

@@ -42,4 +42,6 @@ BUGS = {
         ('        "rope_theta": 500000.0,\n', ""),
         ('"rope_scaling": {', '"rope_parameters": {"rope_theta": 500000.0, '),
     ],
+    # The base is wrong, and the scaling is right.
+    "wrong_base__with_a_scaling": [("self.base ** (", "(1.01 * self.base) ** (")],
 }

@@ -21,3 +21,7 @@ def rope(q, k, pos):
 
 TARGET = "rope"
 GIVEN = {"pairing": "interleaved", "base": 10000.0}
+BUGS = {
+    # The exponents are divided by one more than the number of channels.
+    "wrong_exponent__of_an_odd_size": [("i / head_size", "i / (head_size + 1)")],
+}

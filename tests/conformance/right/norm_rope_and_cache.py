@@ -37,4 +37,6 @@ BUGS = {
         ("y = torch.nn", "y = x.float() if weight is None else torch.nn"),
         ("= k[kept]", "= plain[kept]"),
     ],
+    # All rows get the positions of the first. The norm and the slots are right.
+    "first_row_positions__of_a_norm": [("cos_sin_cache[positions]", "cos_sin_cache[positions[:1]]")],
 }

@@ -25,4 +25,6 @@ GIVEN = {"pairing": "half"}
 BUGS = {
     # Gemma's norm, ported for the queries only: the keys are multiplied by the weight, and not by 1 + weight.
     "wrong_norm__one_plus_weight_only_for_queries": [("rms(k, k_norm_weight,", "rms(k, k_norm_weight - 1,")],
+    # The norm is computed in bfloat16.
+    "low_precision_input__of_a_norm": [("x = x.float()", "x = x.bfloat16()")],
 }

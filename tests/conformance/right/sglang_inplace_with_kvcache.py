@@ -28,4 +28,6 @@ BUGS = {
     "key_not_rotated__sglang_19636": [
         ("    for x in (q, k):", "    k = k.clone()\n    for x in (q, k):"),
     ],
+    # Position 0 gets the last row of the table.
+    "positions_off_by_one__from_the_end_of_a_table": [("cos_sin_cache[positions]", "cos_sin_cache[positions - 1]")],
 }

@@ -138,7 +138,10 @@ class Baseline:
             return None
         right = of_heads(positions)
         if bool((wrong & right.any(-1)).any()):  # as by a wrong grid over rows and heads, and not by positions
-            return "heads-differ", f"some heads of {name} are rotated otherwise{where(~right[..., None])}."
+            of_rows = 1 < positions.shape[-2] == out.shape[2]  # with as many heads
+            how = ", as by tables without an axis for heads" * of_rows
+            says = f"some heads of {name} are rotated otherwise{where(~right[..., None])}{how}."
+            return "rows-mixed-up" if of_rows else "heads-differ", says
         row, token = wrong.nonzero()[0].tolist()
         here = f"{name} of token {token} in row {row}"
         asked = positions[..., row, token].tolist()

@@ -137,6 +137,10 @@ def identify(
     ):
         if law.explains(multipliers, positions):
             return law
+    says = "Position 1 gets the angles of 0, and 0 those of the last of a table. No more was judged."
+    before = replace(right, shift=-1, code="positions-off-by-one", says=says)
+    if before.explains(multipliers[1:], positions[1:]):
+        return before
     for law in (replace(right, factor=rope.attention_factor), right, backwards):
         if (rounding := find_rounding(multipliers, positions, law)) is not None:
             code, says = rounding
@@ -155,15 +159,21 @@ def identify(
         is_ramp = np.isnan(wrong).any() and len(wrong) == len(inv_freq)
         if is_ramp and np.nanmax(np.abs(inv_freq.abs().numpy() / wrong - 1)) < 1e-3:
             return replace(measured, code=bug, says=says)
+    ratios = inv_freq.abs() / expected
+    if rope.scaling is not None and len(ratios) > 1:
+        base = round_digits(float(rope.base * ratios[1] ** (-rope.rotary_dim / 2)))  # which pair 1 shows
+        base = base if 1 < base < 1e12 else rope.base
+        law = replace(right, inv_freq=moving(replace(rope, base=base).inv_freq))
+        if len(law.inv_freq) == len(expected) and law.explains(multipliers, positions):
+            return replace(law, code="wrong-base", says=f"The base is {base:.10g} instead of {rope.base:.10g}.")
     fitted = fit_base(inv_freq, rope.rotary_dim, axes=rope.axes)
     if fitted is not None and abs(fitted[1] - 1) < 1e-4 and abs(fitted[0] / rope.base - 1) > _FITTED:
         (base, _), dim = fitted, rope.rotary_dim
         size = dim * math.log(rope.base) / math.log(base)
-        if abs(float(f"{base:.2g}") / base - 1) > 1e-4 and abs(size / 2 - round(size / 2)) < 2e-3 and rope.axes is None:
+        if abs(float(f"{base:.2g}") / base - 1) > 1e-4 and abs(size - round(size)) < 4e-3 and rope.axes is None:
             says = _of_size(rope, round(size))
             return replace(measured, code="wrong-exponent", says=f"{says} {measured.says}".rstrip())
         return replace(measured, code="wrong-base", says=f"The base is {base:.10g} instead of {rope.base:.10g}.")
-    ratios = inv_freq.abs() / expected
     i = int(ratios.clamp(min=1e-30).log().abs().argmax())
     if rope.scaling is None and ratios[-1] < 0.999 and bool((ratios.diff() < 1e-3).all()):
         says = f"A scaling is applied that was not asked for: the slowest pair is {1 / ratios[-1]:.4g} times slower."

@@ -65,6 +65,9 @@ def run(subject: Subject, report: Report) -> None:
     if rounded := ", ".join(name for name, buffer in buffers if buffer.is_floating_point()):
         reads = "which conformance.verify reads in a loaded model"
         report.found["not tried"] = f"what .bfloat16() or .half() does to {rounded}, {reads}"
+    if subject.way.positions == "packed" and "cu_seqlens" in subject.form.call.optional:
+        name = subject.form.call.parameter_of["cu_seqlens"]
+        report.found["other calls"] = f"not tried: those without {name}, of another layout"
     if "attention_mask" in subject.form.written:
         report.found["padding"] = "not tried: attention_mask is all ones"
     if "weights" in subject.form.takes:
@@ -86,7 +89,9 @@ def run(subject: Subject, report: Report) -> None:
         return
     if other := subject.other_layout:  # found by calls before this, whose results may vary with the memory
         report.add("unstated-layout", f"It is judged in layout {subject.layout}. In {other} are wrong.")
-    if (baseline := _measure(subject, report)) is None or (not subject.noise and _rounds_results(subject, report)):
+    if (baseline := _measure(subject, report)) is None or "not-a-rotation" in report.codes:
+        return
+    if not subject.noise and _rounds_results(baseline):
         return
     of_options = {"scaling-ignored", "section-layout", "yarn-truncate"} & {*report.codes}
     if of_options and subject.arguments is not None and subject.arguments.adapter:
@@ -193,6 +198,8 @@ def _measure(subject: Subject, report: Report) -> Baseline | None:
         return None
     subject, on_axes = axes.judge(subject, structure, multipliers, report)
     measured = _judge_law(subject, structure, multipliers, report, on_axes)
+    if measured.shift and not measured.explains(multipliers, SMALL):
+        return None
     k_multipliers = _judge_k(subject, structure, multipliers, measured, report)
     return Baseline(subject, structure, multipliers, k_multipliers, measured, report, on_axes)
 
@@ -202,8 +209,9 @@ def _few(subject: Subject) -> Tensor:
     return SMALL[None, : 8 if subject.of_grid else 16]
 
 
-def _rounds_results(subject: Subject, report: Report) -> bool:
+def _rounds_results(baseline: Baseline) -> bool:
     """Report float32 results that are rounded to 16 bits, and return whether they are. Report rounded inputs, too."""
+    subject, report = baseline.subject, baseline.report
     q, k = usual(subject).tensors()
     out, _ = subject(q, k, conditions.FIRST)
     name = next((name for dtype, name in law.NAMES.items() if torch.equal(out, out.to(dtype).float())), "")
@@ -213,8 +221,14 @@ def _rounds_results(subject: Subject, report: Report) -> bool:
         report.add("wrong-output-dtype", says)
         return True
     more = 1 + 2.0**-13  # which 16 bits do not hold
-    if float((subject(more * q, more * k, conditions.FIRST)[0] - more * out).abs().max()) > 5e-5:
+    results = zip(subject(q, k, conditions.FIRST), subject(more * q, more * k, conditions.FIRST), strict=True)
+    if any(a is not None and b is not None and float((b - more * a).abs().max()) > 5e-5 for a, b in results):
         report.add("low-precision-input", "If x is multiplied by 1 + 2⁻¹³, the result is not.")
+    if "weights" in subject.form.takes:  # a norm divides by such a factor
+        off = max(float((o - right).abs().max()) for *_, o, right in baseline.compare(usual(subject), conditions.FIRST))
+        if is_rounded := 1e-4 < off < 3e-2:
+            report.add("low-precision-input", f"A norm is off by up to {off:.2g}, as in 16 bits. No more was judged.")
+        return is_rounded
     return False
 
 
@@ -357,11 +371,9 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         return
     x = subject.equal_heads(TOKENS, HEADS)
     out, _ = subject(x, x, SMALL[None, :TOKENS])
-    if subject.accepts(later := SMALL[None, 7 : 7 + TOKENS]):
-        there, _ = subject(x, x, later)
-        if all(torch.equal(each, each[:, :1].expand_as(each)) for each in (out, there)) and not torch.equal(out, there):
-            report.add("one-position", "From position 0 on or from 7 on, all tokens are changed alike.")
-            return
+    if subject.gives_tokens_one_position():
+        report.add("one-position", "From position 0 on or from 7 on, all tokens are changed alike.")
+        return
     code, says = "not-a-rotation", "The channels do not change in pairs."
     is_moved = bool((out - x)[:, 1:].abs().amax(-1).min() > 1e-3)
     keeps_sizes = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
@@ -371,8 +383,8 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
         code, says = "not-rotated", "The output equals the input."
         for rows, heads in ((3, HEADS), (TOKENS, HEADS), (1, TOKENS), (TOKENS, TOKENS)):  # a single one is token 0
             with contextlib.suppress(CallError):
-                x = subject.equal_heads(TOKENS, heads, rows)
-                if not torch.equal(subject(x, x, SMALL[:TOKENS].expand(rows, -1))[0], x):
+                x, positions = subject.equal_heads(TOKENS, heads, rows), SMALL[:TOKENS].expand(rows, -1)
+                if subject.accepts(positions) and not torch.equal(subject(x, x, positions)[0], x):
                     at = f"In layout {subject.layout} with {rows} rows and {heads} heads"
                     says = f"{at}, tokens are rotated. With one row or head, all have position 0."
                     code = "heads-taken-for-tokens"
@@ -382,6 +394,9 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
 def _report_crossed(subject: Subject, report: Report) -> bool:
     """Report where a result is not zero although only the other tensor is not. Return whether there are any."""
     x, says = subject.equal_heads(TOKENS, HEADS), []
+    if subject.has_k and any(bool(out.any()) for out in subject(0 * x, 0 * x, SMALL[None, :TOKENS]) if out is not None):
+        report.add("not-a-rotation", "The result for zeros is not 0. No more was judged.")
+        return True
     for name, other, inputs in (("q", "k", (0 * x, x)), ("k", "q", (x, 0 * x))) if subject.has_k else ():
         out = dict(zip("qk", subject(*inputs, SMALL[None, :TOKENS]), strict=True))[name]
         if out is not None and bool((wrong := out.abs() > 1e-3).any()):
@@ -446,6 +461,13 @@ def _judge_law(
                 says = f"A short sequence gets the frequencies of one with {n:,} tokens."
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
+    if measured.says == law.NOT_PROPORTIONAL and rope is not None and subject.axes is None:
+        right = Law(law.moving(rope.inv_freq), measured.factor)
+        wrong = (right.excess(multipliers, SMALL) > 1).any(-1).nonzero().flatten().tolist()
+        of_right = Baseline(subject, structure, multipliers, multipliers, right, report)
+        code, says = positions.name_bug(of_right, multipliers, SMALL, wrong[:2][-1], right=wrong[0] - 1)
+        if wrong[0] > 1 and code != "wrong-far-positions":
+            measured = replace(measured, code=code, says=says)
     names = expected.axis_names
     if measured.code in _FREQUENCIES and subject.axes is None and len(names) == 2:  # of a vision tower
         must, got = "code of several axes must take a position on each", "one position for each token"
