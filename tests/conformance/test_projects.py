@@ -580,9 +580,43 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+class OfADelayedTable(torch.nn.Module):
+    """As in Lingua, in which another method computes the table."""
+
+    def __init__(self, dim: int, max_seqlen: int = 128) -> None:
+        super().__init__()
+        self.dim, self.length = dim, max_seqlen
+
+    def reset_parameters(self) -> None:
+        self.register_buffer("angles", torch.arange(self.length)[:, None] * frequencies(self.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return turn(x, self.angles[: x.shape[1]])
+
+
+def by_wide_tables(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """As in FramePack, whose cos and sin of each channel follow each other."""
+    cos, sin = freqs_cis[..., None, :].chunk(2, dim=-1)
+    if cos.shape[-1] != x.shape[-1]:
+        raise ValueError
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
+
+
+def from_a_channel(freqs: Tensor, t: Tensor, start_index: int = 0) -> Tensor:
+    """As in lucidrains' code: channels before start_index do not rotate, and the last rows are read."""
+    freqs = freqs[-t.shape[1] :]
+    x = t[..., start_index : start_index + freqs.shape[-1]]
+    a, b = x[..., ::2], x[..., 1::2]
+    turned = x * freqs.cos()[..., None, :] + torch.stack((-b, a), dim=-1).flatten(-2) * freqs.sin()[..., None, :]
+    return torch.cat((t[..., :start_index], turned, t[..., start_index + freqs.shape[-1] :]), dim=-1).type_as(t)
+
+
 @pytest.mark.parametrize(
     ("target", "stated", "codes", "says"),
     [
+        ("OfADelayedTable", {}, [], "base 10000"),
+        ("by_wide_tables", {}, [], "tables: cos, sin each"),
+        ("from_a_channel", {}, [], "tables: angles each"),
         ("OfANestedConfig", {}, [], "base 10000"),
         ("of_crops,by_angles", {}, [], "pairs 0 to 7 time, 8 to 19 height, 20 to 31 width"),
         ("OfTimes,by_angles", {}, [], ""),

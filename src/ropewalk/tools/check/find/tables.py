@@ -143,6 +143,7 @@ _WIDTHS: tuple[formats.Width, ...] = ("halves", "each", "half")  # the formats o
 _IN_ONE = (
     *("complex", "matrices", "cos, sin stacked", "cos, sin half", "sin, cos half"),
     *(f"{kind}{width}" for kind in ("angles ", "(cos, sin) ") for width in reversed(_WIDTHS)),
+    *("cos, sin each", "cos, sin halves"),
 )
 # Names of a parameter → the formats that are tried first.
 _LIKELY = {

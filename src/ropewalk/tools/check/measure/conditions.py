@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.tools.check.find import memory
+from ropewalk.tools.check.find import memory, uses
 from ropewalk.tools.check.find.subject import CallError, Subject
 from ropewalk.tools.check.measure import gradients
 from ropewalk.tools.check.measure.baseline import POSITIONS_IGNORED, Baseline
@@ -80,15 +80,21 @@ def _check_calls(baseline: Baseline, kinds: tuple[str, ...], calls: list[tuple[T
             is_wrong = first.judge(positions, otherwise, *shifted)
             is_wrong = is_wrong or any(o.judge(positions, otherwise, *shifted) for o in others if _indexes_tables(o))
         except CallError:
-            if kinds in ((), ("offset",)) and not subject.of_grid:
+            if not subject.of_grid and (not kinds or (kinds == ("offset",) and _starts_tables(subject))):
                 raise
-            break  # a parameter that is for one offset, or too many tokens of a grid
+            break  # a parameter that is for one offset or for something else, or too many tokens of a grid
         tried = True
         if is_wrong:
             break
     if not tried and not kinds and subject.way.positions == "shared":
         return "not judged: only positions shared by all rows of the batch can be passed"
     return tried
+
+
+def _starts_tables(subject: Subject) -> bool:
+    """Return whether the code takes a slice of tables from the offset on, and is not passed a channel, for example."""
+    name = subject.form.call.parameter_of.get("offset", "")
+    return uses.roles(subject.form.function).get(name) == "offset"
 
 
 def _indexes_tables(baseline: Baseline) -> bool:
