@@ -103,3 +103,22 @@ def test_a_device_that_is_missing(tmp_path: Path, device: str) -> None:
     (tmp_path / "mine.py").write_text("raise KeyError('ran')")
     with pytest.raises(RopeError, match=f"device '{device}' cannot be used: .*Pass a device that torch finds"):
         conformance.check(f"{tmp_path / 'mine.py'}:f", device=device)
+
+
+class OnAGpu:
+    """As in trainers, which name the GPU of their rank."""
+
+    def __init__(self, dim: int) -> None:
+        inv_freq = 10_000.0 ** (-torch.arange(0, dim, 2).cuda() / dim)
+        positions = torch.arange(128, device=torch.device("cuda", torch.cuda.current_device()))
+        self.angles = (positions[:, None] * inv_freq.to(device="cuda:0"))[:, None]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rotate(x, self.angles[: x.shape[1]].to("cuda"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU is used, if there is one")
+def test_code_that_names_a_gpu_runs_without_one() -> None:
+    report = conformance.check(OnAGpu, base=10_000.0)
+    assert (report.verdict, report.codes) == ("right", [])
+    assert report.found["device"] == "the CPU, in place of the GPU that the code names"

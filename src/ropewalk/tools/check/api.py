@@ -154,7 +154,7 @@ def _judge_other_pairing(
         return False
     for found in there.counted:
         if found.severity == "wrong":
-            report.add(found.code, f"With {options[0]} for {other} pairing: {found.says}", found.case)
+            report.add(found.code, f"If {options[0]} asks for {other} pairing: {found.says}", found.case)
             break
     return True
 

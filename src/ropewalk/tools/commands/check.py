@@ -119,7 +119,7 @@ def _run(asked: dict[str, Any]) -> dict[str, Any]:
     """Run a check in another process, which TARGET may end or fill with text, and return what it answers."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the other process ends, too
     # Threads that wait for work must not use up the CPU time.
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    environment = {"OMP_WAIT_POLICY": "passive", "LOCAL_RANK": "0", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "asked.json").write_text(json.dumps(asked))
         command = [sys.executable, "-m", "ropewalk.tools.commands._check_process", folder]

@@ -92,6 +92,10 @@ def find(target: Target, expected: Expected, layout: str | None) -> Subject:
     try:
         return _find(target, expected, layout, torch.float32, errors)
     except _checks.RopeError as e:
+        used, said = memory.current(), " ".join((str(e), *errors))
+        if used.device == memory.CPU and not used.without_gpu and re.search("CUDA|NVIDIA", said):  # and there is none
+            used.without_gpu = True
+            return find(target, expected, layout)
         is_free = expected.rope is None and not expected.states_head_dim
         # Three axes of 64 channels cannot be constructed, and some code has tables of one width.
         widths = {int(n) * half for each in errors for n in re.findall(_OF_WIDTH, each) for half in (1, 2)}

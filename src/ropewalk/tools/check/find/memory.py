@@ -12,9 +12,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ropewalk import _checks
 
@@ -43,6 +45,7 @@ class Memory:
     poison: bool = False  # whether memory that they allocate holds NaN, or the largest integer, until it is written
     overwritten: list[str] = field(default_factory=list)  # a sentence for each call that changed memory of others
     stays: str = ""  # what the last call said whose tensors were on several devices
+    without_gpu: bool = False  # whether the CPU is used in place of a GPU that the target names
 
     @contextlib.contextmanager
     def used(self) -> Iterator[Memory]:
@@ -93,7 +96,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         return x.to("cpu")
 
     try:
-        with _poisoned() if memory.poison else contextlib.nullcontext():
+        with _poisoned() if memory.poison else contextlib.nullcontext(), _in_place_of_a_gpu():
             returned = function(**passed)
         memory.overwritten += pieces.bring_back()
         is_moved = memory.device.type != "cpu" and bool(pieces.moved or pieces.storages)
@@ -126,7 +129,8 @@ def construct(constructor: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     """
     device, owner = current().device, getattr(constructor, "owner", constructor)
     if device.type == "cpu" or torch.get_default_device().type != "cpu" or not inspect.isclass(owner):
-        return constructor(**arguments)
+        with _in_place_of_a_gpu():
+            return constructor(**arguments)
     if not issubclass(owner, torch.nn.Module):
         with device:
             return constructor(**arguments)
@@ -168,6 +172,27 @@ def _poisoned() -> Iterator[None]:
     finally:
         torch.set_deterministic_debug_mode(mode)
         settings.fill_uninitialized_memory = fills
+
+
+class _OnTheCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def here(value: Any) -> Any:
+            is_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+            return type(value)("cpu") if is_gpu else value
+
+        if func is Tensor.cuda:
+            return args[0]
+        return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def _in_place_of_a_gpu() -> Iterator[None]:
+    """Run code that names a GPU on the CPU, if it must."""
+    if not current().without_gpu:
+        yield
+        return
+    with _OnTheCpu(), mock.patch.object(torch.cuda, "current_device", return_value=0):
+        yield
 
 
 class _Pieces:

@@ -73,6 +73,8 @@ def run(subject: Subject, report: Report) -> None:
     if "weights" in subject.form.takes:
         heads = "all heads" if subject.form.of_all_heads else "each head"
         report.found["norm"] = f"of {heads}, times {'1 + weight' if subject.form.added[0] else 'weight'}"
+    if memory.current().without_gpu:
+        report.found["device"] = "the CPU, in place of the GPU that the code names"
     if subject.noise:
         report.found["dtype"] = f"{law.NAMES[subject.form.dtype]}, since float32 is refused"
     report.found["layout"] = subject.layout
