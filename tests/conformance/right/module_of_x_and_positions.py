@@ -220,4 +220,8 @@ BUGS = {
     ],
     # A single token is returned without the axis of the tokens.
     "wrong_shape__one_token": [("out.type_as(x)", "out.type_as(x)[:, 0] if x.shape[1] == 1 else out.type_as(x)")],
+    # Positions begin again at 131,072. The next ones that are measured are 262,140 to 262,143.
+    "table_wraps__beyond_the_last_that_is_measured": [
+        ("positions[:, :, None, None].float()", "(positions % 131_072)[:, :, None, None].float()")
+    ],
 }

@@ -45,7 +45,8 @@ def _measure_far(
             # Judge the next token if it is also wrong. If a table wraps around, the first wrong token has the angles of
             # position 0, which are also those of an unrotated token.
             token = first + int(first + 1 < len(wrong) and bool(wrong[first + 1]))
-            code, says = name_bug(replace(baseline, law=law), z, positions, token, right=int(positions[first]) - 1)
+            right = int(positions[first - 1]) if first else max(errors, default=KNOWN - 1)
+            code, says = name_bug(replace(baseline, law=law), z, positions, token, right=right)
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next position is right."
             is_shifted = re.search(r"has the angles of [\d,]+\.$", says)  # by whole positions, as no scheme does
