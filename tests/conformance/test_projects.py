@@ -611,9 +611,16 @@ def from_a_channel(freqs: Tensor, t: Tensor, start_index: int = 0) -> Tensor:
     return torch.cat((t[..., :start_index], turned, t[..., start_index + freqs.shape[-1] :]), dim=-1).type_as(t)
 
 
+def in_one_count(x: Tensor, positions: Tensor) -> Tensor:
+    """positions: `[3, batch, seq]`. The exponents of each axis are those of the first pairs of a head."""
+    shares = zip(positions, (8, 12, 12), strict=True)
+    return turn(x, torch.cat([p[..., None] * frequencies(64)[:n] for p, n in shares], dim=-1))
+
+
 @pytest.mark.parametrize(
     ("target", "stated", "codes", "says"),
     [
+        ("in_one_count", {}, [], "base 10000, the pairs of each axis are counted from 0 in one progression"),
         ("OfADelayedTable", {}, [], "base 10000"),
         ("by_wide_tables", {}, [], "tables: cos, sin each"),
         ("from_a_channel", {}, [], "tables: angles each"),

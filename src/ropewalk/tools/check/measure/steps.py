@@ -555,9 +555,12 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
     fitted = law.fit_base(measured.inv_freq, structure.rotary_dim, axes=of_axes)
     if fitted is not None:
         divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
-        axes = None if of_axes is None or of_axes.count == 1 else of_axes
-        own = "" if axes is None or axes.one_progression else ", a progression for each axis"
-        is_part = 2 * structure.pairs != structure.rotary_dim and of_axes in (None, axes)
+        several = None if of_axes is None or of_axes.count == 1 else of_axes
+        own = "" if several is None or several.one_progression else ", a progression for each axis"
+        if several is not None and not own:
+            says = next((s for s, of in axes.progressions(several.axis, several.count) if of == several), "")
+            own = "" if says.startswith("one ") or not says else f", {says}"
+        is_part = 2 * structure.pairs != structure.rotary_dim and of_axes in (None, several)
         still = f" and exponents 2i/{structure.rotary_dim}" if is_part else ""
         return f"base {fitted[0]:.10g}{still}{divided}{own}"
     if rope is not None and rope.scaling is not None and measured.code is None:
