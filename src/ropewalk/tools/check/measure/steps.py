@@ -215,7 +215,7 @@ def _rounds_results(baseline: Baseline) -> bool:
     """Report float32 results that are rounded to 16 bits, and return whether they are. Report rounded inputs, too."""
     subject, report = baseline.subject, baseline.report
     q, k = usual(subject).tensors()
-    out, _ = subject(q, k, conditions.FIRST)
+    out, of_k = subject(q, k, conditions.FIRST)
     name = next((name for dtype, name in law.NAMES.items() if torch.equal(out, out.to(dtype).float())), "")
     if name:
         report.drop("low-precision-tables")
@@ -223,7 +223,7 @@ def _rounds_results(baseline: Baseline) -> bool:
         report.add("wrong-output-dtype", says)
         return True
     more = 1 + 2.0**-13  # which 16 bits do not hold
-    results = zip(subject(q, k, conditions.FIRST), subject(more * q, more * k, conditions.FIRST), strict=True)
+    results = zip((out, of_k), subject(more * q, more * k, conditions.FIRST), strict=True)
     if any(a is not None and b is not None and float((b - more * a).abs().max()) > 5e-5 for a, b in results):
         report.add("low-precision-input", "If x is multiplied by 1 + 2⁻¹³, the result is not.")
     if "weights" in subject.form.takes:  # a norm divides by such a factor
@@ -464,12 +464,12 @@ def _judge_law(
                 measured = replace(long_law, code="length-ignored", says=says)
                 break
     if measured.says == law.NOT_PROPORTIONAL and rope is not None and subject.axes is None:
-        right = Law(law.moving(rope.inv_freq), measured.factor)
+        right = Law(law.moving(rope.inv_freq), measured.factor, noise=subject.noise)
         wrong = (right.excess(multipliers, SMALL) > 1).any(-1).nonzero().flatten().tolist()
         of_right = Baseline(subject, structure, multipliers, multipliers, right, report)
-        code, says = positions.name_bug(of_right, multipliers, SMALL, wrong[:2][-1], right=wrong[0] - 1)
-        if wrong[0] > 1 and code != "wrong-far-positions":
-            measured = replace(measured, code=code, says=says)
+        if wrong and wrong[0] > 1:
+            code, says = positions.name_bug(of_right, multipliers, SMALL, wrong[:2][-1], right=wrong[0] - 1)
+            measured = measured if code == "wrong-far-positions" else replace(measured, code=code, says=says)
     names = expected.axis_names
     if measured.code in _FREQUENCIES and subject.axes is None and len(names) == 2:  # of a vision tower
         must, got = "code of several axes must take a position on each", "one position for each token"
