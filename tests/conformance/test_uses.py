@@ -55,6 +55,13 @@ def from_a_place(i: int, j: int) -> Tensor:
     return torch.arange(i, i + j)
 
 
+def counted_before(j: int, i: int = 0) -> Tensor:
+    tokens = torch.arange(j).float()
+    places = tokens[None] + i
+    tokens = torch.ones(j)
+    return places + tokens
+
+
 def of_halves(a: Tensor, b: Tensor) -> Tensor:
     u, v = a.chunk(2, dim=-1)
     return torch.cat((u * torch.cos(b) - v * torch.sin(b), v * torch.cos(b) + u * torch.sin(b)), dim=-1)
@@ -143,6 +150,7 @@ class Unhashable:
         (lambda a, b: a.chunk(b), {"a": "tokens"}),
         ((lambda a: a.chunk(2), lambda a: a + 1)[0], {}),  # a line does not say which of two it is
         (lambda a, n: a.astype(float)[..., 2:] + torch.arange(end=n), {"a": "tokens"}),
+        (counted_before, {"j": "length", "i": "offset"}),
         (math.sqrt, {}),
     ],
 )
