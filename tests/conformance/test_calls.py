@@ -1900,3 +1900,16 @@ class TestSubject:
         subject = found(Rotary)
         assert subject.resize is not None
         assert subject.resize(48, 48) is None
+
+
+def test_a_single_token_keeps_its_channels() -> None:
+    """Of one head of one token, a result with half the channels and twice the heads has as many numbers."""
+
+    def joined_as_heads(x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None, None] * 100.0 ** (-torch.arange(32) / 32)
+        a, b = x.chunk(2, dim=-1)
+        pair = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
+        return torch.cat(pair, dim=-2).type_as(x)
+
+    with pytest.raises(RopeError, match=r"returned with shape \(1, 5, 8, 32\)"):
+        conformance.check(joined_as_heads, rope=Rope(64, 100.0, "half"))

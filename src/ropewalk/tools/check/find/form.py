@@ -313,6 +313,8 @@ def _one_by_one(function: Callable[..., Any], parameter_of: Roles, layout: str) 
         if layout == "hd":
             return tuple(joined)
         if places:  # of which the axes of size 1 may differ
+            if any(x.shape[-1] != passed[name].shape[-1] for x, name in zip(joined, tensors, strict=False)):
+                raise ValueError("a head is returned with another number of channels")
             joined = [x.view(-1, max(heads), *passed[name].shape[2:]) for x, name in zip(joined, tensors, strict=False)]
         return tuple(x.narrow(axis, 0, count) for x, count in zip(joined, heads, strict=False))
 
