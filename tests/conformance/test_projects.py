@@ -581,7 +581,7 @@ def by_reversed_sines(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class OfADelayedTable(torch.nn.Module):
-    """As in Lingua, in which another method computes the table."""
+    """As in Perception LM, in which another method computes the table."""
 
     def __init__(self, dim: int, max_seqlen: int = 128) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ an object that a function takes        encoders (rope: RotaryEmbedding)         
 a method, if calling the class fails   timm's get_embed, Keras' call                        calls 20
 arrays of NumPy, JAX or MLX            MaxText, Gemma's and ONNX's references, ports        arrays 75
 a GPU by name, on a machine without    nanotron, Picotron                                   memory 20, calls 3
-a table that another method computes   Lingua, Perception Encoder                           construct 3
+a table that another method computes   Perception LM                                        construct 3
 
 For any other call, `adapter` writes a function to complete. A call of a new kind belongs there, and not here.
 """

@@ -287,7 +287,7 @@ def construct(constructor: Any, expected: Expected, free: Collection[str] = ()) 
         module.eval()  # without random positions
         delayed: Any = vars(type(module)).get("reset_parameters", lambda _: None)
         with contextlib.suppress(Exception):
-            delayed(module)  # which computes the table, as in Lingua
+            delayed(module)  # which computes the table, as in Perception LM
     sizes = frozenset(role for role, name in parameter_of.items() if name in values)
     base, length = (values.get(parameter_of.get(role, "")) for role in ("base", "length"))
     is_grid = any(v in (_SIDE, (_SIDE, _SIDE)) and re.search(f"{GRID}|{GRID_AXIS}", n) for n, v in values.items())
