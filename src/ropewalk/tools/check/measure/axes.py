@@ -151,7 +151,7 @@ def _code(right: tuple[int, ...], axis: tuple[int, ...], count: int) -> str:
     return "sections-permuted" if len(_runs(right)) == len(_runs(axis)) else "section-layout"
 
 
-def progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]]:
+def _progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]]:
     """Yield the known progressions of frequencies over pairs with these axes, and what is said of them."""
     pairs = len(axis)
     sizes = tuple(axis.count(a) for a in range(count))
@@ -168,12 +168,17 @@ def progressions(axis: tuple[int, ...], count: int) -> Iterator[tuple[str, Axes]
             yield f"every axis has the progression of axis {a}", Axes(axis, ranks, (sizes[a],) * count)
 
 
+def progression_of(axes: Axes) -> str:
+    """Return what is said of the progression of these axes, or "" if it is not known."""
+    return next((says for says, of in _progressions(axes.axis, axes.count) if of == axes), "")
+
+
 def _fitting(axis: tuple[int, ...], multipliers: Tensor, structure: Structure) -> Axes | None:
     """Return the axes with a known progression that explains the frequencies with some base, or None."""
     if min(axis) < 0 or 2 * len(axis) != structure.rotary_dim:
         return None
     inv_freq = law.measure_frequencies(multipliers, SMALL)
-    for _, axes in progressions(axis, max(axis) + 1):
+    for _, axes in _progressions(axis, max(axis) + 1):
         if law.fit_base(inv_freq, structure.rotary_dim, axes=axes, tolerance=1e-3) is not None:
             return axes
     return None
@@ -187,15 +192,15 @@ def _judge_frequencies(
     if axes is None or code not in ("wrong-frequencies", "wrong-base", "wrong-exponent"):
         return rope
     factor = float(multipliers.abs().median())
-    own = next((says for says, of in progressions(axes.axis, axes.count) if of == axes), None)
-    for says, found in progressions(axis, axes.count):
+    own = progression_of(axes)
+    for says, found in _progressions(axis, axes.count):
         try:
             other = replace(rope, axes=found)
             fits = law.Law(law.moving(other.inv_freq), factor, noise=noise).explains(multipliers, SMALL)
         except _checks.RopeError:  # the scheme does not apply to such axes
             continue
         if fits:
-            if own not in (None, says):
+            if own not in ("", says):
                 pair = int((np.abs(other.inv_freq / rope.inv_freq - 1) > 1e-3).argmax())
                 rotates = (
                     f"Pair {pair} ({names[axis[pair]]}) rotates by {other.inv_freq[pair]:.4g} radians per position"

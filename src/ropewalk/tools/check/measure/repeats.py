@@ -24,7 +24,7 @@ def judge(subject: Subject, report: Report) -> bool:
     cases = [usual(subject, heads=11), usual(subject), usual(subject, tokens=KNOWN, heads=32)]
     cases = [each for each in cases if subject.accepts(torch.arange(each.tokens)[None])]
     cases = cases[:1] if subject.layout in ONE_TOKEN else cases
-    for fault, of in ((_missing, [usual(subject), *cases[2:]]), (_varying, cases)):
+    for fault, of in ((_missing, [usual(subject), *cases[2:]]), (_varying, cases)):  # and in the largest case
         found, _ = first_fault(of, partial(fault, subject))
         if found is not None:
             code, says, case = found

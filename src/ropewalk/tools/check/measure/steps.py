@@ -558,7 +558,7 @@ def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None
         several = None if of_axes is None or of_axes.count == 1 else of_axes
         own = "" if several is None or several.one_progression else ", a progression for each axis"
         if several is not None and not own:
-            says = next((s for s, of in axes.progressions(several.axis, several.count) if of == several), "")
+            says = axes.progression_of(several)
             own = "" if says.startswith("one ") or not says else f", {says}"
         is_part = 2 * structure.pairs != structure.rotary_dim and of_axes in (None, several)
         still = f" and exponents 2i/{structure.rotary_dim}" if is_part else ""
