@@ -611,6 +611,11 @@ def from_a_channel(freqs: Tensor, t: Tensor, start_index: int = 0) -> Tensor:
     return torch.cat((t[..., :start_index], turned, t[..., start_index + freqs.shape[-1] :]), dim=-1).type_as(t)
 
 
+def of_an_unread_option(x: Tensor, positions: Tensor, interleaved: bool = False) -> Tensor:
+    """As in Megatron, whose option is for another class. The other pairing is not that of this code."""
+    return turn(x, positions[..., None] * frequencies(x.shape[-1]))
+
+
 def in_one_count(x: Tensor, positions: Tensor) -> Tensor:
     """positions: `[3, batch, seq]`. The exponents of each axis are those of the first pairs of a head."""
     shares = zip(positions, (8, 12, 12), strict=True)
@@ -620,6 +625,7 @@ def in_one_count(x: Tensor, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("target", "stated", "codes", "says"),
     [
+        ("of_an_unread_option", {}, [], "never read           interleaved"),
         ("in_one_count", {}, [], "base 10000, the pairs of each axis are counted from 0 in one progression"),
         ("OfADelayedTable", {}, [], "base 10000"),
         ("by_wide_tables", {}, [], "tables: cos, sin each"),

@@ -55,11 +55,11 @@ def from_a_place(i: int, j: int) -> Tensor:
     return torch.arange(i, i + j)
 
 
-def counted_before(j: int, i: int = 0) -> Tensor:
+def counted_before(j: int, i: int = 0, k: float = 0.0) -> Tensor:
     tokens = torch.arange(j).float()
     places = tokens[None] + i
     tokens = torch.ones(j)
-    return places + tokens
+    return places * (tokens + k)
 
 
 def of_halves(a: Tensor, b: Tensor) -> Tensor:
