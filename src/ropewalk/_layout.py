@@ -61,7 +61,7 @@ SYNONYMS: dict[str, str] = {
     **dict.fromkeys(("blhd", "bnhd", "bthd", "bsnd"), "bshd"),
     "tnd": "thd",
     **dict.fromkeys(("gpt4all", "jan", "koboldcpp", "llama-server", "llamafile", "lm-studio", "lmstudio"), "llama.cpp"),
-    **dict.fromkeys(("axolotl", "hf", "llama-factory", "llamafactory", "ms-swift", "trl", "verl"), "transformers"),
+    **dict.fromkeys(("axolotl", "hf", "llama-factory", "llamafactory", "ms-swift", "trl", "unsloth"), "transformers"),
     **dict.fromkeys(("exllamav2", "ktransformers", "mlx-vlm", "nano-vllm", "sglang-jax", "transformers.js"), ""),
 }
 """Other names of pairings and layouts, and programs with an engine's code, to suggest; "" for other code."""

@@ -348,7 +348,7 @@ class TestMessagesNameOptions:
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
         for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio", "llama-server", "Jan", "GPT4All"):
             assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
-        for program in ("TRL", "axolotl", "LLaMA-Factory", "ms-swift", "HF", "verl"):
+        for program in ("TRL", "axolotl", "LLaMA-Factory", "ms-swift", "HF", "unsloth"):
             assert "Did you mean 'transformers'?" in fails("explain", config, "--for", program)
         for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers", "nano-vllm", "transformers.js"):
             assert "Did you mean" not in fails("diff", config, "--engines", program)

@@ -170,9 +170,19 @@ def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
 
 def test_an_engine_that_runs_no_rope_has_no_row_of_roundings(tmp_path: Path) -> None:
     path = written(tmp_path, "dynamic", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    out = run(path, "--engines", "exllamav3", "--verbose").stdout
-    assert "exllamav3 1.6.5 does not run it" in out
-    assert "how the engines round" not in out
+    said, _, rounding = run(path, "--engines", "exllamav3", "--verbose").stdout.partition("how the engines round")
+    assert "exllamav3 1.6.5 does not run it" in said
+    assert "exllamav3" not in rounding
+
+
+def test_a_single_engine_is_compared_with_transformers(config: Path, tmp_path: Path) -> None:
+    """mlx-lm reads the mscale of this config in another way, so that it runs the config is not all to be said."""
+    assert "mlx-lm differs from transformers." in run(config, "--engines", "mlx-lm").stdout
+    assert run(config, "--engines", "mlx-lm").exit_code == 1
+    only = run(written(tmp_path, "bailing", model_type="bailing_moe"), "--engines", "vllm")
+    assert "vLLM runs this config. transformers has no model bailing_moe." in only.stdout
+    assert only.exit_code == 2
+    assert "\n\ntransformers runs this config." in run(config, "--engines", "transformers").stdout
 
 
 def test_a_broken_config_is_named(tmp_path: Path) -> None:

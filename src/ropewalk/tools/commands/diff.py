@@ -46,7 +46,7 @@ Examples:
     metavar="NAME",
     callback=_options.names,
     cls=_Engines,
-    help="Compare only these engines, in a list with commas; the first one is the reference. May be repeated.",
+    help="Compare only these, in a list with commas, with the first one, or a single one with transformers.",
 )
 @click.option("--trainers", is_flag=True, help="Compare the trainers as well.")
 @click.option("--verbose", is_flag=True, help="Also show what each engine does, in which file, and how it rounds.")
@@ -87,8 +87,7 @@ def diff(
     The exit status is 0 if the engines that were judged, or the configs, rotate identically, 1 if they differ or an
     engine rejects the config, and 2 if this cannot be judged: the config cannot be read, fewer than two engines were
     judged, an engine that --engines names was not judged, because it does not have the model or was not recorded for
-    it, or --ignore left out a key, so that another config was compared. If --engines names a single engine, the status
-    is 0 if it runs the config.
+    it, or --ignore left out a key, so that another config was compared.
     """
     try:
         of_one = {"--engines": engine, "--trainers": trainers, "--verbose": verbose, "--override": override}
@@ -97,7 +96,8 @@ def diff(
                 f"{name} is for one config, so it cannot be combined with SOURCE2. Drop one of them."
             )
         if source2 is None:
-            found: Any = ropewalk.diff.engines(source, names=engine, trainers=trainers, override=override, **options)
+            names = ("transformers", *engine) if len(engine) == 1 and not trainers else engine
+            found: Any = ropewalk.diff.engines(source, names=names, trainers=trainers, override=override, **options)
             status = _STATUS[found.verdict]
         else:
             found = ropewalk.diff.configs(source, source2, **options)

@@ -94,17 +94,16 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     first = next((row["compared_with"] for row in facts["ropes"] if row["compared_with"]), None)
     up_to = f"up to {facts['length']:,} tokens"
     sentences = []
-    if len(same) == count == 1:
-        return f"{same[0]} runs this config. No other engine, such as transformers, was selected to compare it with."
-    if len(same) == count:
+    if len(same) == count > 1:
         all_of_them = "both" if count == 2 else f"all {count}"
         proviso = "if the same layers rotate, " if "which layers rotate" in facts["not_compared"] else ""
         trainers = {trainer.name for trainer in TRAINERS.values()}.intersection(same)
         what = " engines" if not trainers else " trainers" if len(trainers) == count else ""
         sentence = f"{proviso}{all_of_them}{what} rotate identically, {up_to}."
         return sentence[0].upper() + sentence[1:]
-    if len(same) > 1 and not by_state.keys() & {"differs", "refused"}:
-        sentences.append(f"{_join_names(same)} rotate identically, {up_to}.")
+    if same and not by_state.keys() & {"differs", "refused"}:
+        says = "runs this config" if len(same) == 1 else f"rotate identically, {up_to}"
+        sentences.append(f"{_join_names(same)} {says}.")
     elif others := [name for name in same if name != first]:
         sentences.append(f"{_join_names(others)} agree{'s' if len(others) == 1 else ''} with {first}.")
     words = {
