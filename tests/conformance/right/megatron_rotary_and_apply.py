@@ -24,3 +24,11 @@ def apply(t, freqs, rotary_interleaved=False):
 
 TARGET = "RotaryEmbedding,apply"
 GIVEN = {"pairing": "half", "base": 10000.0}
+BUGS = {
+    # The angles are those of the first rows, as in a cache of a length.
+    "offset_ignored__of_tables": [(".float() + offset", ".float()")],
+    # What is an index of a row is taken for an angle.
+    "offset_ignored__added_to_angles": [
+        ("max_seq_len).float() + offset, self.inv_freq)", "max_seq_len).float(), self.inv_freq) + offset")
+    ],
+}

@@ -6,7 +6,7 @@ signatures need it, and where it is, with its lines (about):
 kind of call                           public signatures                                    where
 class, or function of positions        transformers, torchtune, gpt-oss, vLLM               construct 190
 a config that nobody states            Meta's Llama, nanoGPT, courses                       construct 40
-make,apply (tables of the target)      transformers, Meta's Llama, GPT-J, Megatron          tables.of_target 40
+make,apply (tables of the target)      transformers, Meta's Llama, GPT-J, Megatron          tables.of_target 50
 cos and sin                            flash-attention, Liger, kernels-community, Unsloth   tables 100
 one table (complex, angles, tuple)     Transformer Engine, Flux, lit-gpt, RoFormer, timm    tables 40
 cos_sin_cache                          vLLM, FlashInfer, SGLang, AITER                      tables 3
@@ -224,7 +224,14 @@ class _Finder:
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
         others = []
-        for mode in ("offsets", "offset", "packed", "rows", *["grids"] * self.is_grid):
+        for mode in (
+            "offsets",
+            "offset",
+            "packed",
+            "rows",
+            *["grids"] * self.is_grid,
+            *["tables"] * (len(self.target.objects) == 2),
+        ):
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
         is_usual = not (chosen.form.is_fused or self.is_of_engine) and chosen.layout in (*LAYOUTS, "d")
@@ -373,7 +380,8 @@ class _Finder:
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
             has_positions = "positions" in roles
-            sources = tables.of_target(first, layer_type, count, is_passed_positions=has_positions)
+            of = partial(tables.of_target, is_passed_positions=has_positions, from_offset=mode == "tables")
+            sources = of(first, layer_type, count)
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and ("positions" in roles or arguments is not None):

@@ -185,7 +185,9 @@ def _exact(name: str, given: Rope) -> Source:
     return Source(name, make, given=given)
 
 
-def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passed_positions: bool) -> list[Source]:
+def of_target(
+    first: Any, layer_type: str | None, count: int | None, *, is_passed_positions: bool, from_offset: bool = False
+) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
@@ -196,7 +198,11 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         layer_type: the kind of the expected layer, or None.
         count: as for `ways`.
         is_passed_positions: whether the function that takes the tables takes positions, too.
+        from_offset: return only those whose first row is that of an offset, which is passed as well as a length.
     """
+
+    def start(positions: Tensor) -> int:
+        return int(positions.min()) * from_offset
 
     def flat(tables: Tables, rows: int = 2, more: int = 0) -> Tables:
         if any(t.numel() <= more * t.shape[-1] for t in tables):
@@ -211,7 +217,8 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         def rows(q: Tensor, positions: Tensor) -> Tables:
             found = find(q, positions)
             counts = [max(t.shape[: -2 if t.shape[-1] == 2 else -1]) for t in found]  # without pairs of cos and sin
-            return tuple(t.index_select(t.shape.index(n), positions[0]) for t, n in zip(found, counts, strict=True))
+            at = positions[0] - start(positions)
+            return tuple(t.index_select(t.shape.index(n), at) for t, n in zip(found, counts, strict=True))
 
         return [Source(f"{name}, as they are", rows, is_whole=True)]
 
@@ -219,9 +226,13 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         rows = Source(INDEXED[0], lambda q, positions: tuple(t[positions] for t in flat(first)))
         whole = Source("all rows", lambda *_: tuple(t[None] for t in flat(first)), "none")
         kept = own(lambda *_: first, INDEXED[0], first)
-        return [*kept, rows, whole] if count is None or is_passed_positions else []
+        return [*kept, rows, whole] if not from_offset and (count is None or is_passed_positions) else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
+    if from_offset and not (
+        "offset" in call.optional and "seq_len" in parameter_of and "positions" not in parameter_of
+    ):
+        return []
 
     def make(q: Tensor, named: dict[str, Any], first: Any = first) -> Tables:
         lengths = [value for value in named.values() if isinstance(value, int)] * ("seq_dim" in parameter_of)
@@ -249,14 +260,16 @@ def of_target(first: Any, layer_type: str | None, count: int | None, *, is_passe
         name = parameter_of["seq_len"]  # of at least 2 rows, since axes of size 1 are taken off
 
         def up_to(q: Tensor, p: Tensor) -> Tables:
-            return make(q, {name: max(int(p.max()) + 1, 2)})
+            offset = {parameter_of["offset"]: start(p)} if from_offset else {}
+            return make(q, {name: max(int(p.max()) + 1 - start(p), 2)} | offset)
 
         try:
             shown = make(torch.zeros(1, 1, 1, 64), {name: 8}, copy.deepcopy(first))  # which may keep the first length
             kept = own(up_to, INDEXED[1], shown)
         except Exception:  # it cannot be copied, or any call of it raises
             kept = []
-        return [*kept, Source(INDEXED[1], lambda q, p: tuple(t[p] for t in flat(up_to(q, p))))]
+        sources = [*kept, Source(INDEXED[1], lambda q, p: tuple(t[p - start(p)] for t in flat(up_to(q, p))))]
+        return [replace(each, positions="offset", is_final=True) for each in sources] if from_offset else sources
     if x := parameter_of.get("x"):
         for_positions = Source("for positions", lambda q, p: _rows(make(q, {x: p}), p))
         shared = Source("for shared positions", lambda q, p: _rows(make(q, {x: p[0]}), p[:1]), "shared")

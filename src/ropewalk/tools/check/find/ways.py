@@ -76,7 +76,7 @@ def ways(call: Call, count: int | None, *, tables: bool = False, mode: str | Non
         count: the number of axes of the positions, or None if a token has one position.
         tables: whether tables are passed as well, which may state the positions.
         mode: "offsets", "offset", "packed" or "rows" returns this way alone, if the plain call omits its parameter.
-            "grids" returns the same as the plain call.
+            "grids" and "tables" return the same as the plain call.
     """
     roles = {*call.parameter_of}
     required = roles - call.optional
