@@ -16,6 +16,7 @@ from gguf_files import write
 from ropewalk import Rope, RopeError, diff, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
+from ropewalk.tools.extend import extend
 
 SIZES = {"block_count": 4, "embedding_length": 64, "attention.head_count": 4, "rope.freq_base": 1e6}
 QWEN = {**SIZES, "context_length": 32_768}
@@ -135,7 +136,7 @@ def test_a_gguf_file_of_which_no_layer_rotates(tmp_path: Path, architecture: str
     ropes = from_config(path)
     assert (ropes.layers, ropes.origins["pairing"].split()[2]) == ((None,) * 4, "NONE")
     assert from_config(ropes.to_hf_config(version=4)).layers == ropes.layers
-    assert diff.for_engine(path, "llama.cpp", length=32_768).verdict == "nothing needed"
+    assert extend(path, 32_768, engines=("llama.cpp",)).complete
 
 
 def test_engines_compare_a_gguf_file(tmp_path: Path) -> None:
@@ -146,9 +147,9 @@ def test_engines_compare_a_gguf_file(tmp_path: Path) -> None:
     notes = {entry["name"]: entry["notes"] for entry in found.facts["ropes"][0]["engines"]}
     assert [name for name, said in notes.items() if "It reads this file itself." in said] == ["llama.cpp"]
     assert "It was compared as the config.json of the same model, converted for transformers." in found.text()
-    assert diff.for_engine(path, "llama.cpp", length=65_536).verdict == "nothing needed"
-    assert diff.for_engine(path, "llama.cpp", length=200_000).verdict == "not trained"
-    assert diff.for_engine(path, "vllm", length=65_536).verdict == "nothing needed"
+    found = extend(path, 65_536, engines=("llama.cpp", "vllm"))
+    assert (found.complete, found.facts["reaches"]) == (True, True)
+    assert not extend(path, 200_000, engines=("llama.cpp",)).facts["reaches"]
     assert from_config(path, engine="vllm").rope.pairing == "half"
 
 

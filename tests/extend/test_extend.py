@@ -275,7 +275,6 @@ def test_a_config_without_scaling_that_states_more_than_the_model_was_trained_fo
     said = " ".join(extend(nomic, 8192, engines=("vllm",), method="yarn", new_factor=4.0).text().split())
     assert "The config states 8,192 tokens: it was trained for 2,048 and is without scaling." in said
     assert "It counts from 2,048 tokens." in said
-    assert diff.for_engine(nomic, "llama.cpp", length=8192).verdict == "not trained"
     assert "It reaches the length" in " ".join(extend(nomic, 2048, engines=("vllm",)).text().split())
     scaled = extend(nomic, 8192, engines=("vllm",), method="yarn").facts["plans"][0]["config"]["rope_parameters"]
     assert (scaled["factor"], scaled["original_max_position_embeddings"]) == (8.0, 2048)
@@ -508,7 +507,7 @@ def test_longrope_within_its_length() -> None:
     for name in ("vLLM", "llama.cpp"):
         [note, *_] = of(found, name)["notes"]
         assert note.startswith("Short texts are rotated otherwise: layers 0-3 of 4: for 4,096 tokens, 64 pairs differ")
-    assert of(found, "SGLang")["notes"] == []
+    assert "so that token is not rotated" in of(found, "SGLang")["notes"][-1]
     dynamic = {**FLAT, "max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 8.0}}
     assert of(extend(dynamic, 16_384), "vLLM")["commands"] == []  # its long texts differ
 
@@ -530,10 +529,7 @@ def test_a_length_before_scaling_that_the_config_does_not_state(tmp_path: Path) 
     assert f"{older}qwen3.context_length=int:131072." in of(found, "llama.cpp")["notes"]
     assert [plan.factor for plan in extend(qwen3, 65_536).plans] == [2.0]  # 65,536 / 32,768, as the card says
     assert extend(qwen3, 40_960).complete  # only texts that "significantly" exceed 32,768 need YaRN, says its card
-    assert [diff.for_engine(qwen3, "vllm", length=n).verdict for n in (40_960, 40_961)] == [
-        "nothing needed",
-        "not trained",
-    ]
+    assert [extend(qwen3, n).facts["reaches"] for n in (40_960, 40_961)] == [True, False]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(qwen3))
     arguments = ["extend", str(path), "--to", "128k", "--method", "yarn", "--factor", "4"]
@@ -605,8 +601,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert (again.exit_code, "the folder to write must not exist" in again.output) == (1, True)
     facts = json.loads(CliRunner().invoke(main, ["extend", str(folder), "--to", "128k", "--json"]).output)
     assert facts["reaches"]
-    asked = CliRunner().invoke(main, ["explain", str(source), "--for", "vllm", "--length", "128k"]).output
-    assert "ropewalk extend --to 131072" in asked
     (source / "config.json").write_text(json.dumps({**FLAT, "model_type": "phi3", "sliding_window": 2047}))
     assert CliRunner().invoke(main, ["extend", str(source), "--to", "128k"]).exit_code == 2
 

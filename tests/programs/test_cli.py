@@ -341,15 +341,15 @@ class TestMessagesNameOptions:
             assert not re.search(python, ran.stderr), ran.stderr
 
     def test_engines(self, config: Path) -> None:
-        for arguments in (("diff", config, "--engines", "vlm"), ("explain", config, "--for", "vlm")):
+        for arguments in (("diff", config, "--engines", "vlm"), ("extend", config, "--for", "vlm")):
             option = "--engines" if arguments[0] == "diff" else "--for"
             message = fails(*arguments)
             assert f"{option} must be one of 'transformers', 'vllm'" in message
             assert f"Pass one of them as {option}. Did you mean 'vllm'?" in message
         for program in ("ollama", "koboldcpp", "LM-Studio", "LM Studio", "llama-server", "Jan", "GPT4All"):
-            assert "Did you mean 'llama.cpp'?" in fails("explain", config, "--for", program)
+            assert "Did you mean 'llama.cpp'?" in fails("extend", config, "--for", program)
         for program in ("TRL", "axolotl", "LLaMA-Factory", "ms-swift", "HF", "unsloth"):
-            assert "Did you mean 'transformers'?" in fails("explain", config, "--for", program)
+            assert "Did you mean 'transformers'?" in fails("extend", config, "--for", program)
         for program in ("mlx-vlm", "mlx_vlm", "sglang-jax", "KTransformers", "nano-vllm", "transformers.js"):
             assert "Did you mean" not in fails("diff", config, "--engines", program)
 

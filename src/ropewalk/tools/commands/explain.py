@@ -20,7 +20,6 @@ Examples:
   ropewalk explain path/to/config.json --length 128k
   ropewalk explain meta-llama/Llama-3.1-8B --download
   ropewalk explain params.json --factor 8
-  ropewalk explain path/to/config.json --for vllm
   cat config.json | ropewalk explain -
   ropewalk explain --list
 """,
@@ -41,12 +40,6 @@ Examples:
     help="For multimodal models: show only the rope of text tokens; no effect on text models of one axis.",
 )
 @_options.ignore
-@click.option(
-    "--for",
-    "engine",
-    metavar="ENGINE",
-    help="Say how to make this engine rotate as the config says: transformers, vllm, sglang or llama.cpp.",
-)
 @_options.download
 @click.option("--list", "as_list", is_flag=True, help="List the model types that can be read, without a SOURCE.")
 @_options.as_json
@@ -56,7 +49,6 @@ def explain(
     /,
     source: Path | None,
     length: int | None,
-    engine: str | None,
     as_list: bool,
     as_json: bool,
     **asked: Any,
@@ -65,21 +57,12 @@ def explain(
 
     SOURCE is a config.json, the folder of a model, a params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
-
-    With --for, the exit status is 2 if the engine was not judged, because what it reads for this model is not known, or
-    because --ignore left out a key.
     """
     if as_list:
         _print_model_types(context, as_json=as_json)
         return
     if source is None:
         raise click.UsageError("Missing argument 'SOURCE'.")
-    if engine is not None:
-        _refuse_others(context, "--for", {"source", "length", "pairing", "base", "ignore", "download", "as_json"})
-        own = {name: asked[name] for name in ("pairing", "base", "ignore", "download")}
-        found = ropewalk.diff.for_engine(source, engine, length=length, **own)
-        click.echo(json.dumps(found.facts, indent=2, allow_nan=False) if as_json else found.text())
-        context.exit(2 if found.verdict == "not judged" else 0)
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(source, **asked)
     facts = ropes.facts(length)

@@ -17,13 +17,17 @@ from ropewalk.tools.commands import _options
 Examples:
   ropewalk extend path/to/model --to 128k
   ropewalk extend Qwen/Qwen2.5-7B-Instruct --download --to 128k --for vllm
+  ropewalk extend path/to/config.json --for llama.cpp
   ropewalk extend path/to/model --to 128k --measure --keep measured.json
   ropewalk extend path/to/model --to 128k --method yarn --factor 4 --write path/to/new
 """,
 )
 @click.argument("source", type=_options.Source())
 @click.option(
-    "--to", "target", type=_options.Length(min=1), required=True, help="The length, in tokens; 128k is 131,072."
+    "--to",
+    "target",
+    type=_options.Length(min=1),
+    help="The length, in tokens; 128k is 131,072. [default: what the config states]",
 )
 @click.option(
     "--for",
@@ -86,7 +90,7 @@ def extend(
     context: click.Context,
     /,
     source: Path,
-    target: _options.Tokens,
+    target: _options.Tokens | None,
     engine: tuple[str, ...],
     method: str | None,
     new_factor: float | None,
@@ -101,6 +105,8 @@ def extend(
 ) -> None:
     """Find the config and the commands with which engines run the model SOURCE on texts of another length.
 
+    Without --to, find the commands with which they rotate as the config says, if their defaults do not.
+
     SOURCE is a config.json, the folder of a model, a GGUF file, a params.json, litgpt's model_config.yaml, or a hub id.
     With --measure, it must have weights.
 
@@ -111,8 +117,9 @@ def extend(
 
     _refuse_without(context, "write", ("version",), passed=folder is not None)
     _refuse_without(context, "measure", ("keep", "dtype", "device"), passed=measure)
+    _refuse_without(context, "to", ("measure",), passed=target is not None)
     measured: dict[str, Any] | None = None
-    if measure:
+    if measure and target is not None:
         if any(each is not None for each in (method, new_factor, options["original"])):
             what = "--method, --factor and --original"
             raise click.UsageError(f"--measure finds the method and the factor. Drop {what}, or --measure.")
@@ -129,7 +136,7 @@ def extend(
     found = extending.extend(
         source,
         target,
-        decimal=target.decimal,
+        decimal=None if target is None else target.decimal,
         engines=engine or extending.DEFAULT,
         method=measured["engines"] if measured and measured["engines"] else method,
         new_factor=new_factor,

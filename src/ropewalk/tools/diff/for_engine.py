@@ -1,122 +1,23 @@
-"""Find out whether an engine rotates as a config says, and the command with which it does."""
+"""Find out whether an engine has the ropes of a model, and the command with which it does."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from ropewalk import _checks
 from ropewalk._checks import RopeError, without_fix
-from ropewalk.configs.engine_ropes import find_engine_keys, ropes_for_engines
+from ropewalk.configs.engine_ropes import ropes_for_engines
 from ropewalk.configs.hf import find_text, text_path
-from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.read import read_config
 from ropewalk.configs.reader import LENGTHS as _LENGTHS
-from ropewalk.engines import ENGINES, ConfigRope, Engine, Flags, engine, put, spellings
+from ropewalk.engines import ConfigRope, Engine, Flags, put, spellings
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.between_engines import beside_the_ropes, not_compared
-from ropewalk.tools.diff.lengths import longest_of, stated_length
 from ropewalk.tools.diff.rope_difference import difference
-from ropewalk.tools.diff.text import Result, bullets, frequencies, layers, left_out, section, wrap
+from ropewalk.tools.diff.text import frequencies, layers
 
 LENGTHS = (*_LENGTHS, "model_max_length", "max_seq_length", "seq_len")
 """The keys with which vLLM (model_arch_config_convertor.py) or SGLang (hf_transformers/common.py) limits the length."""
 
 Configs = list[tuple[ConfigRope, list[int]]]
-
-
-class ForEngine(Result):
-    """What an engine needs to rotate as a config says. `facts` is all of it as a dict of JSON values."""
-
-    @property
-    def verdict(self) -> Literal["nothing needed", "not trained", "command", "cannot", "not judged"]:
-        """The result in a word or two.
-
-        "nothing needed": the engine rotates as the config says. "not trained": it does, but neither training nor
-        scaling reaches the length that was passed. "command": it does with `facts["command"]`. "cannot": no known
-        argument makes it do so. "not judged": what it reads for the model is not known, or a key was ignored.
-        """
-        return self.facts["verdict"]  # type: ignore[no-any-return]
-
-    def text(self) -> str:
-        """Return the result as text for a terminal."""
-        return _text(self.facts)
-
-
-def for_engine(
-    source: Any,
-    name: str,
-    *,
-    length: int | None = None,
-    pairing: str | None = None,
-    base: float | None = None,
-    ignore: Collection[str] = (),
-    download: bool = False,
-) -> ForEngine:
-    """Compare the ropes of a config with those that an engine computes from it, and find a command if they differ.
-
-    A command is returned only if the engine's rules, with the command's keys, give the model's ropes. No engine is run.
-
-    Args:
-        source: as in `diff.engines`.
-        name: the engine: "transformers", "vllm", "sglang" or "llama.cpp".
-        length: as in `diff.engines`.
-        pairing, base, ignore, download: as in `from_config`.
-
-    Returns:
-        A `ForEngine`, with the result as text (`.text()`) and as data (`.facts`).
-
-    Raises:
-        RopeError: the config cannot be read or states no length, or the engine has no known arguments.
-    """
-    chosen = engine("diff.for_engine", name, {key: each for key, each in ENGINES.items() if each.override})
-    ropes, configs = ropes_for_engines(source, chosen, pairing=pairing, base=base, ignore=ignore, download=download)
-    setting = longest_of("diff.for_engine", length, ropes)
-    apart, unknown = apart_of(chosen, configs, dict(enumerate(ropes.layers)), setting)
-    notes = dict.fromkeys(note for config, _ in configs for note in chosen.answer(config).notes)
-    beside = beside_the_ropes(ropes, [chosen])
-    apart += beside.values()
-    command = ""
-    loads = all(chosen.answer(config).rope or _refused_by_rule(chosen, config) for config, _ in configs)
-    if loads and apart and not unknown and not beside:
-        values = configs[0][0].whole
-        # With the axes of tokens with several positions, which no rule needs but the written parameters.
-        whole = read_config(values, pairing=pairing, base=base, ignore=find_engine_keys(values))
-        with contextlib.suppress(RopeError):  # the model's own code does not read the schema of transformers 5
-            written = whole.to_hf_config(version=5)
-            own = {**dict.fromkeys(range(len(ropes.layers))), **{i: c.rope for c, rows in configs for i in rows}}
-            forms, _ = find_command(chosen, configs, written.get("rope_parameters") or {}, written, own, setting)
-            command = "".join(forms[:1])
-    too_long = _too_long(ropes, length)
-    verdict = "command" if command else "cannot" if apart else "not trained" if too_long else "nothing needed"
-    verdict = "not judged" if unknown or ignore else verdict
-    if verdict in ("nothing needed", "command") and setting > (ropes.max_position_embeddings or setting):
-        notes[f"It may accept fewer tokens, unless it gets what `ropewalk extend --to {setting}` prints for it."] = None
-    return ForEngine(
-        {
-            "source": ropes.source,
-            "model_type": ropes.model_type,
-            "engine": chosen.name,
-            "version": chosen.version,
-            "layers": len(ropes.layers),
-            "length": setting,
-            "verdict": verdict,
-            "too_long": too_long or None,
-            "ignored": list(ignore),
-            "differences": unknown or apart,
-            "notes": [] if unknown else [note for note in notes if note not in " ".join(apart)],
-            "command": command or None,
-            "command_source": chosen.override.source if command and chosen.override else None,
-            "not_compared": not_compared(ropes),
-            "warnings": list(ropes.warnings),
-        }
-    )
-
-
-def _refused_by_rule(chosen: Engine, config: ConfigRope) -> bool:
-    """Whether the engine loads the config, and then its function for frequencies refuses it, which a command cures."""
-    return chosen.apply_rule(config).refusal == chosen.answer(config).refusal
 
 
 def apart_of(
@@ -169,21 +70,6 @@ def _difference(ours: Rope, theirs: Rope | None, sequence: int) -> str:
     if theirs.attention_factor != ours.attention_factor:
         words.append(f"the attention factor is {theirs.attention_factor:.6g} and not {ours.attention_factor:.6g}")
     return f"for {sequence:,} tokens, {' and '.join(words)}"
-
-
-def _too_long(ropes: ModelRopes, length: int | None) -> str:
-    """Return why the model does not reach the length that the user passed, as a sentence; "" if that is not known."""
-    stated, trained = stated_length(ropes), ropes.trained_length
-    # Linear scaling does not say whether the stated length is that before or after it.
-    schemes = [{} if rope is None or rope.scaling is None else rope.scaling.facts() for rope in ropes.layers]
-    times = max((facts["factor"] for facts in schemes if facts.get("rope_type") == "linear"), default=1.0)
-    if length is None or stated is None or length <= stated * times:
-        return ""
-    why = f"its config states {stated:,}"
-    if any(schemes) and trained is not None and trained < stated:
-        origin = ropes.origins.get("original_max_position_embeddings", "in its config")
-        why = f"it was trained for {trained:,} ({origin}), and its scaling reaches {stated:,}"
-    return f"The model was not trained for {length:,} tokens: {why}."
 
 
 def find_command(
@@ -277,27 +163,3 @@ def _flags(
         return [], [flags]
     apart = _difference(meant, flags[1], setting)
     return ([], [apart]) if apart else ([override.command(model, flags[0], length)], [])
-
-
-def _text(facts: Mapping[str, Any]) -> str:
-    name = f"{facts['engine']} {facts['version']}"
-    up_to = f"up to {facts['length']:,} tokens"
-    verdicts = {
-        "nothing needed": f"The rope needs nothing: {name} rotates as the config says, {up_to}.",
-        "not trained": f"{name} rotates as the config says, which does not scale for this length. "
-        f"`ropewalk extend --to {facts['length']}` looks for a command that does.",
-        "command": f"{name} does not rotate as the config says, but it does with the command below, {up_to}.",
-        "cannot": f"{name} does not rotate as the config says. No argument that was looked up makes it do so.",
-        "not judged": f"{name} was not judged for this config.",
-    }
-    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", *left_out(facts)]
-    lines += wrap(" ".join(filter(None, (facts["too_long"], verdicts[facts["verdict"]]))), "")
-    lines += bullets([*facts["differences"], *facts["notes"]])
-    if facts["command"] is not None:
-        lines += ["", "the command", f"  {facts['command']}"]
-    if facts["not_compared"]:
-        lines += ["", *wrap(f"Not compared: {'; '.join(facts['not_compared'])}.", "")]
-    defined = f", and the command is defined in {facts['command_source']}" if facts["command"] is not None else ""
-    lines += ["", *wrap(f"This was checked with ropewalk's rules for {name}{defined}. No engine was run.", "")]
-    lines += section("warnings", (f"! {warning}" for warning in facts["warnings"]))
-    return "\n".join(map(_checks.printable, lines))

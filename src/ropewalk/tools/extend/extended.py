@@ -17,7 +17,8 @@ from ropewalk.configs.tables.gguf import HF_MODEL_TYPES
 from ropewalk.engines import ENGINES, MORE_ENGINES, Engine, Flags, engine
 from ropewalk.engines._config import ConfigRope, to_finite
 from ropewalk.rope.rope import Rope
-from ropewalk.tools.diff.for_engine import LENGTHS, Configs, apart_of, find_command, for_engine
+from ropewalk.tools.diff.between_engines import beside_the_ropes
+from ropewalk.tools.diff.for_engine import LENGTHS, Configs, apart_of, find_command
 from ropewalk.tools.extend import plan as plans
 from ropewalk.tools.extend.plan import METHODS, Plan, Source
 from ropewalk.tools.extend.text import extended_text
@@ -63,7 +64,7 @@ class Extended:
 
 def extend(
     source: Any,
-    target: int,
+    target: int | None = None,
     *,
     engines: Collection[str] = DEFAULT,
     method: str | Mapping[str, float] | None = None,
@@ -81,7 +82,7 @@ def extend(
 
     Args:
         source: as in `diff.engines`.
-        target: the length to reach, in tokens.
+        target: the length to reach, in tokens. None means that of the config.
         engines: names of `ropewalk.diff.ENGINES` or `MORE_ENGINES`.
         method: "llama3", "yarn", "linear", "ntk" (a larger base) or "dynamic". None means that of the config, or
             YaRN if its authors recommend it, or else Llama 3's scheme, and YaRN for engines that do not have it. A dict
@@ -97,7 +98,6 @@ def extend(
         RopeError: the config cannot be read, states no length, or has a scheme for which no other factor is known; an
             argument is invalid; or no method that was asked for can be stated.
     """
-    target = _checks.length("ropewalk extend", "to", target)
     chosen = [engine("ropewalk extend", name, {**ENGINES, **MORE_ENGINES}) for name in dict.fromkeys(engines)]
     if new_factor is not None:
         new_factor = _checks.number("ropewalk extend", _checks.option("new_factor"), new_factor, at_least=1.0)
@@ -105,6 +105,7 @@ def extend(
     for name in ways:
         _checks.choice("ropewalk extend", _checks.option("method"), name, tuple(METHODS))
     read = plans.read_source(source, **options)
+    target = read.length if target is None else _checks.length("ropewalk extend", "to", target)
     target = read.length if (decimal or target) <= read.length < target else target
     file_format = read.text.file_format
     models = {entry.name: model if not file_format or entry.reads(file_format) else "MODEL" for entry in chosen}
@@ -189,18 +190,26 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
         commands = [override.command(model, "", target)]
     else:
         commands = [f(model, plans.longer(source, target), target) for f in (override.write, override.python) if f]
-    found = for_engine(source.whole, chosen.name, length=length, **source.asked)
-    if found.verdict == "command":
-        same = Plan("none", 1.0, [], source.ropes, plans.config_of(source, source.ropes, target)[0], source.text)
-        without = [f"Without its arguments, {each}" for each in found.facts["differences"]]
-        return {**_extended(source, chosen, [same], target, model), "plan": None, "notes": without}
-    if found.verdict != "nothing needed":
-        why = [*found.facts["differences"], *found.facts["notes"]] or [found.verdict]
-        apart = apart_of(chosen, read, dict(enumerate(source.text.layers)), length, short=False)
-        if found.verdict != "cannot" or any(apart):
-            within = loads and all((config.longest or target) >= target for config, _ in read)
-            return {**row, "why_not": why, "length": commands[0] if within else ""}
-        row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
+    own = dict(enumerate(source.text.layers))
+    apart, unknown = apart_of(chosen, read, own, length)
+    beside = [*beside_the_ropes(source.text, [chosen]).values()]
+    said = " ".join(apart)
+    notes = list(dict.fromkeys(n for config, _ in read for n in chosen.answer(config).notes if n not in said))
+    if not (apart or unknown or beside):
+        return {**row, "commands": commands, "notes": notes}
+    # A function for frequencies may refuse a config that the engine loads, which other keys cure.
+    refused = [config for config, _ in read if chosen.answer(config).rope is None]
+    by_rule = all(chosen.apply_rule(config).refusal == chosen.answer(config).refusal for config in refused)
+    if by_rule and not (unknown or beside):
+        with contextlib.suppress(RopeError):  # the model's own code does not read the schema of transformers 5
+            same = Plan("none", 1.0, [], source.ropes, plans.config_of(source, source.ropes, target)[0], source.text)
+            if (found := _extended(source, chosen, [same], target, model))["commands"]:
+                return {**found, "plan": None, "notes": [f"Without its arguments, {each}" for each in apart]}
+    why = unknown or [*apart, *beside, *notes]
+    if unknown or beside or any(apart_of(chosen, read, own, length, short=False)):
+        within = loads and all((config.longest or target) >= target for config, _ in read)
+        return {**row, "why_not": why, "length": commands[0] if within else ""}
+    row["notes"] = [f"Short texts are rotated otherwise: {each}" for each in why]
     return {**row, "commands": commands}
 
 

@@ -1,4 +1,4 @@
-"""What an engine needs to rotate as a config says (`diff.for_engine`, `ropewalk explain --for`)."""
+"""What an engine needs to rotate as a config says (`ropewalk extend` without a length)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ropewalk import Rope, RopeError, diff, schemes
+from ropewalk import Rope, schemes
 from ropewalk.engines import ENGINES, ConfigRope, Flags
 from ropewalk.engines._override import Override
 from ropewalk.tools.cli import main
+from ropewalk.tools.extend import extend
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "engine_commands.json").read_text())
 ROWS = {(row["engine"], row["case"]): row for row in GOLDEN["rows"]}
@@ -36,30 +37,26 @@ def with_yarn(**changes: Any) -> dict[str, Any]:
     return {**FLAT, "rope_scaling": {**YARN, **changes}}
 
 
+def row_of(config: Any, engine: str, **options: Any) -> dict[str, Any]:
+    return extend(config, engines=(engine,), **options).facts["engines"][0]
+
+
 def keys(command: str) -> dict[str, Any]:
-    """Return the JSON at the end of a command, as a shell passes it."""
-    return json.loads(shlex.split(command)[-1])
+    """Return the JSON in a command, as a shell passes it."""
+    return json.loads(next(word for word in shlex.split(command) if word.startswith("{")))
 
 
 def test_nothing_is_needed() -> None:
-    plain = diff.for_engine(FLAT, "vllm")
-    assert (plain.verdict, plain.facts["command"], plain.facts["differences"]) == ("nothing needed", None, [])
-    scaled = diff.for_engine(with_yarn(), "vLLM")
-    assert (scaled.verdict, scaled.facts["command"]) == ("nothing needed", None)
-    assert "The rope needs nothing: vLLM 0.33.0 rotates as the config says, up to 131,072 tokens." in scaled.text()
-    assert scaled.facts["notes"] == []
-    # Its own code refuses more than this key, as recorded for `extend` ("length of a scaled config alone").
-    short = diff.for_engine({**with_yarn(), "max_position_embeddings": 32_768}, "vllm")
-    assert "It may accept fewer tokens, unless it gets what `ropewalk extend --to 131072`" in short.facts["notes"][0]
-    assert "No engine was run." in scaled.text()
+    for config, name in ((FLAT, "vllm"), (with_yarn(), "vLLM")):
+        row = row_of(config, name)
+        assert (row["commands"][0], row["notes"]) == ("vllm serve MODEL --max-model-len 131072", [])
 
 
 def test_sglang_reads_the_attention_factor_from_another_key() -> None:
     """1 / (0.1 ln 4 + 1), by which SGLang multiplies the magnitude that it computes."""
-    found = diff.for_engine(with_yarn(attention_factor=1.0), "sglang")
-    assert found.verdict == "command"
-    assert "the attention factor is 1.13863 and not 1" in found.facts["differences"][0]
-    parameters = keys(found.facts["command"])["rope_parameters"]
+    row = row_of(with_yarn(attention_factor=1.0), "sglang")
+    assert "the attention factor is 1.13863 and not 1" in row["notes"][0]
+    parameters = keys(row["commands"][0])["rope_parameters"]
     assert parameters.pop("attn_factor") == pytest.approx(0.8782488562869419, rel=1e-12)
     assert parameters == {**PLAIN, **RAMP}
 
@@ -67,7 +64,7 @@ def test_sglang_reads_the_attention_factor_from_another_key() -> None:
 def test_a_nested_text_model() -> None:
     text = {**FLAT, "rope_scaling": {"type": "linear", "factor": 4}}
     config = {"model_type": "llava", "text_config": text, "vision_config": {}}
-    assert list(keys(diff.for_engine(config, "vllm").facts["command"])) == ["text_config"]
+    assert list(keys(row_of(config, "vllm")["commands"][0])) == ["text_config"]
     override = ENGINES["transformers"].override
     assert isinstance(override, Override)
     assert override.write("m", {"text_config": {"rope_parameters": {"rope_theta": 1e6, "truncate": True}}}, None) == (
@@ -78,64 +75,43 @@ def test_a_nested_text_model() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_integer_that_must_be_a_float(engine: str) -> None:
-    found = diff.for_engine({**FLAT, "rope_scaling": {"type": "linear", "factor": 4}}, engine)
-    assert found.verdict == "command"
-    assert '"factor": 4.0' in found.facts["command"]
+    row = row_of({**FLAT, "rope_scaling": {"type": "linear", "factor": 4}}, engine)
+    assert '"factor": 4.0' in row["commands"][0]
 
 
 def test_flags_of_llama_cpp() -> None:
-    found = diff.for_engine(with_yarn(beta_fast=64.0), "llama.cpp")
-    assert (found.verdict, found.facts["command"]) == (
-        "command",
+    assert row_of(with_yarn(beta_fast=64.0), "llama.cpp")["commands"] == [
         "llama-server -m MODEL.gguf --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32768 --yarn-beta-fast 64 "
-        "--yarn-beta-slow 1 --rope-freq-base 1000000",
-    )
+        "--yarn-beta-slow 1 --rope-freq-base 1000000 -c 131072",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("engine", "config", "verdict", "why"),
+    ("engine", "config", "why"),
     [
         # --yarn-attn-factor is overwritten, and no flag states the factors of llama3.
-        ("llama.cpp", with_yarn(attention_factor=1.0), "cannot", "the attention factor is 1.13863 and not 1"),
-        ("llama.cpp", {**FLAT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "cannot", "pairs differ"),
-        ("vllm", {**FLAT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "cannot", "It never scales"),
+        ("llama.cpp", with_yarn(attention_factor=1.0), "the attention factor is 1.13863 and not 1"),
+        ("llama.cpp", {**FLAT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "pairs differ"),
+        ("vllm", {**FLAT, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "It never scales"),
         # transformers, which vLLM loads the config with, refuses it before an override is applied
-        ("vllm", {**with_yarn(), "model_type": "phi3"}, "cannot", "it does not run this config: KeyError"),
-        ("vllm", {**FLAT, "model_type": "internlm"}, "cannot", "it has no model internlm"),
+        ("vllm", {**with_yarn(), "model_type": "phi3"}, "it does not run this config: KeyError"),
+        ("vllm", {**FLAT, "model_type": "internlm"}, "it has no model internlm"),
+        # No argument scales q, or makes llama.cpp rotate other layers of SmolLM3.
+        ("vllm", {**with_yarn(llama_4_scaling_beta=0.1), "model_type": "ministral3", "head_dim": 128}, "not scale q"),
+        ("llama.cpp", {**FLAT, "model_type": "smollm3", "no_rope_layers": [0, 1, 1, 1]}, "all but each 4th layer"),
     ],
 )
-def test_what_no_command_cures(engine: str, config: dict[str, Any], verdict: str, why: str) -> None:
-    found = diff.for_engine(config, engine)
-    assert (found.verdict, found.facts["command"]) == (verdict, None)
-    assert why in " ".join(found.facts["differences"])
-    assert "No argument that was looked up makes it do so." in found.text().replace("\n", " ")
+def test_what_no_command_cures(engine: str, config: dict[str, Any], why: str) -> None:
+    row = row_of(config, engine)
+    assert (row["commands"], why in " ".join(row["why_not"])) == ([], True)
 
 
 def test_a_model_that_was_not_recorded() -> None:
-    found = diff.for_engine({**FLAT, "model_type": "fern"}, "vllm", pairing="half")
-    assert (found.verdict, found.facts["command"]) == ("not judged", None)
-    assert found.facts["differences"] == ["layers 0-3 of 4: what its file for fern reads was not recorded."]
-
-
-YARN_8K = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@pytest.mark.parametrize(
-    ("scaling", "longest", "said"),
-    [
-        (None, 32_768, "its config states 32,768."),
-        (YARN_8K, 32_768, "it was trained for 8,192 (rope_scaling.original_max_position_embeddings), and its scaling"),
-        ({"type": "linear", "factor": 4.0}, 131_072, "its config states 32,768."),
-        ({"type": "dynamic", "factor": 4.0}, 131_072, "it was trained for 32,768 (in its config), and its scaling"),
-    ],
-)
-def test_a_length_that_the_model_was_not_trained_for(scaling: Any, longest: int, said: str) -> None:
-    """`longest` is the greatest length that the model may have been trained or scaled for."""
-    config = {**FLAT, "max_position_embeddings": 32_768, "rope_scaling": scaling}
-    assert diff.for_engine(config, "transformers", length=longest).facts["too_long"] is None
-    found = diff.for_engine(config, "transformers", length=longest + 1)
-    assert (found.verdict, "needs nothing" in found.text()) == ("not trained", False)
-    assert f"The model was not trained for {longest + 1:,} tokens: {said}" in found.text().replace("\n", " ")
+    row = row_of({**FLAT, "model_type": "fern"}, "vllm", pairing="half")
+    assert (row["commands"], row["why_not"]) == (
+        [],
+        ["layers 0-3 of 4: what its file for fern reads was not recorded."],
+    )
 
 
 def test_a_config_that_an_override_would_break() -> None:
@@ -143,7 +119,7 @@ def test_a_config_that_an_override_would_break() -> None:
     lists = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
     scaling = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
     config = {**FLAT, "model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": scaling}
-    assert diff.for_engine(config, "sglang").verdict == "nothing needed"
+    assert row_of(config, "sglang")["commands"][0].endswith("--model-path MODEL --context-length 131072")
 
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang", "llama.cpp"])
@@ -151,7 +127,7 @@ def test_the_engines_have_these_arguments(engine: str) -> None:
     """Every argument in a command is in the recorded list of the engine's own parser."""
     whole_number = {**FLAT, "rope_scaling": {"type": "linear", "factor": 4}}
     config = with_yarn(beta_fast=64.0) if engine == "llama.cpp" else whole_number
-    arguments = set(re.findall(r"--[a-z-]+", diff.for_engine(config, engine).facts["command"])) - {"--model-path"}
+    arguments = set(re.findall(r"--[a-z-]+", row_of(config, engine)["commands"][0])) - {"--model-path"}
     assert arguments
     assert arguments <= set(ROWS[engine, "arguments"]["arguments"])
     assert "--rope-scaling" not in ROWS["vLLM", "arguments"]["arguments"]
@@ -205,31 +181,21 @@ def test_notes_about_an_engine_that_needs_nothing() -> None:
     """SGLang follows a LongRoPE, except at one position."""
     phi = {**FLAT, "model_type": "phi3", "original_max_position_embeddings": 4096, "rope_theta": 10_000.0}
     scaling = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [16.0] * 64}
-    found = diff.for_engine({**phi, "rope_scaling": scaling}, "sglang")
-    assert found.verdict == "nothing needed"
-    assert "so that token is not rotated." in " ".join(found.facts["notes"])
-    assert "so that token is not rotated." in " ".join(found.text().split())
-
-
-def test_refusals() -> None:
-    for name in ("mlx-lm", "vlm"):  # mlx-lm has no known arguments
-        with pytest.raises(
-            RopeError, match=r"engine must be one of 'transformers', 'vllm', 'sglang', 'llama\.cpp', got"
-        ):
-            diff.for_engine(FLAT, name)
+    row = row_of({**phi, "rope_scaling": scaling}, "sglang")
+    assert row["commands"][0].endswith("--model-path MODEL --context-length 131072")
+    assert "so that token is not rotated." in " ".join(row["notes"])
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(with_yarn(attention_factor=1.0)))
-    shown = CliRunner().invoke(main, ["explain", str(path), "--for", "sglang"])
+    shown = CliRunner().invoke(main, ["extend", str(path), "--for", "sglang"])
     assert shown.exit_code == 0
-    assert f"{path} (model_type qwen2)" in shown.output
-    assert "python -m sglang.launch_server --model-path MODEL --json-model-override-args '{" in shown.output
-    facts = json.loads(CliRunner().invoke(main, ["explain", str(path), "--for", "vllm", "--json"]).output)
-    assert facts["verdict"] == "nothing needed"
+    assert f"{path} (model_type qwen2), to 131,072 tokens" in shown.output
+    assert "launch_server --model-path " in shown.output
+    assert "--json-model-override-args '{" in shown.output
     fern = tmp_path / "fern.json"
     fern.write_text(json.dumps({**FLAT, "model_type": "fern"}))
-    assert CliRunner().invoke(main, ["explain", str(fern), "--for", "vllm", "--pairing", "half"]).exit_code == 2
-    piped = CliRunner().invoke(main, ["explain", str(path), "--for", "vllm", "--like", "llama"])
-    assert (piped.exit_code, "--like has no effect with --for. Drop one of them." in piped.output) == (2, True)
+    assert CliRunner().invoke(main, ["extend", str(fern), "--for", "vllm", "--pairing", "half"]).exit_code == 2
+    measured = CliRunner().invoke(main, ["extend", str(path), "--measure"])
+    assert (measured.exit_code, "--measure has no effect without --to. Pass both." in measured.output) == (2, True)
