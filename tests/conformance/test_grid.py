@@ -37,6 +37,11 @@ class Video(torch.nn.Module):
         angles = torch.stack(angles)[:, :, None]
         return turn(q, angles), turn(k, angles)
 """,
+    "of_a_video": """
+def of_a_video(x, grid):
+    frames, rows, columns = grid
+    return turn(x, angles_of(rows, columns).repeat(frames, 1)[:, None])
+""",
     "of_other_names": """
 def of_other_names(q, k, down: int, across: int):
     places = torch.arange(down * across)

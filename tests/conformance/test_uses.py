@@ -62,6 +62,21 @@ def counted_before(j: int, i: int = 0, k: float = 0.0) -> Tensor:
     return places * (tokens + k)
 
 
+def counted(j: tuple[int, int]) -> Tensor:
+    rows, columns = j
+    return torch.arange(columns)[None] + rows
+
+
+def passed_on(j: tuple[int, int]) -> Tensor:
+    rows, columns = j
+    return of_two_sides(rows, columns)
+
+
+def of_other_parts(a: Tensor) -> Tensor:
+    u, v = a.chunk(2)
+    return u * v
+
+
 def of_halves(a: Tensor, b: Tensor) -> Tensor:
     u, v = a.chunk(2, dim=-1)
     return torch.cat((u * torch.cos(b) - v * torch.sin(b), v * torch.cos(b) + u * torch.sin(b)), dim=-1)
@@ -130,12 +145,15 @@ class Unhashable:
         (powers, {"i": "base", "j": "length", "m": "dim"}),
         (exponential, {"i": "base", "m": "dim"}),
         (between, {"i": "table"}),
-        (of_an_area, {}),
+        (of_an_area, {"i": "sides"}),
         (on_a_device, {"j": "length"}),
         (of_a_square, {"j": "width", "m": "half"}),
         (of_two_sides, {"i": "height", "j": "width"}),
         (of_both_tables, {"a": "tokens", "b": "table"}),
         (from_a_place, {"i": "offset", "j": "length"}),
+        (counted, {"j": "sides"}),
+        (passed_on, {"j": "sides"}),
+        (of_other_parts, {"a": "tokens"}),
         (of_halves, {"a": "tokens", "b": "angles"}),
         (of_pairs, {"a": "tokens", "b": "positions", "m": "dim"}),
         (of_one_vector, {"a": "tokens", "m": "positions", "base": "base"}),

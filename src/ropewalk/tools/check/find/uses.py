@@ -27,6 +27,7 @@ ROLES = {
     "config": ("config",),
     "base": ("base",),
     **{side: (side,) for side in (*_SIDES, "latent")},
+    "sides": ("grid",),
     "head_size": ("head_size", "dim"),
     "num_heads": ("num_heads", "heads"),
     "embed_dim": ("embed_dim",),
@@ -89,6 +90,7 @@ class _Uses(ast.NodeVisitor):
         self.found: dict[str, set[str]] = {}
         self.factors: list[tuple[str, set[str]]] = []  # parameter, and those of which its factor is made
         self.made_of: dict[str, set[str]] = {}
+        self.part_of: dict[str, ast.expr] = {}  # variable → what was assigned to it and to others
         self.counted: set[str] = set()  # variables that are the result of `arange`
         self.calls: set[str] = set()
 
@@ -119,6 +121,10 @@ class _Uses(ast.NodeVisitor):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and ast.unparse(node.right) == "2":
             return tuple(f"{name}/2" for name in self._of(node.left) if "/" not in name)
         return ()
+
+    def _whole(self, part: ast.expr) -> list[ast.expr]:
+        """Return what was assigned to a variable and to others, as in `rows, columns = sides`."""
+        return [self.part_of[name]] if (name := ast.unparse(part)) in self.part_of else []
 
     def _is(self, role: str, *nodes: ast.AST) -> None:
         for name in (name for node in nodes for name in self._of(node)):
@@ -171,6 +177,9 @@ class _Uses(ast.NodeVisitor):
         made_of = self._sources(value)
         for one in target.elts if isinstance(target, ast.Tuple) else [target]:
             self.made_of[ast.unparse(one)] = made_of
+            self.part_of.pop(ast.unparse(one), None)
+        if isinstance(target, ast.Tuple):
+            self.part_of |= dict.fromkeys(map(ast.unparse, target.elts), value)
         self.stands_for[ast.unparse(target)] = self._of(value)
         (self.counted.add if self._counts(value) else self.counted.discard)(ast.unparse(target))
         if isinstance(value, ast.Name) and ast.unparse(target) in ("(cos, sin)", "(sin, cos)"):
@@ -201,6 +210,8 @@ class _Uses(ast.NodeVisitor):
         for one, other in ((left, right), (right, left)):
             if isinstance(node.op, ast.Add) and self._counts(one):
                 self._is("offset", other)
+            elif isinstance(node.op, ast.Mult) and self._whole(one) and self._whole(one) == self._whole(other):
+                self._is("sides", *self._whole(one))
             elif isinstance(node.op, ast.Mult | ast.MatMult):
                 sources = {*self._of(one)} or self._sources(one)
                 others = self._sources(other)
@@ -271,6 +282,7 @@ class _Uses(ast.NodeVisitor):
             for parameter, role in known.items():
                 if parameter in passed:
                     self._is(role, passed[parameter])
+                    self._is("sides", *self._whole(passed[parameter]) * (role in (*_SIDES, "length")))
             if "rotat" in name and known.get(names[0] if names else "", "like") in _WEAK:
                 self._is("tokens", *first)
 
@@ -297,6 +309,7 @@ class _Uses(ast.NodeVisitor):
         else:
             for name in self._of(end):
                 self.found.setdefault(name.removesuffix("/2"), set()).add("dim" if "/" in name else "length")
+            self._is("sides", *self._whole(end))
 
 
 def _of_function(function: Any) -> tuple[list[str], Mapping[str, str]]:

@@ -190,10 +190,11 @@ def read_call(called: Callable[..., Any]) -> Call:
     if used.get("t") == "positions" and roles.get("x") == "t":  # as in lucidrains' code
         roles["positions"] = roles.pop("x")
     place = roles.get("positions", "")
+    is_size = used.get(place) == "sides"
     if used.get(place) == "angles" and "freqs_cis" not in roles:
         roles["freqs_cis"] = roles.pop("positions")
-    elif place and (isinstance(known[place].default, str) or re.search(f"{GRID}|dim|factor", place)):
-        roles |= {"grid": place} if re.search(GRID, place) else {}
+    elif place and (isinstance(known[place].default, str) or re.search(f"{GRID}|dim|factor", place) or is_size):
+        roles |= {"grid": place} if is_size or re.search(GRID, place) else {}
         roles.pop("positions")
     if "positions" not in roles:
         roles = {"positions" if role == "k_positions" else role: name for role, name in roles.items()}
