@@ -297,7 +297,8 @@ class _Finder:
             expected = self.expected
             if chosen.way.given is not None:
                 return same(expected, replace(GIVEN, head_dim=channels, rotary_dim=rotary_dim))
-            if chosen.arguments is not None and not chosen.arguments.takes(channels, rotary_dim):
+            is_told = rotary_dim == channels or "rotary_dim" in chosen.form.call.parameter_of  # what rotates of a head
+            if not (is_told if chosen.arguments is None else chosen.arguments.takes(channels, rotary_dim)):
                 return None
             rope = expected.rope or Rope(channels, expected.base or 10_000.0, "half", rotary_dim=rotary_dim)
             try:
