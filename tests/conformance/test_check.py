@@ -427,6 +427,15 @@ class TestExpected:
         assert report.codes == ["length-ignored"]
         assert "A sequence of 8,192 tokens has the frequencies of a short one." in report.findings[0].says
 
+        def late(x: Tensor, positions: Tensor) -> Tensor:
+            return (dynamic if int(positions.max()) > 5000 else rotated)(x, positions)
+
+        report = conformance.check(late, config=config)
+        assert report.codes == ["length-ignored"]
+        assert (
+            "A sequence of 4,104 tokens has the frequencies of a short one. Training ended" in report.findings[0].says
+        )
+
     @pytest.mark.parametrize("rest", [1.0, math.nan])
     def test_a_bug_that_only_the_scheme_knows(self, rest: float) -> None:
         """In the frequencies of a bug, NaN stands for any frequency."""

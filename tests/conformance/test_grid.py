@@ -212,6 +212,14 @@ def test_bugs(tmp_path: Path, name: str, old: str, new: str, codes: list[str]) -
     assert checked(tmp_path, name, old, new).codes == codes
 
 
+def test_frames_that_change_from_token_to_token(tmp_path: Path) -> None:
+    report = checked(
+        tmp_path, "OfLatents,turn", "[p.reshape(-1, 1)", "[(p if n != 16 else p.permute(1, 2, 0)).reshape(-1, 1)"
+    )
+    assert report.codes == ["wrong-side"], str(report)
+    assert "and those of one frame do not: the frame of a token is wrong" in str(report)
+
+
 OF_A_TABLE = """
 import torch
 

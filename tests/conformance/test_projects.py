@@ -463,6 +463,11 @@ class OfOtherLayers(OfSomeLayers):
         super().__init__(config, layer_idx, first=0)
 
 
+class OfAllLayers(OfSomeLayers):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, 0)
+
+
 def of_slots(
     q: Tensor,
     k: Tensor,
@@ -648,7 +653,10 @@ def in_one_count(x: Tensor, positions: Tensor) -> Tensor:
         ("OfAnyLength", {"config": DYNAMIC}, ["wrong-frequencies"], "Sequences of 16 and 1,024 tokens have different"),
         ("OfASlice", {}, ["wrong-far-positions"], "Position 4,097 has the angles of 4,093."),
         ("OfSomeLayers", {"config": SMOLLM3, "layer": 3}, [], "layer 3  ok     q is left as it is, as expected"),
-        ("OfOtherLayers", {"config": SMOLLM3, "layer": 3}, ["layer-rotated"], "Layer 3 of the config has no rotation"),
+        ("OfOtherLayers", {"config": SMOLLM3, "layer": 3}, ["wrong-layer"], "Layer 3 of the config has no rotation"),
+        ("OfOtherLayers", {"config": SMOLLM3}, ["wrong-layer"], "Layer 0 of the config rotates, and the code leaves q"),
+        ("OfAllLayers", {"config": SMOLLM3}, ["wrong-layer"], "Layer 3 of the config has no rotation"),
+        ("OfSomeLayers", {"config": SMOLLM3}, [], "layer 3              ok     q is left as it is"),
         ("of_slots", {}, ["stored-key-unlike-key"], ""),
         ("OfFlatTokens", {}, [], "layout               thd"),
         ("up_to_a_length", {"config": LINEAR}, ["wrong-far-positions"], "Position 4,097 has the angles of 16,388"),

@@ -115,6 +115,9 @@ def _run(loaded: targets.Target, expectation: expected.Expected, layout: str | N
         return
     try:
         steps.run(subject, report)
+        is_told = subject.is_told_its_layer and report.verdict == "right"
+        if expectation.still is not None and is_told and subject.rebuild is not None:
+            steps.judge_still(subject.rebuild(layer=expectation.still, is_still=True), report)
         if expectation.pairing is None and report.verdict == "right":
             report.test("other pairing", partial(_judge_other_pairing, loaded, expectation, layout, report))
     except lengths.SizeError as e:

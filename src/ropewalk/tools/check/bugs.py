@@ -79,8 +79,8 @@ BUGS: dict[str, Bug] = {
     "frequencies-reversed": Bug(
         "the slowest pair comes first", "Let the exponent grow with the index of the pair: base ** (-2i / dim)."
     ),
-    "layer-rotated": Bug(
-        "a layer that must not rotate rotates", "Pass q and k on in the layers that the config leaves out."
+    "wrong-layer": Bug(
+        "other layers rotate than those of the config", "Count layers from 0, and read from the config which rotate."
     ),
     "wrong-pairing": Bug(
         "the pairing is not the pairing of the weights",
@@ -101,7 +101,8 @@ BUGS: dict[str, Bug] = {
     "axes-exchanged": Bug("two axes of the positions are exchanged"),
     "wrong-side": Bug(
         "the tokens of a grid are counted with the wrong one of its sides",
-        "The row of token i is i // columns, and its column is i % columns.",
+        "The column of token i is i % columns, its row is i // columns (in a video % rows), and its frame is "
+        "i // (rows · columns).",
     ),
     "order-of-tokens": Bug(
         "the tokens of a grid are counted in another order",
@@ -154,7 +155,7 @@ BUGS: dict[str, Bug] = {
     "wrong-base": Bug("the base is wrong", "Pass the base: rope_theta, inside rope_parameters since transformers 5."),
     "length-ignored": Bug(
         "the scaling does not depend on the sequence length as it should",
-        "Compute the frequencies from the length of the sequence, not from the position of each token.",
+        "Compare the length of the whole sequence, not the position of each token, with the length of training.",
     ),
     "lengths-exchanged": Bug("the frequencies of short and of long sequences are exchanged"),
     "low-precision-input": Bug("x is rounded to 16 bits", "Compute in float32 what is passed in float32."),

@@ -36,6 +36,7 @@ class Expected:
             for it. None if all layers are alike.
         layer: the index of that layer.
         is_still: whether that layer must not rotate. `rope` is then that of another layer.
+        still: the index of a layer that must not rotate, if there is one and the user states no layer.
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
         is_slice: whether the target gets only the rotated channels, which its caller slices out.
@@ -56,6 +57,7 @@ class Expected:
     layer_type: str | None = None
     layer: int = 0
     is_still: bool = False
+    still: int | None = None
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     is_slice: bool = False
@@ -148,6 +150,7 @@ def read(
         layer_type=ropes.layer_kinds[chosen] if ropes.layer_kinds else None,
         layer=chosen,
         is_still=ropes.layers[chosen] is None,
+        still=ropes.layers.index(None) if layer is None and None in ropes.layers else None,
         notes=notes,
         axis_names=ropes.axis_names,
     )

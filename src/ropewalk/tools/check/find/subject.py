@@ -69,6 +69,11 @@ class Subject:
         return 2 * self.noise * float(right.abs().max())
 
     @property
+    def is_told_its_layer(self) -> bool:
+        """Whether the constructor is passed the index of a layer."""
+        return self.arguments is not None and "layer_index" in self.arguments.sizes
+
+    @property
     def has_k(self) -> bool:
         """Whether the target rotates q and k together. Otherwise it rotates one tensor."""
         return self.form.has_k

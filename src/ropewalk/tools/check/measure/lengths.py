@@ -59,6 +59,8 @@ def judge(subject: Subject, report: Report) -> bool:
         order = ": it counts them column by column"
     else:  # such as i // rows, which is taken for the row
         code = "wrong-side"
+        if len(sizes[0]) == 3 and _is_part(*(_turned(new, (1, *sides)) for _, *sides in sizes)):
+            order = ", and those of one frame do not: the frame of a token is wrong"
     report.add(code, f"{says}{order}. No more was judged.")
     return False
 

@@ -122,13 +122,13 @@ def run(subject: Subject, report: Report) -> None:
 def judge_still(subject: Subject, report: Report) -> None:
     """Judge the object of a layer that must not rotate. Raise RopeError if nothing tells the code which layer it is."""
     layer = subject.expected.layer
-    if subject.arguments is None or "layer_index" not in subject.arguments.sizes:
+    if not subject.is_told_its_layer:
         got, fix = f"layer {layer}, which does not, and code that is not told its layer", "Pass a layer that rotates."
         raise _checks.error("check", "the layer must rotate", got, fix)
     report.found["call"] = subject.signature
     x = subject.equal_heads(TOKENS, HEADS)
     if not (is_still := torch.equal(subject(x, x, SMALL[None, :TOKENS])[0], x)):
-        report.add("layer-rotated", f"Layer {layer} of the config has no rotation, and the code rotates q in it.")
+        report.add("wrong-layer", f"Layer {layer} of the config has no rotation, and the code rotates q in it.")
     report.grade(f"layer {layer}", "q is left as it is, as expected" if is_still else "q is rotated", is_still)
 
 
@@ -381,7 +381,12 @@ def _report_no_pairs(subject: Subject, report: Report) -> None:
     keeps_sizes = torch.allclose(out.norm(dim=-1), x.norm(dim=-1), rtol=1e-3)
     if is_moved and keeps_sizes and torch.equal(out[:, :1], x[:, :1]):  # equal tokens are rotated
         code, says = "heads-differ", _MIXED
-    if torch.equal(out, x):
+    if torch.equal(out, x) and subject.is_told_its_layer:
+        code, says = (
+            "wrong-layer",
+            f"Layer {subject.expected.layer} of the config rotates, and the code leaves q in it.",
+        )
+    elif torch.equal(out, x):
         code, says = "not-rotated", "The output equals the input."
         for rows, heads in ((3, HEADS), (TOKENS, HEADS), (1, TOKENS), (TOKENS, TOKENS)):  # a single one is token 0
             with contextlib.suppress(CallError):
