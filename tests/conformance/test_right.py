@@ -198,3 +198,12 @@ def test_torchtune() -> None:
     path = Path(str(spec.origin)).parent / "modules" / "position_embeddings.py"
     report = conformance.check(f"{path}:RotaryPositionalEmbeddings", pairing="interleaved")
     assert report.verdict == "right", str(report)
+
+
+def test_a_query_whose_first_channels_are_changed_is_refused(tmp_path: Path) -> None:
+    path = FILES[0].parent / "latent_query_of_all_channels.py"
+    (changed := tmp_path / "changed.py").write_text(
+        path.read_text().replace("torch.cat((nope,", "torch.cat((2 * nope,")
+    )
+    with pytest.raises(RopeError, match="must be callable in a known way"):
+        conformance.check(f"{changed}:Rotary", **runpy.run_path(str(path))["GIVEN"])

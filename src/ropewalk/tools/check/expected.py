@@ -40,6 +40,7 @@ class Expected:
         notes: the warnings about the config, such as that only the rope of text tokens is read.
         axis_names: the names of the axes of positions, if the config states them.
         is_slice: whether the target gets only the rotated channels, which its caller slices out.
+        front: with a slice, the number of channels that only q has before those, as in MLA.
         dtype: that of q and k, for constructors with such a parameter. None means float32.
     """
 
@@ -61,6 +62,7 @@ class Expected:
     notes: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
     is_slice: bool = False
+    front: int = 0
     dtype: Any = None
 
     @property

@@ -135,7 +135,13 @@ def _find(target: Target, expected: Expected, layout: str | None, dtype: torch.d
     """Find the call in one dtype. Why calls fail is appended to `errors`."""
     sliced, finder = for_slice(expected), _Finder(target, expected, dtype)
     if sliced is not None and words.read_call(function_of(target.objects[-1])).parameter_of.get("k") in ONE_KEY_HEAD:
-        return _find(target, sliced, layout, dtype, errors)
+        try:
+            return _find(target, sliced, layout, dtype, errors)
+        except _checks.RopeError:
+            with contextlib.suppress(_checks.RopeError):
+                of_q = replace(sliced, front=expected.channels - sliced.channels)
+                return _find(target, of_q, layout, dtype, [])
+            raise
     try:
         found = finder.find(layout)
         if sliced is not None and sliced.head_dim < expected.head_dim and _rotates_all(found):
@@ -362,6 +368,8 @@ class _Finder:
         if second is not None and of_grid:
             second = spread(second)
         function = first if second is None else second
+        if expected.front:
+            function = _behind(function, expected.front)
         inner = norms.of_module(first, expected.channels) if isinstance(first, torch.nn.Module) else {}
         if second is None and inner:
             function = norms.passed(first, inner)
@@ -451,6 +459,20 @@ class _Finder:
                         axes=count,
                         of_grid=block * self.is_grid,
                     )
+
+
+def _behind(function: Any, count: int) -> Any:
+    """Return a function of the last channels of q, for one of all, the first of which must be passed on."""
+    name = words.read_call(function).parameter_of.get("q", "")
+
+    def called(**passed: Any) -> Any:
+        front = torch.ones(*passed[name].shape[:-1], count, dtype=passed[name].dtype)
+        q, *others = function(**passed | {name: torch.cat((front, passed[name]), dim=-1)})
+        if not torch.equal(q[..., :count], front):
+            raise ValueError(f"the first {count} channels of q must be passed on, and they are changed")
+        return q[..., count:], *others
+
+    return words.stands_for(partial(called), function, [*(words.parameters(function) or {}).values()])
 
 
 def _require_tensors(function: Any) -> None:

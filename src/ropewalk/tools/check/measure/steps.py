@@ -40,7 +40,9 @@ _OF_DECODING = {"cache", "caches", "kvcache", "past", "prev", "previous", "incre
 
 def run(subject: Subject, report: Report) -> None:
     """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
-    if subject.expected.is_slice:
+    if subject.expected.front:
+        report.found["head"] = f"the rotated channels, and in q {subject.expected.front} before them"
+    elif subject.expected.is_slice:
         report.found["head"] = "only the rotated channels, which the caller slices out"
     tables = f", tables: {subject.way.tables}" if subject.way.given is not None else ""
     report.found["call"] = subject.signature + tables
