@@ -99,7 +99,7 @@ def judge_length(baseline: Baseline) -> bool | str:
     if rounded := [code for code in report.codes if code.startswith("low-precision")]:
         return f"not judged: {rounded[0]}"
     before = report.codes
-    for n in (2 * length, length + 8):
+    for n in (length + 8, 2 * length):  # some code keeps the frequencies of the longest sequence
         tried = _judge_length(baseline, unresolved, length, n)
         if tried is not True or report.codes != before:
             break
