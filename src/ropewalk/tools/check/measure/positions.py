@@ -12,7 +12,6 @@ from torch import Tensor
 from ropewalk import Rope
 from ropewalk.tools.check.find import memory
 from ropewalk.tools.check.find.subject import CLOSE, ROUNDING, CallError, Subject
-from ropewalk.tools.check.find.tables import INDEXED
 from ropewalk.tools.check.measure.baseline import SMALL, Baseline
 from ropewalk.tools.check.measure.case import KNOWN, usual
 from ropewalk.tools.check.measure.law import NAMES, find_rounding, moving
@@ -152,7 +151,7 @@ def _probes(baseline: Baseline, longest: int) -> Iterator[Tensor]:
         return
     table_length = _table_length(subject)
     ends = sorted({*(2**n for n in range(6, 21)), 300, 5_000, *table_length, *(n + 3 for n in table_length)})
-    if longest < LONGEST_CALL and (subject.way.tables or "").startswith(INDEXED):  # whose rows up to there are computed
+    if longest < LONGEST_CALL:  # rounding to 16 bits shows up to there
         last = min(last, 2**16)
     for end in ends:
         if end - 1 <= last:
