@@ -21,12 +21,12 @@ cu_seqlens, offsets                    flash-attention, Transformer Engine, Flas
 several axes of positions              transformers, vLLM, Flux; one parameter for each     ways 25, words 10
 the size of a grid, also with a table  Wan, DINOv3's and others' vision towers              grid 210
 tokens before those that rotate        CogVideoX, timm and others (text, class tokens)      words 3, subject 5
-one head of k (MLA)                    vLLM, SGLang                                         form 15
+one head of k (MLA), and all of q      vLLM, SGLang, DeepSeek's reference                   form 15, calls 20
 outputs and halves as arguments        kernels-community, lmdeploy                          form 6, adapter 6
 a device, a dtype, an option           Neuron, courses; what is unknown gets None           words.filled 8, calls 5
 16 bits alone                          FlashInfer, SGLang (kernels that refuse float32)     subject 35, calls 6
 names with a known part                position_offset, freq_base, cu_lens, xyz             words 20
-any name, known by its use             code of one's own in Python                          uses 305
+any name, known by its use             code of one's own in Python                          uses 320
 an object that a function takes        encoders (rope: RotaryEmbedding)                     words 12
 a method, if calling the class fails   timm's get_embed, Keras' call                        calls 20
 arrays of NumPy, JAX or MLX            MaxText, Gemma's and ONNX's references, ports        arrays 75
@@ -230,14 +230,8 @@ class _Finder:
             self.found["in_place"] = True
         chosen = replace(chosen, form=replace(chosen.form, **self.found))
         others = []
-        for mode in (
-            "offsets",
-            "offset",
-            "packed",
-            "rows",
-            *["grids"] * self.is_grid,
-            *["tables"] * (len(self.target.objects) == 2),
-        ):
+        modes = ["offsets", "offset", "packed", "rows", *["grids"] * self.is_grid]
+        for mode in [*modes, *["tables"] * (len(self.target.objects) == 2)]:
             of_mode = self.candidates(self.expected, self.given, chosen.axes, layout, mode)
             others += [other] if (other := _like(chosen, of_mode)) is not None else []
         is_usual = not (chosen.form.is_fused or self.is_of_engine) and chosen.layout in (*LAYOUTS, "d")
@@ -389,8 +383,8 @@ class _Finder:
         calls: list[tuple[Call, list[Source]]] = []
         if second is not None:
             has_positions = "positions" in roles
-            of = partial(tables.of_target, is_passed_positions=has_positions, from_offset=mode == "tables")
-            sources = of(first, layer_type, count)
+            options = {"is_passed_positions": has_positions, "from_offset": mode == "tables"}
+            sources = tables.of_target(first, layer_type, count, **options)
             calls = [(call, sources)] if sources else []
         elif {"cos", "sin"} <= roles or {"freqs_cis", "cos_sin_cache"} & roles:
             if roles & _TABLES <= call.optional and ("positions" in roles or arguments is not None):
@@ -472,7 +466,7 @@ def _behind(function: Any, count: int) -> Any:
             raise ValueError(f"the first {count} channels of q must be passed on, and they are changed")
         return q[..., count:], *others
 
-    return words.stands_for(partial(called), function, [*(words.parameters(function) or {}).values()])
+    return words.stands_for(called, function, [*(words.parameters(function) or {}).values()])
 
 
 def _require_tensors(function: Any) -> None:

@@ -229,9 +229,7 @@ def of_target(
         return [*kept, rows, whole] if not from_offset and (count is None or is_passed_positions) else []
     call = words.read_call(first)
     parameter_of = call.parameter_of
-    if from_offset and not (
-        "offset" in call.optional and "seq_len" in parameter_of and "positions" not in parameter_of
-    ):
+    if from_offset and ("positions" in parameter_of or not {"seq_len", "offset"} <= {*parameter_of}):
         return []
 
     def make(q: Tensor, named: dict[str, Any], first: Any = first) -> Tables:

@@ -282,7 +282,7 @@ class _Uses(ast.NodeVisitor):
             for parameter, role in known.items():
                 if parameter in passed:
                     self._is(role, passed[parameter])
-                    self._is("sides", *self._whole(passed[parameter]) * (role in (*_SIDES, "length")))
+                    self._is("sides", *(self._whole(passed[parameter]) if role in (*_SIDES, "length") else ()))
             if "rotat" in name and known.get(names[0] if names else "", "like") in _WEAK:
                 self._is("tokens", *first)
 
