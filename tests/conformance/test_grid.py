@@ -218,6 +218,8 @@ def test_frames_that_change_from_token_to_token(tmp_path: Path) -> None:
     )
     assert report.codes == ["wrong-side"], str(report)
     assert "and those of one frame do not: the frame of a token is wrong" in str(report)
+    of_an_image = checked(tmp_path, "rotate", "// columns", "// rows")
+    assert "differ between grids of 9 × 11 and 17 × 19. No more was judged." in str(of_an_image)
 
 
 OF_A_TABLE = """

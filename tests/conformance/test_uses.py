@@ -67,6 +67,12 @@ def counted(j: tuple[int, int]) -> Tensor:
     return torch.arange(columns)[None] + rows
 
 
+def counted_again(j: tuple[int, int]) -> Tensor:
+    rows, columns = j
+    columns = 3
+    return torch.arange(columns) + rows
+
+
 def passed_on(j: tuple[int, int]) -> Tensor:
     rows, columns = j
     return of_two_sides(rows, columns)
@@ -152,6 +158,7 @@ class Unhashable:
         (of_both_tables, {"a": "tokens", "b": "table"}),
         (from_a_place, {"i": "offset", "j": "length"}),
         (counted, {"j": "sides"}),
+        (counted_again, {}),
         (passed_on, {"j": "sides"}),
         (of_other_parts, {"a": "tokens"}),
         (of_halves, {"a": "tokens", "b": "angles"}),
