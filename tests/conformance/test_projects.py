@@ -463,6 +463,14 @@ class OfOtherLayers(OfSomeLayers):
         super().__init__(config, layer_idx, first=0)
 
 
+class OfHeadsFirst(OfOtherLayers):
+    """q and k: `[batch, heads, seq, channels]`, as the code shows only in layers that it rotates."""
+
+    def __call__(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = super().__call__(q.transpose(1, 2), k.transpose(1, 2), position_ids)
+        return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
+
+
 class OfAllLayers(OfSomeLayers):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, 0)
@@ -655,6 +663,7 @@ def in_one_count(x: Tensor, positions: Tensor) -> Tensor:
         ("OfSomeLayers", {"config": SMOLLM3, "layer": 3}, [], "layer 3  ok     q is left as it is, as expected"),
         ("OfOtherLayers", {"config": SMOLLM3, "layer": 3}, ["wrong-layer"], "Layer 3 of the config has no rotation"),
         ("OfOtherLayers", {"config": SMOLLM3}, ["wrong-layer"], "Layer 0 of the config rotates, and the code leaves q"),
+        ("OfHeadsFirst", {"config": SMOLLM3}, ["wrong-layer"], "Layer 0 of the config rotates, and the code leaves q"),
         ("OfAllLayers", {"config": SMOLLM3}, ["wrong-layer"], "Layer 3 of the config has no rotation"),
         ("OfSomeLayers", {"config": SMOLLM3}, [], "layer 3              ok     q is left as it is"),
         ("of_slots", {}, ["stored-key-unlike-key"], ""),

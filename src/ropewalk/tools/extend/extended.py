@@ -197,10 +197,7 @@ def _as_it_is(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     notes = list(dict.fromkeys(n for config, _ in read for n in chosen.answer(config).notes if n not in said))
     if not (apart or unknown or beside):
         return {**row, "commands": commands, "notes": notes}
-    # A function for frequencies may refuse a config that the engine loads, which other keys cure.
-    refused = [config for config, _ in read if chosen.answer(config).rope is None]
-    by_rule = all(chosen.apply_rule(config).refusal == chosen.answer(config).refusal for config in refused)
-    if by_rule and not (unknown or beside):
+    if not (unknown or beside):
         with contextlib.suppress(RopeError):  # the model's own code does not read the schema of transformers 5
             same = Plan("none", 1.0, [], source.ropes, plans.config_of(source, source.ropes, target)[0], source.text)
             if (found := _extended(source, chosen, [same], target, model))["commands"]:
