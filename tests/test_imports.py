@@ -309,7 +309,7 @@ BUDGET = {
     "rotation": 1941,
     "schemes": 1900,
     "tools": 700,
-    "tools/check": 8011,
+    "tools/check": 8013,
     "tools/commands": 1100,
     "tools/convert": 1950,
     "tools/diff": 1500,

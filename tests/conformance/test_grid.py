@@ -118,6 +118,16 @@ class Sides(torch.nn.Module):
     def forward(self, x):
         return turn(x, self.angles)
 """,
+    "OfPatches": """
+class OfPatches(torch.nn.Module):
+    def __init__(self, head_dim, patches=(14, 16)):
+        super().__init__()
+        rows, columns = patches
+        self.angles = angles_of(rows, columns, head_dim)
+
+    def forward(self, x):
+        return turn(x, self.angles[:, None])
+""",
     "AfterAClass": """
 class AfterAClass(torch.nn.Module):
     def __init__(self, dim, grid_h=14, grid_w=14, use_cls_token=True):
@@ -199,6 +209,7 @@ def test_right_code(tmp_path: Path, name: str) -> None:
         ),
         ("of_frames,apply_tables", "T)[:, None]", "T)[:, None] ** 2", ["wrong-frequencies"]),
         ("of_other_names", "turn(k, angles)", "turn(k, angles.roll(16, -1))", ["key-unlike-query"]),
+        ("OfPatches", "self.angles[:, None]", "self.angles.roll(1, -1)[:, None]", ["wrong-frequencies"]),
         ("OfASquare", "turn(t, self.angles)", "turn(t, self.angles.roll(1, -1))", ["wrong-frequencies"]),
         ("OfLatents,turn", "num_frames, height, width = h", "num_frames, width, height = h", ["wrong-side"]),
         ("AfterAClass", "// 2), angles", "// 2), angles.roll(-1, 0)", ["wrong-frequencies"]),

@@ -133,15 +133,17 @@ def tokens_before(constructor: Any) -> int:
 
 def _sides(owner: Any) -> dict[str, bool]:
     """Return the parameters for the size of a grid, and whether each is for one of its sides."""
-    known = parameters(owner) or {}
-    names = [n for n in known if re.search(f"{GRID}|{GRID_AXIS}", n)]
-    names = [n for n in names if uses.roles(owner).get(n) not in ("dim", "half", "head_size")]
+    known, used = parameters(owner) or {}, uses.roles(owner)
+    whole = [n for n in known if re.search(GRID, n) or used.get(n) == "sides"]
+    names = [n for n in known if n in whole or re.search(GRID_AXIS, n)]
+    names = [n for n in names if used.get(n) not in ("dim", "half", "head_size")]
     names = [n for n in names if n != "input_size" or known[n].annotation not in (int, "int")]
     required = [n for n in names if known[n].default is inspect.Parameter.empty]
-    fixed = [n for n in names if known[n].default and re.search("^((grid|feat)_.*|h|w|height|width)$", n)]
-    if not required and (len(fixed) > 1 or re.search(GRID, "".join(fixed))):  # a default is the only size, too
+    fixed = [n for n in names if used.get(n) == "sides" or re.search("^((grid|feat)_.*|h|w|height|width)$", n)]
+    fixed = [n for n in fixed if known[n].default]
+    if not required and (len(fixed) > 1 or {*fixed} & {*whole}):  # a default is the only size, too
         required = fixed
-    return {n: not re.search(GRID, n) for n in [*required, *({_SQUARE} & {*known})]}
+    return {n: n not in whole for n in [*required, *({_SQUARE} & {*known})]}
 
 
 def config_objects(owner: Any, expected: Expected) -> dict[str, Any]:
