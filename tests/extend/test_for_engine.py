@@ -67,7 +67,7 @@ def test_a_nested_text_model() -> None:
     assert list(keys(row_of(config, "vllm")["commands"][0])) == ["text_config"]
     override = ENGINES["transformers"].override
     assert isinstance(override, Override)
-    assert override.write("m", {"text_config": {"rope_parameters": {"rope_theta": 1e6, "truncate": True}}}, None) == (
+    assert override.write("m", {"text_config": {"rope_parameters": {"rope_theta": 1e6, "truncate": True}}}, 4096) == (
         "AutoModelForMultimodalLM.from_pretrained('m', text_config={'rope_parameters': {'rope_theta': 1000000.0, "
         "'truncate': True}})"
     )

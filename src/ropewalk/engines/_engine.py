@@ -206,7 +206,7 @@ class Engine:
     other_class: str = ""
     windows: frozenset[str] | None = None
     override: Override | Flags | None = None
-    serve: Callable[[str, Mapping[str, Any], int | None], str] | None = None
+    serve: Callable[[str, Mapping[str, Any], int], str] | None = None
     lender: Engine | None = None
     models: Mapping[str, Rounding] = field(default_factory=dict)
     built_in: bool = False

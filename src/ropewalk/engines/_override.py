@@ -20,8 +20,8 @@ class Override:
     """The argument with which an engine at one version replaces keys of a model's config.
 
     Args:
-        write: returns the command with this argument, from the model, the keys to replace, and the length to configure
-            or None. A nested config is an object in the keys, and no keys mean no argument.
+        write: returns the command with this argument, from the model, the keys to replace, and the length to configure.
+            A nested config is an object in the keys, and no keys mean no argument.
         source: the files of the engine that define the argument and apply it.
         merges: where the engine merges the new `rope_parameters` into those of the config, instead of replacing them.
         deepest: the largest depth of a nested config that the argument reaches.
@@ -30,11 +30,11 @@ class Override:
         python: returns the same as a call in Python, if `write` returns a command for a shell.
     """
 
-    write: Callable[[str, Mapping[str, Any], int | None], str]
+    write: Callable[[str, Mapping[str, Any], int], str]
     source: str
     merges: Literal["nowhere", "at the top", "below the top"]
     deepest: int
-    python: Callable[[str, Mapping[str, Any], int | None], str] | None = None
+    python: Callable[[str, Mapping[str, Any], int], str] | None = None
     bases: Mapping[str, float | None] = field(default_factory=dict)
 
     def applied(self, old: Mapping[str, Any], new: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -69,18 +69,16 @@ class Flags:
         write: returns the arguments, and the rope that the engine then computes. It gets the rope of the config, the
             rope that the engine computes without arguments, and the rope to state. If no argument states its scheme,
             it returns the reason.
-        source: the files of the engine that define the arguments and apply them.
-        command: returns the command from the model, the arguments, and the length to configure or None.
+        command: returns the command from the model, the arguments, and the length to configure.
         keep_windows: the model_types of which layers with a window keep the rope of the file, whatever the arguments.
     """
 
     write: Callable[[ConfigRope, Rope, Rope], tuple[str, Rope] | str]
-    source: str
-    command: Callable[[str, str, int | None], str]
+    command: Callable[[str, str, int], str]
     keep_windows: frozenset[str] = frozenset()
 
 
-def shell(command: str, override: str, length: str) -> Callable[[str, Mapping[str, Any], int | None], str]:
+def shell(command: str, override: str, length: str) -> Callable[[str, Mapping[str, Any], int], str]:
     """Return an `Override.write` for a shell.
 
     Args:
@@ -89,26 +87,25 @@ def shell(command: str, override: str, length: str) -> Callable[[str, Mapping[st
         length: the argument for the length.
     """
 
-    def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+    def write(model: str, keys: Mapping[str, Any], tokens: int) -> str:
         words = [command, shlex.quote(model)]
         words += [override, shlex.quote(json.dumps(keys))] if keys else []
-        words += [] if tokens is None else [length, str(tokens)]
-        return " ".join(words)
+        return " ".join([*words, length, str(tokens)])
 
     return write
 
 
 def call(
     name: str, override: str, length: str, *, model_argument: str = "", as_json: bool = False
-) -> Callable[[str, Mapping[str, Any], int | None], str]:
+) -> Callable[[str, Mapping[str, Any], int], str]:
     """Return an `Override.write` for Python, with arguments named as in `shell`.
 
     `model_argument` is "model_path=" if the model must be passed by this name.
     """
 
-    def write(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+    def write(model: str, keys: Mapping[str, Any], tokens: int) -> str:
         named: dict[str, Any] = {override: json.dumps(keys) if as_json else dict(keys)} if keys else {}
-        named |= {} if tokens is None else {length: tokens}
+        named[length] = tokens
         words = [f"{model_argument}{model!r}", *(f"{key}={value!r}" for key, value in named.items())]
         return f"{name}({', '.join(words)})"
 

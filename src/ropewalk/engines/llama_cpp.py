@@ -125,9 +125,10 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
 def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | str:
     """Return the arguments that state a rope, and the rope that llama.cpp then computes; or why there are none.
 
-    For YaRN, `llama-context.cpp` computes the attention factor itself and overwrites that of --yarn-attn-factor. With
-    the mscale_all_dim of the file, `deepseek2.cpp` and `deepseek32.cpp` scale the scores, for linear scaling as well.
-    For tokens with several positions, `ggml_mrope_cache_init` scales each pair in the same way.
+    `common/arg.cpp` defines them, and `llama-model.cpp` applies them. For YaRN, `llama-context.cpp` computes the
+    attention factor itself and overwrites that of --yarn-attn-factor. With the mscale_all_dim of the file,
+    `deepseek2.cpp` and `deepseek32.cpp` scale the scores, for linear scaling as well. For tokens with several
+    positions, `ggml_mrope_cache_init` scales each pair in the same way.
     """
     scheme = rope.scaling
     if isinstance(read.scaling, Llama3 | LongRoPE):
@@ -153,9 +154,9 @@ def _flags(config: ConfigRope, read: Rope, rope: Rope) -> tuple[str, Rope] | str
     return flags, replace(read, base=rope.base, scaling=scheme)
 
 
-def _command(model: str, flags: str, tokens: int | None) -> str:
+def _command(model: str, flags: str, tokens: int) -> str:
     file = model if model.endswith(".gguf") else "MODEL.gguf"
-    words = ["llama-server -m", shlex.quote(file), flags, "" if tokens is None else f"-c {tokens}"]
+    words = ["llama-server -m", shlex.quote(file), flags, f"-c {tokens}"]
     return " ".join(filter(None, words))
 
 
@@ -198,5 +199,5 @@ LLAMA_CPP = Engine(
     without_length=AS_TRANSFORMERS,
     unknown="the converter knows no such rope type",
     windows=MIXED_WINDOWS | {"modernbert"},
-    override=Flags(_flags, "common/arg.cpp, src/llama-context.cpp, src/llama-model.cpp", _command, _KEEP_WINDOWS),
+    override=Flags(_flags, _command, _KEEP_WINDOWS),
 )

@@ -118,7 +118,7 @@ def _rounding(config: ConfigRope) -> Rounding:
     )
 
 
-def _load(model: str, keys: Mapping[str, Any], tokens: int | None) -> str:
+def _load(model: str, keys: Mapping[str, Any], tokens: int) -> str:
     """Return the call that loads a model, with keys as arguments. With a nested config, it has another class."""
     is_nested = any(key != "rope_parameters" and isinstance(value, Mapping) for key, value in keys.items())
     words = ", ".join([repr(model), *(f"{key}={value!r}" for key, value in keys.items())])

@@ -72,7 +72,7 @@ def explain(
 def _print_model_types(context: click.Context, *, as_json: bool) -> None:
     from ropewalk.configs.listing import model_types
 
-    _refuse_others(context, "--list", {"as_json"})
+    _refuse_others(context)
     groups = model_types()
     if as_json:
         click.echo(json.dumps(groups, indent=2))
@@ -85,11 +85,10 @@ def _print_model_types(context: click.Context, *, as_json: bool) -> None:
         click.echo()
 
 
-def _refuse_others(context: click.Context, option: str, allowed: set[str]) -> None:
-    """Raise an error if an argument was passed that has no effect beside an option."""
+def _refuse_others(context: click.Context) -> None:
+    """Raise an error if an argument was passed that has no effect beside --list."""
     for parameter in context.command.params:
-        name = str(parameter.name)
-        passed = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-        if passed and option not in parameter.opts and name not in allowed:
+        passed = context.get_parameter_source(str(parameter.name)) is not click.core.ParameterSource.DEFAULT
+        if passed and parameter.name not in ("as_list", "as_json"):
             what = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-            raise click.UsageError(f"{what} has no effect with {option}. Drop one of them.")
+            raise click.UsageError(f"{what} has no effect with --list. Drop one of them.")

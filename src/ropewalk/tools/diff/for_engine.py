@@ -78,10 +78,8 @@ def find_command(
     old: Mapping[str, Any],
     written: Mapping[str, Any],
     own: Mapping[int, Rope | None],
-    setting: int,
-    *,
-    model: str = "MODEL",
-    length: int | None = None,
+    length: int,
+    model: str,
 ) -> tuple[list[str], list[str]]:
     """Return the first command with which the engine has certain ropes, and why there is none, as sentences.
 
@@ -91,24 +89,23 @@ def find_command(
         old: the `rope_parameters` of the config.
         written: the config of the text model in the schema of transformers 5, with the ropes that the engine must have.
         own: these ropes, by the indices of the layers.
-        setting: the length for which the ropes are compared, in tokens.
+        length: the length to configure, up to which the ropes are compared, in tokens.
         model: the model in the command.
-        length: the length to configure, for a config that states it, in tokens. None leaves both as they are.
 
     Returns:
         The command, followed by the same in Python if the engine has both, or []; and the reasons for none, or [].
     """
     override, first = chosen.override, configs[0][0]
     if isinstance(override, Flags):
-        return _flags(chosen, override, configs, own, setting, model=model, length=length)
+        return _flags(chosen, override, configs, own, length, model)
     read, path = find_text(first.whole)[0], text_path(first.whole)
     if override is None or len(path) > override.deepest:
         return [], ["no argument of it reaches the text model inside of this config"]
     scaled = next((rope for rope in own.values() if rope is not None and rope.scaling is not None), None)
     section, parameters = {**old, **first.section}, written.get("rope_parameters") or {}
     alone = chosen.reads(first.file_format)  # then it has its own config around that of the text model
-    keys = {} if length is None else {key: written[key] for key in LENGTHS if key in written}
-    keys |= {"max_seq_len": length} if alone and length is not None else {}  # which vLLM adds to a params.json
+    keys = {key: written[key] for key in LENGTHS if key in written}
+    keys |= {"max_seq_len": length} if alone else {}  # which vLLM adds to a params.json
     reasons: list[str] = []
     for new in spellings(parameters, scaled):
         applied = {"rope_parameters": override.applied(section, new, len(path))}
@@ -118,7 +115,7 @@ def find_command(
         except RopeError as e:
             reasons = reasons or [f"with the keys of its argument, the config cannot be read ({without_fix(e)})"]
             continue
-        apart, unknown = apart_of(chosen, found, own, setting)
+        apart, unknown = apart_of(chosen, found, own, length)
         if not (apart or unknown):
             replaced = put({}, path, {**keys, "rope_parameters": new})
             forms = (override.write, override.python)
@@ -135,10 +132,8 @@ def _flags(
     override: Flags,
     configs: Configs,
     own: Mapping[int, Rope | None],
-    setting: int,
-    *,
+    length: int,
     model: str,
-    length: int | None,
 ) -> tuple[list[str], list[str]]:
     """As `find_command`, for an engine whose arguments state one rope."""
     kept = [entry for entry in configs if entry[0].window is not None and entry[0].model_type in override.keep_windows]
@@ -147,7 +142,7 @@ def _flags(
         read, meant = chosen.answer(config).rope, own[indices[0]]
         if config.rope.scaling is None and (config.window or 0) <= (config.longest or 0):
             meant = config.rope  # no position in its window is new to the model
-        if apart := "it has no rope" if read is None or meant is None else _difference(meant, read, setting):
+        if apart := "it has no rope" if read is None or meant is None else _difference(meant, read, length):
             place = layers(indices, len(own))
             return [], [f"its arguments change only layers without a window, and this config others: {place}: {apart}"]
     if len(changed) != 1:
@@ -161,5 +156,5 @@ def _flags(
     flags = override.write(config, answer.rope, meant)
     if isinstance(flags, str):
         return [], [flags]
-    apart = _difference(meant, flags[1], setting)
+    apart = _difference(meant, flags[1], length)
     return ([], [apart]) if apart else ([override.command(model, flags[0], length)], [])

@@ -224,7 +224,7 @@ def _extended(source: Source, chosen: Engine, made: list[Plan], target: int, mod
     reasons: dict[str, list[str]] = {}
     for number, plan in enumerate(made):
         own = dict(enumerate(plan.text.layers))
-        forms, why = find_command(chosen, source.configs, old, plan.written, own, target, model=model, length=target)
+        forms, why = find_command(chosen, source.configs, old, plan.written, own, target, model)
         if forms:
             return {**row, "plan": number, "commands": forms}
         for reason in why:
